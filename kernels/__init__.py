@@ -1,0 +1,1 @@
+"""Triton kernels that move and fill many blocks in one launch; imported as `stalloc.kernels`."""

@@ -1,0 +1,38 @@
+"""stalloc: watch one step of a GPU program, plan where every allocation will live, run on the plan.
+
+Importing this package imports neither torch nor cupy nor numba: each name below loads what it needs when used.
+"""
+
+import importlib
+from typing import Any
+
+from stalloc.errors import BadInputError, PlanError, SetupError, StallocError
+
+__version__ = "0.1.0.dev0"
+
+_LAZY: dict[str, str] = {
+    "Trace": "stalloc.trace",
+    "load_traces": "stalloc.trace",
+    "save_traces": "stalloc.trace",
+    "Plan": "stalloc.planner",
+    "load_plans": "stalloc.planner",
+    "save_plans": "stalloc.planner",
+    "plan": "stalloc.planner",
+    "validate": "stalloc.planner",
+    "install": "stalloc.integrations",
+    "uninstall": "stalloc.integrations",
+    "step": "stalloc.integrations",
+    "statistics": "stalloc.integrations",
+}
+
+__all__ = ["BadInputError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'stalloc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,17 @@
+"""Every error that stalloc raises on purpose: one sentence of what happened, where, and what to do next."""
+
+
+class StallocError(Exception):
+    """Base of all errors that stalloc raises on purpose."""
+
+
+class BadInputError(StallocError, ValueError):
+    """A file or an argument is not what it has to be; the command line ends with exit code 2."""
+
+
+class SetupError(StallocError, RuntimeError):
+    """Something this machine lacks (a compiler, a library, a device) stops the work; exit code 2."""
+
+
+class PlanError(StallocError, ValueError):
+    """A plan does not fit the trace or the device that it is used for."""
