@@ -1,0 +1,93 @@
+"""Planning CSV: bare lifespans `id,lower,upper,size[,offset][,stream]` as google/minimalloc and others write them.
+
+`lower` and `upper` become start and end unchanged, half open; there are no events. The columns may come in any order.
+"""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Trace, empty_columns
+
+_REQUIRED = ("id", "lower", "upper", "size")
+_OPTIONAL = ("offset", "stream")
+_INT64_MAX = np.iinfo(np.int64).max
+
+
+def looks_like_planning_csv(head: bytes) -> bool:
+    """Whether the first line names the four columns."""
+    first = head.splitlines()[0].decode("utf-8", "replace").lstrip("\ufeff")
+    return set(_REQUIRED) <= {name.strip().lower() for name in first.split(",")}
+
+
+def read_planning_csv(path: Path, data: bytes) -> Trace:
+    """The lifespans of a CSV as a Trace of device 0, requests ordered by lower; ids and offsets are kept in `extra`.
+
+    `extra["id"]` has the ids (int64, or text when one is not a number), `extra["offset"]` bytes. Raises BadInputError
+    naming the line for anything that is not a whole number, an empty lifespan, or a negative start, size or offset.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig"))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadInputError(f"{path}: not readable as CSV ({error}): save it as plain UTF-8 text.") from error
+    header = [name.strip().lower() for name in rows[0]]
+    names = [name for name in (*_REQUIRED, *_OPTIONAL) if name in header]
+    place = {name: header.index(name) for name in names}
+    values: dict[str, list[int]] = {name: [] for name in names if name != "id"}
+    ids: list[str] = []
+    for number, row in enumerate(rows[1:], start=2):
+        if not any(cell.strip() for cell in row):
+            continue
+        if len(row) != len(header):
+            raise BadInputError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}: correct it.")
+        ids.append(row[place["id"]].strip())
+        for name, column in values.items():
+            cell = row[place[name]].strip()
+            if not (cell.isascii() and cell.isdigit()) or int(cell) > _INT64_MAX:
+                raise BadInputError(
+                    f"{path}: line {number}: {name} is {cell[:40]!r}, expected a whole number from 0: correct it."
+                )
+            column.append(int(cell))
+        if values["lower"][-1] >= values["upper"][-1]:
+            raise BadInputError(f"{path}: line {number}: upper is not above lower, the lifespan is empty: correct it.")
+    if not ids:
+        raise BadInputError(f"{path}: the CSV has a header and no lifespans: write one line a request.")
+    columns = {name: np.array(column, np.int64) for name, column in values.items()}
+    order = np.argsort(columns["lower"], kind="stable")
+    extra = {"id": _id_column(ids)[order]}
+    if "offset" in columns:
+        extra["offset"] = columns["offset"][order]
+    raw_stream = columns.get("stream", np.zeros(len(ids), np.int64))[order]
+    streams, stream = first_appearance(raw_stream)
+    return Trace(
+        device=0,
+        start=columns["lower"][order],
+        end=columns["upper"][order],
+        size=columns["size"][order],
+        stream=stream,
+        free_requested=columns["upper"][order],
+        **empty_columns(EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS),
+        streams=streams,
+        names=(),
+        reserved_start_bytes=0,
+        info={"source": "planning csv", "file": path.name, "complete": True, "notes": []},
+        extra=extra,
+    )
+
+
+def first_appearance(raw: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+    """Distinct values in order of first appearance, and the index into them of each value."""
+    distinct, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first))
+    ordered = distinct[np.argsort(first)]
+    return tuple(int(value) for value in ordered), rank[inverse].astype(np.int64)
+
+
+def _id_column(ids: list[str]) -> np.ndarray:
+    try:
+        return np.array([int(text) for text in ids], np.int64)
+    except (ValueError, OverflowError):
+        return np.array(ids)

@@ -1,0 +1,250 @@
+"""Snapshots of torch.cuda.memory: events since recording began, segments at the end, and what those two imply.
+
+A snapshot that contradicts itself is refused: what lives at the end by its events must be active in its segments,
+and the bytes live may never exceed the bytes reserved. What was live before recording is reconstructed: blocks that
+are active at the end without an alloc event, and frees of unknown addresses. Reserved at the start is worked
+backwards from the segments at the end.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.trace.pairing import Pairs, pair_events
+from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
+from stalloc.trace.sources.planning_csv import first_appearance
+from stalloc.trace.sources.unpickle import load_plain_pickle
+
+_ACTIONS = {action.name.lower(): int(action) for action in Action}
+_IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
+_RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
+_ALIGN_BYTES = 512
+
+
+@dataclass(frozen=True, eq=False)
+class _Segments:
+    """Segments and active blocks of one device at the end."""
+
+    address: Column
+    size: Column
+    stream: Column
+    block_address: Column
+    block_size: Column
+    block_stream: Column
+
+
+def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
+    """The traces of a snapshot, one for each device with events.
+
+    Raises BadInputError when it is no snapshot, its history was switched off, or it contradicts itself.
+    """
+    snapshot = load_plain_pickle(path, data)
+    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
+        raise BadInputError(f"{path}: a pickle, but not a torch.cuda.memory snapshot: give what _snapshot() returned.")
+    budget = _Budget(path, len(data))
+    try:
+        histories = [budget.spend(history) for history in budget.spend(snapshot["device_traces"])]
+        segments: dict[int, list[dict[str, Any]]] = {}
+        for segment in budget.spend(snapshot["segments"]):
+            segments.setdefault(int(segment["device"]), []).append(segment)
+        traces = []
+        without_history = sorted(
+            device for device in segments if device >= len(histories) or not _says_something(histories[device])
+        )
+        for device, history in enumerate(histories):
+            if _says_something(history):
+                traces.append(_read_device(path, budget, snapshot, device, history, segments.get(device, [])))
+    except BadInputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise BadInputError(
+            f"{path}: the snapshot lacks what torch writes ({type(error).__name__}: {str(error)[:100]}): "
+            f"save it again with torch.cuda.memory._dump_snapshot()."
+        ) from error
+    if not traces:
+        raise BadInputError(f"{path} holds no allocation events, its history was switched off: {_RECORD}.")
+    if without_history:
+        note = f"devices {', '.join(map(str, without_history))} have segments but no events"
+        traces = [trace.replace(info=trace.info | {"notes": [*trace.info["notes"], note]}) for trace in traces]
+    return traces
+
+
+class _Budget:
+    """Bounds how much is walked: a pickle may hold one list under many names and so be larger than its file."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path, self._left = path, num_bytes + 1000
+
+    def spend(self, items: Any) -> list[Any]:
+        if not isinstance(items, list | tuple):
+            raise TypeError(f"a {type(items).__name__} where a list belongs")
+        self._left -= len(items)
+        if self._left < 0:
+            raise BadInputError(f"{self._path}: the pickle repeats its contents endlessly: give an intact snapshot.")
+        return list(items)
+
+
+def _says_something(history: list[Any]) -> bool:
+    return any(event["action"] in ("alloc", "free_completed") for event in history)
+
+
+def _read_device(
+    path: Path, budget: _Budget, snapshot: dict[str, Any], device: int, history: list[Any], segments: list[Any]
+) -> Trace:
+    where = f"{path}: device {device}"
+    action, address, size, raw_stream, time_us = _event_columns(where, history)
+    end_state = _segment_columns(budget, segments)
+    raw = np.concatenate([raw_stream, end_state.stream, end_state.block_stream])
+    streams, stream_index = first_appearance(raw)
+    event_stream, segment_stream, block_stream = np.split(
+        stream_index, np.cumsum([len(raw_stream), len(end_state.stream)])
+    )
+    pairs = pair_events(action, address, size, event_stream, where)
+    old = _baseline_blocks(where, pairs, end_state, len(action))
+    num_old, num_events = int(old.sum()), len(action)
+
+    def with_old(column: Column, value: Any) -> Column:
+        # the baseline that is still there at the end goes first: it has start -1 as well
+        return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_old), column])
+
+    mark_event, mark_kind, mark_name, names = _marks(snapshot, device, time_us)
+    trace = Trace(
+        device=device,
+        start=with_old(pairs.start, -1),
+        end=with_old(pairs.end, num_events),
+        size=with_old(pairs.size, end_state.block_size[old]),
+        stream=with_old(pairs.stream, block_stream[old]),
+        free_requested=with_old(pairs.free_requested, num_events),
+        action=action,
+        address=address,
+        event_size=size,
+        event_stream=event_stream,
+        event_request=np.where(pairs.event_request >= 0, pairs.event_request + num_old, -1),
+        time_us=time_us,
+        mark_event=mark_event,
+        mark_kind=mark_kind,
+        mark_name=mark_name,
+        segment_address=end_state.address,
+        segment_size=end_state.size,
+        segment_stream=segment_stream,
+        streams=streams,
+        names=names,
+        reserved_start_bytes=0,
+        info={},
+        extra={},
+    )
+    return _with_reserved(where, trace, _info(path, snapshot))
+
+
+def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Column, Column, Column]:
+    known = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
+    unknown = {str(event["action"]) for event in known} - _ACTIONS.keys()
+    if unknown:
+        raise BadInputError(f"{where}: unknown event {sorted(unknown)[0][:40]!r}: this torch is newer than stalloc.")
+    num = len(known)
+    return (
+        np.fromiter((_ACTIONS[event["action"]] for event in known), np.int8, num),
+        np.fromiter((event.get("addr", 0) for event in known), np.uint64, num),
+        np.fromiter((event["size"] for event in known), np.int64, num),
+        np.fromiter((event["stream"] for event in known), np.int64, num),
+        np.fromiter((event.get("time_us", 0) for event in known), np.int64, num),
+    )
+
+
+def _segment_columns(budget: _Budget, segments: list[Any]) -> _Segments:
+    blocks: list[tuple[int, int, int]] = []
+    for segment in segments:
+        address, stream = int(segment["address"]), int(segment.get("stream", 0))
+        for block in budget.spend(segment["blocks"]):
+            if block["state"] != "inactive":
+                requested = block.get("requested_size", block["size"])
+                blocks.append((int(block.get("address", address)), int(requested), stream))
+            address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
+    return _Segments(
+        address=np.array([segment["address"] for segment in segments], np.uint64),
+        size=np.array([segment["total_size"] for segment in segments], np.int64),
+        stream=np.array([segment.get("stream", 0) for segment in segments], np.int64),
+        block_address=np.array([block[0] for block in blocks], np.uint64),
+        block_size=np.array([block[1] for block in blocks], np.int64),
+        block_stream=np.array([block[2] for block in blocks], np.int64),
+    )
+
+
+def _baseline_blocks(where: str, pairs: Pairs, end_state: _Segments, num_events: int) -> Column:
+    """Which active blocks no event allocated; refuses an end state that contradicts the events."""
+    alive = pairs.address[pairs.end == num_events]
+    missing = np.count_nonzero(~np.isin(alive, end_state.block_address))
+    if missing:
+        raise BadInputError(
+            f"{where}: {missing} requests are live at the end by the events and not by the segments, "
+            f"so part of the snapshot was cut away: save it again in one piece."
+        )
+    return ~np.isin(end_state.block_address, alive)
+
+
+def _with_reserved(where: str, trace: Trace, info: dict[str, Any]) -> Trace:
+    """The trace with reserved at the start, worked backwards; refuses live bytes that exceed it."""
+    reserved_end = int(trace.segment_size.sum())
+    change = int(trace.reserved_bytes()[-1])
+    start = reserved_end - change
+    if start < 0:
+        raise BadInputError(
+            f"{where}: its events reserve {-start} bytes more than its segments hold at the end, "
+            f"so segments were cut away: save the snapshot again in one piece."
+        )
+    complete = start == 0 and trace.num_baseline_requests == 0
+    trace = trace.replace(reserved_start_bytes=start, info=info | {"complete": complete})
+    delta = np.zeros(trace.num_events + 1, np.int64)
+    np.add.at(delta, np.maximum(trace.start, 0), trace.size)
+    np.subtract.at(delta, trace.end, trace.size)
+    excess = np.cumsum(delta[:-1]) - trace.reserved_bytes()
+    if excess.max() > 0:
+        event = int(np.argmax(excess > 0))
+        raise BadInputError(
+            f"{where}: at event {event} more bytes are live than its segments hold, by {int(excess[event])} bytes, "
+            f"so events or segments are missing: record again with a larger max_entries, in one piece."
+        )
+    return trace
+
+
+def _marks(snapshot: dict[str, Any], device: int, time_us: Column) -> tuple[Column, Column, Column, tuple[str, ...]]:
+    """Annotations as marks: profiler steps are steps, all others are phases. Placed by wall time, once."""
+    annotations = snapshot.get("external_annotations") or []
+    placed: list[tuple[int, int, str]] = []
+    if len(time_us) and time_us[0] > 0 and isinstance(annotations, list):
+        for note in annotations:
+            if note.get("device", device) != device or note.get("stage") not in ("START", "END"):
+                continue
+            name, begins = str(note["name"]), note["stage"] == "START"
+            event = int(np.searchsorted(time_us, int(note["time_us"])))
+            if name.startswith("ProfilerStep#"):
+                if begins:
+                    placed.append((event, MARK_STEP, name))
+            else:
+                placed.append((event, MARK_PHASE_BEGIN if begins else MARK_PHASE_END, name))
+    placed.sort(key=lambda mark: mark[0])
+    names = tuple(dict.fromkeys(name for _, _, name in placed))
+    index = {name: i for i, name in enumerate(names)}
+    return (
+        np.array([event for event, _, _ in placed], np.int64),
+        np.array([kind for _, kind, _ in placed], np.int8),
+        np.array([index[name] for _, _, name in placed], np.int64),
+        names,
+    )
+
+
+def _info(path: Path, snapshot: dict[str, Any]) -> dict[str, Any]:
+    info: dict[str, Any] = {"source": "torch snapshot", "file": path.name, "notes": []}
+    settings = snapshot.get("allocator_settings")
+    if isinstance(settings, dict):
+        info["allocator_settings"] = {str(key): value for key, value in settings.items() if _is_plain(value)}
+    return info
+
+
+def _is_plain(value: Any) -> bool:
+    items: Iterable[Any] = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(item, str | int | float | bool | None) for item in items)
