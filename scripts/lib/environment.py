@@ -1,0 +1,177 @@
+"""Makes `.venv` in the checkout fit to run stalloc here, reuses it while it fits, and prints its interpreter's path.
+
+Run by the shell scripts beside it with the interpreter to build on; needs nothing but the standard library. There are
+three kinds of environment:
+
+- "overlay": the interpreter that runs this has torch, CuPy and the rest already, as on a GPU machine that is set up
+  (and perhaps has no network): `.venv` shows its packages and adds the checkout; nothing is downloaded.
+- "cuda": there is an NVIDIA driver: torch and CuPy are installed in full.
+- "virtual": there is no driver: a CUDA build of torch is installed without its NVIDIA libraries, for the virtual GPU.
+
+A `.venv` that this file did not make is never touched.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import site
+import subprocess
+import sys
+import time
+import tomllib
+import venv
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv"
+MARKER = VENV / "stalloc-environment.json"
+
+TORCH, CUPY = "torch==2.11.0", "cupy-cuda13x==14.2.0"
+OLDEST_DRIVER = 13000  # what both of the above are built for, as cuDriverGetVersion counts
+NVIDIA_NEEDS = re.compile(r"nvidia|cuda|triton")  # of torch, which the virtual GPU takes the place of
+CORE_MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy")
+TEST_MODULES = ("pytest", "xdist", "hypothesis")
+
+
+def say(text: str) -> None:
+    """Tell the user; standard output is kept for the answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def give_up(text: str) -> NoReturn:
+    """Say why in one sentence and end with exit code 2."""
+    say(text)
+    raise SystemExit(2)
+
+
+def driver_version() -> int | None:
+    """What CUDA the NVIDIA driver supports (13000 for 13.0), None without a driver or a GPU that answers."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, version = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
+        return None
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def choose_kind() -> str:
+    """Which of the three environments suits this machine and this interpreter."""
+    driver = driver_version()
+    chosen_by_user = "STALLOC_PYTHON" in os.environ
+    if (driver or chosen_by_user) and not missing(CORE_MODULES):
+        return "overlay"
+    if driver is None:
+        return "virtual"
+    if driver < OLDEST_DRIVER:
+        give_up(
+            f"The NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, older than {TORCH} needs: install "
+            "a torch and a CuPy that fit it, with numba, networkx and rich, and name that Python in STALLOC_PYTHON."
+        )
+    return "cuda"
+
+
+def missing(modules: tuple[str, ...]) -> list[str]:
+    """Those of `modules` that this interpreter cannot find."""
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def fingerprint(kind: str) -> dict[str, str]:
+    """What `.venv` depends on: equal fingerprints mean that it still fits."""
+    prefix = sys.prefix if kind == "overlay" else sys.base_prefix
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
+    return {"python": sys.version, "from": prefix, "kind": kind, "at": str(ROOT), "hash": digest.hexdigest()}
+
+
+def ensure(kind: str) -> Path:
+    """Make `.venv`, or bring it up to date, or find that it fits; return its interpreter."""
+    if Path(sys.prefix) == VENV:
+        give_up(".venv is active: call `deactivate`, then run this again.")
+    wanted = fingerprint(kind)
+    found = json.loads(MARKER.read_text()) if MARKER.exists() else None
+    if found == wanted | {"complete": "yes"}:
+        return VENV / "bin" / "python"
+    if found is None and VENV.exists():
+        give_up(f"{VENV} was not made by this script: move it away, then run this again.")
+    if found and any(found[key] != wanted[key] for key in ("python", "from", "kind", "at")):
+        shutil.rmtree(VENV)
+    started = time.monotonic()
+    say(f"Making .venv with Python {platform.python_version()} ({kind}); this is done once.")
+    if not VENV.exists():
+        VENV.mkdir()
+        MARKER.write_text(json.dumps(wanted))
+        try:
+            venv.create(VENV, with_pip=kind != "overlay", symlinks=True)
+        except (subprocess.CalledProcessError, ImportError):
+            shutil.rmtree(VENV)
+            give_up(
+                f"{sys.executable} cannot make an environment with pip: install its venv package (python3-venv on "
+                "Debian and Ubuntu), or name another Python in STALLOC_PYTHON."
+            )
+    if kind == "overlay":
+        show_this_interpreter()
+    else:
+        install(kind)
+    MARKER.write_text(json.dumps(wanted | {"complete": "yes"}))
+    say(f"Made .venv in {time.monotonic() - started:.0f} s.")
+    return VENV / "bin" / "python"
+
+
+def show_this_interpreter() -> None:
+    """Let `.venv` see this interpreter's packages and the checkout, `kernels/` as `stalloc.kernels` included."""
+    if lacking := missing(TEST_MODULES):
+        say(f"{sys.executable} has no {', '.join(lacking)}: the tests will not run with it.")
+    source = VENV / "source" / "stalloc"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    for entry in [*(ROOT / "stalloc").iterdir(), ROOT / "kernels"]:
+        (source / entry.name).symlink_to(entry)
+    folders = [path for path in [*site.getsitepackages(), site.getusersitepackages()] if os.path.isdir(path)]
+    lines = [str(source.parent), *(f"import site; site.addsitedir({path!r})" for path in folders)]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (VENV / "lib" / version / "site-packages" / "stalloc_checkout.pth").write_text("\n".join(lines) + "\n")
+
+
+def install(kind: str) -> None:
+    """Install stalloc from the checkout with torch, CuPy and the tools of the tests."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    if kind == "cuda":
+        pip("--editable", f"{ROOT}[torch,cuda13]", TORCH, CUPY, *groups["dev"])
+        return
+    say(f"  {TORCH}, a CUDA build, without its NVIDIA libraries (a large download)")
+    pip("--no-deps", TORCH)
+    code = "import importlib.metadata as m, json; print(json.dumps(m.requires('torch')))"
+    needs = json.loads(subprocess.check_output([VENV / "bin" / "python", "-c", code], text=True))
+    needs = [need for need in needs if not NVIDIA_NEEDS.match(need) and "extra ==" not in need]
+    say(f"  stalloc from this checkout, {CUPY}, and the tools of the tests")
+    pip("--editable", str(ROOT), CUPY, *groups["dev"], *needs)
+
+
+def pip(*arguments: str) -> None:
+    """Run pip in `.venv`; its output is kept in a file and shown only when it fails."""
+    log = VENV / "pip.log"
+    command = [str(VENV / "bin" / "python"), *"-m pip install --disable-pip-version-check --no-input".split()]
+    with log.open("a", encoding="utf-8") as file:
+        status = subprocess.run([*command, *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if status != 0:
+        say("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:]))
+        give_up(f"pip could not install what stalloc needs; its whole output is in {log}.")
+
+
+def main() -> None:
+    """Print the path of the environment's interpreter, alone on standard output."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # two scripts started at once make one environment
+    print(ensure(choose_kind()))
+
+
+if __name__ == "__main__":
+    main()
