@@ -1,10 +1,9 @@
-"""Makes `.venv` in the checkout fit to run stalloc here, reuses it while it fits, and prints its interpreter's path.
+"""Makes `.venv` in the checkout fit to run stalloc here, reuses it while it fits, and says how to use it.
 
-Run by the shell scripts beside it with the interpreter to build on; needs nothing but the standard library. There are
-three kinds of environment:
+Run by the scripts with the interpreter to build on; needs nothing but the standard library. Three kinds:
 
-- "overlay": the interpreter that runs this has torch, CuPy and the rest already, as on a GPU machine that is set up
-  (and perhaps has no network): `.venv` shows its packages and adds the checkout; nothing is downloaded.
+- "given": the interpreter that runs this has torch, CuPy and the rest already, as on a GPU machine that is set up (and
+  perhaps has no network): it is used as it is, with `.venv-source` to show it the checkout; nothing is downloaded.
 - "cuda": there is an NVIDIA driver: torch and CuPy are installed in full.
 - "virtual": there is no driver: a CUDA build of torch is installed without its NVIDIA libraries, for the virtual GPU.
 
@@ -19,8 +18,8 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
-import site
 import subprocess
 import sys
 import time
@@ -31,13 +30,13 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
+SOURCE = ROOT / ".venv-source"
 MARKER = VENV / "stalloc-environment.json"
 
 TORCH, CUPY = "torch==2.11.0", "cupy-cuda13x==14.2.0"
 OLDEST_DRIVER = 13000  # what both of the above are built for, as cuDriverGetVersion counts
 NVIDIA_NEEDS = re.compile(r"nvidia|cuda|triton")  # of torch, which the virtual GPU takes the place of
-CORE_MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy")
-TEST_MODULES = ("pytest", "xdist", "hypothesis")
+MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy", "pytest", "xdist", "hypothesis")
 
 
 def say(text: str) -> None:
@@ -64,80 +63,77 @@ def driver_version() -> int | None:
 
 
 def choose_kind() -> str:
-    """Which of the three environments suits this machine and this interpreter."""
+    """Which of the three kinds suits this machine and this interpreter."""
     driver = driver_version()
-    chosen_by_user = "STALLOC_PYTHON" in os.environ
-    if (driver or chosen_by_user) and not missing(CORE_MODULES):
-        return "overlay"
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if not missing and (driver or "STALLOC_PYTHON" in os.environ):
+        return "given"
     if driver is None:
         return "virtual"
     if driver < OLDEST_DRIVER:
         give_up(
-            f"The NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, older than {TORCH} needs: install "
-            "a torch and a CuPy that fit it, with numba, networkx and rich, and name that Python in STALLOC_PYTHON."
+            f"The NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, older than {TORCH} needs: name "
+            "in STALLOC_PYTHON a Python that has a torch and a CuPy for it, and " + ", ".join(missing) + "."
         )
     return "cuda"
 
 
-def missing(modules: tuple[str, ...]) -> list[str]:
-    """Those of `modules` that this interpreter cannot find."""
-    return [name for name in modules if importlib.util.find_spec(name) is None]
-
-
 def fingerprint(kind: str) -> dict[str, str]:
     """What `.venv` depends on: equal fingerprints mean that it still fits."""
-    prefix = sys.prefix if kind == "overlay" else sys.base_prefix
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
-    return {"python": sys.version, "from": prefix, "kind": kind, "at": str(ROOT), "hash": digest.hexdigest()}
+    return {"python": sys.version, "from": sys.base_prefix, "kind": kind, "at": str(ROOT), "hash": digest.hexdigest()}
 
 
-def ensure(kind: str) -> Path:
-    """Make `.venv`, or bring it up to date, or find that it fits; return its interpreter."""
+def ensure(kind: str) -> dict[str, str]:
+    """Make `.venv`, or bring it up to date, or find that it fits; return the variables to run stalloc with."""
+    if kind == "given":
+        return show_checkout()
     if Path(sys.prefix) == VENV:
         give_up(".venv is active: call `deactivate`, then run this again.")
     wanted = fingerprint(kind)
     found = json.loads(MARKER.read_text()) if MARKER.exists() else None
-    if found == wanted | {"complete": "yes"}:
-        return VENV / "bin" / "python"
     if found is None and VENV.exists():
         give_up(f"{VENV} was not made by this script: move it away, then run this again.")
-    if found and any(found[key] != wanted[key] for key in ("python", "from", "kind", "at")):
-        shutil.rmtree(VENV)
-    started = time.monotonic()
-    say(f"Making .venv with Python {platform.python_version()} ({kind}); this is done once.")
-    if not VENV.exists():
-        VENV.mkdir()
-        MARKER.write_text(json.dumps(wanted))
-        try:
-            venv.create(VENV, with_pip=kind != "overlay", symlinks=True)
-        except (subprocess.CalledProcessError, ImportError):
+    if found != wanted | {"complete": "yes"}:
+        if found and any(found[key] != wanted[key] for key in ("python", "from", "kind", "at")):
             shutil.rmtree(VENV)
-            give_up(
-                f"{sys.executable} cannot make an environment with pip: install its venv package (python3-venv on "
-                "Debian and Ubuntu), or name another Python in STALLOC_PYTHON."
-            )
-    if kind == "overlay":
-        show_this_interpreter()
-    else:
+        started = time.monotonic()
+        say(f"Making .venv with Python {platform.python_version()}; this is done once.")
+        if not VENV.exists():
+            create_venv(wanted)
         install(kind)
-    MARKER.write_text(json.dumps(wanted | {"complete": "yes"}))
-    say(f"Made .venv in {time.monotonic() - started:.0f} s.")
-    return VENV / "bin" / "python"
+        MARKER.write_text(json.dumps(wanted | {"complete": "yes"}))
+        say(f"Made .venv in {time.monotonic() - started:.0f} s.")
+    return {"PYTHON": str(VENV / "bin" / "python")}
 
 
-def show_this_interpreter() -> None:
-    """Let `.venv` see this interpreter's packages and the checkout, `kernels/` as `stalloc.kernels` included."""
-    if lacking := missing(TEST_MODULES):
-        say(f"{sys.executable} has no {', '.join(lacking)}: the tests will not run with it.")
-    source = VENV / "source" / "stalloc"
-    shutil.rmtree(source, ignore_errors=True)
-    source.mkdir(parents=True)
-    for entry in [*(ROOT / "stalloc").iterdir(), ROOT / "kernels"]:
-        (source / entry.name).symlink_to(entry)
-    folders = [path for path in [*site.getsitepackages(), site.getusersitepackages()] if os.path.isdir(path)]
-    lines = [str(source.parent), *(f"import site; site.addsitedir({path!r})" for path in folders)]
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (VENV / "lib" / version / "site-packages" / "stalloc_checkout.pth").write_text("\n".join(lines) + "\n")
+def show_checkout() -> dict[str, str]:
+    """Give this interpreter the checkout as it would be installed, `kernels/` as `stalloc.kernels` included."""
+    wanted = {entry.name: entry for entry in [*(ROOT / "stalloc").iterdir(), ROOT / "kernels"]}
+    package = SOURCE / "stalloc"
+    package.mkdir(parents=True, exist_ok=True)
+    for link in package.iterdir():
+        if link.name not in wanted:
+            link.unlink()
+    for name, entry in wanted.items():
+        if not (package / name).is_symlink():
+            (package / name).symlink_to(entry)
+    before = os.environ.get("PYTHONPATH", "")
+    return {"PYTHON": sys.executable, "PYTHONPATH": f"{SOURCE}{os.pathsep}{before}" if before else str(SOURCE)}
+
+
+def create_venv(wanted: dict[str, str]) -> None:
+    """Create `.venv` with pip, marked as ours from the beginning so that a broken-off run can be resumed."""
+    VENV.mkdir()
+    MARKER.write_text(json.dumps(wanted))
+    try:
+        venv.create(VENV, with_pip=True, symlinks=True)
+    except (subprocess.CalledProcessError, ImportError):
+        shutil.rmtree(VENV)
+        give_up(
+            f"{sys.executable} cannot make an environment with pip: install its venv package (python3-venv on Debian "
+            "and Ubuntu), or name another Python in STALLOC_PYTHON."
+        )
 
 
 def install(kind: str) -> None:
@@ -158,7 +154,7 @@ def install(kind: str) -> None:
 def pip(*arguments: str) -> None:
     """Run pip in `.venv`; its output is kept in a file and shown only when it fails."""
     log = VENV / "pip.log"
-    command = [str(VENV / "bin" / "python"), *"-m pip install --disable-pip-version-check --no-input".split()]
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     with log.open("a", encoding="utf-8") as file:
         status = subprocess.run([*command, *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if status != 0:
@@ -166,12 +162,16 @@ def pip(*arguments: str) -> None:
         give_up(f"pip could not install what stalloc needs; its whole output is in {log}.")
 
 
-def main() -> None:
-    """Print the path of the environment's interpreter, alone on standard output."""
+def environment() -> dict[str, str]:
+    """The variables to run stalloc with on this machine; makes what they need first."""
     folder = os.open(ROOT, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # two scripts started at once make one environment
-    print(ensure(choose_kind()))
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # two scripts started at once make one environment
+        return ensure(choose_kind())
+    finally:
+        os.close(folder)
 
 
 if __name__ == "__main__":
-    main()
+    for name, value in environment().items():
+        print(f"export {name}={shlex.quote(value)}")

@@ -19,4 +19,5 @@ stalloc_find_python() {
 }
 
 stalloc_base=$(stalloc_find_python)
-PYTHON=$("$stalloc_base" "$(dirname "${BASH_SOURCE[0]}")/environment.py")
+stalloc_variables=$("$stalloc_base" "$(dirname "${BASH_SOURCE[0]}")/environment.py")
+eval "$stalloc_variables"
