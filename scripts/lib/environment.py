@@ -95,7 +95,8 @@ def ensure(kind: str) -> dict[str, str]:
     if found is None and VENV.exists():
         give_up(f"{VENV} was not made by this script: move it away, then run this again.")
     if found != wanted | {"complete": "yes"}:
-        if found and any(found[key] != wanted[key] for key in ("python", "from", "kind", "at")):
+        moved = found and any(found[key] != wanted[key] for key in ("python", "from", "kind", "at"))
+        if found and (moved or not (VENV / "bin" / "pip").exists()):
             shutil.rmtree(VENV)
         started = time.monotonic()
         say(f"Making .venv with Python {platform.python_version()}; this is done once.")
@@ -113,7 +114,7 @@ def show_checkout() -> dict[str, str]:
     package = SOURCE / "stalloc"
     package.mkdir(parents=True, exist_ok=True)
     for link in package.iterdir():
-        if link.name not in wanted:
+        if link.readlink() != wanted.get(link.name):
             link.unlink()
     for name, entry in wanted.items():
         if not (package / name).is_symlink():
