@@ -1,0 +1,33 @@
+"""Where it goes: offsets for the requests of a trace or a tape, the Plan record, and the naive validator.
+
+Importing this package does not import numba; the first plan does.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stalloc.planner.layout import Layout, plan_arrays
+    from stalloc.planner.planning import plan, plan_tape
+    from stalloc.planner.record import Plan, load_plans, save_plans
+    from stalloc.planner.validator import Verdict, validate
+
+__all__ = ["Layout", "Plan", "Verdict", "load_plans", "plan", "plan_arrays", "plan_tape", "save_plans", "validate"]
+
+_LAZY = {
+    "Layout": "layout",
+    "plan_arrays": "layout",
+    "plan": "planning",
+    "plan_tape": "planning",
+    "Plan": "record",
+    "load_plans": "record",
+    "save_plans": "record",
+    "Verdict": "validator",
+    "validate": "validator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"stalloc.planner.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'stalloc.planner' has no attribute {name!r}")

@@ -1,0 +1,32 @@
+"""The orders in which placement considers requests: each is a ranking by a few keys, largest first.
+
+Contract: the same problem, order and seed give the same permutation; ties are broken by row.
+"""
+
+import numpy as np
+
+from stalloc.planner.problem import Column, Problem
+
+#: keys by letter: E latest end, S earliest start, W longest lifespan, A largest area, Z largest size
+GUIDED = ("EW", "SW", "WA", "AW", "ZW", "ZE")
+PLAIN = ("Z", "A", "W")
+
+
+def ranks(problem: Problem, order: str, noise: float = 0.0, seed: int = 0) -> Column:
+    """(n,) rank of each request, 0 first. `noise` stretches W, A and Z by random factors up to e**noise."""
+    span = (problem.end - problem.start).astype(np.float64)
+    if noise:
+        factor = np.exp(np.random.default_rng(seed).uniform(-noise, noise, len(span)))
+    else:
+        factor = np.ones(len(span))
+    keys = {
+        "E": lambda: problem.end.astype(np.float64),
+        "S": lambda: -problem.start.astype(np.float64),
+        "W": lambda: span * factor,
+        "A": lambda: span * problem.size * factor,
+        "Z": lambda: problem.size * factor,
+    }
+    by_rank = np.lexsort([-keys[letter]() for letter in reversed(order)])
+    rank = np.empty(len(span), np.int64)
+    rank[by_rank] = np.arange(len(span))
+    return rank

@@ -1,0 +1,135 @@
+"""Many quick packings of one problem, the best kept: stop at the bound, otherwise relax the target step by step.
+
+Contract: deterministic (effort is counted in placements, not in seconds), and never worse than the plain orders alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.planner.orders import GUIDED, PLAIN, ranks
+from stalloc.planner.placement import fill_holes, pack, sweep
+from stalloc.planner.problem import Column, Problem, epochs
+from stalloc.planner.trees import FAR
+
+#: placements that a problem may cost beyond the first round of every order
+EFFORT = 3_000_000
+#: how far above the bound a target is tried, lowest first
+RELAXED = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3e-3, 6e-3, 0.012, 0.025, 0.05, 0.1, 0.2, 0.4)
+NOISES = (0.05, 0.3, 0.1)
+#: hole filling looks at every placed request for each one it places
+HOLES_LIMIT = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Offsets for the rows of a problem."""
+
+    offset: Column  #: (n,) bytes
+    peak_bytes: int
+    method: str
+
+
+def solve(problem: Problem, target: int) -> Packing:
+    """The best packing found; looks no further once the peak is at most `target` or the problem's bound."""
+    if len(problem.size) == 0:
+        return Packing(np.empty(0, np.int64), int(problem.floor.max(initial=0)), "nothing to place")
+    target = max(target, problem.bound)
+    best: Packing | None = None
+    effort = EFFORT + 40 * len(problem.size)
+    for packing, cost in _attempts(problem, target):
+        effort -= cost
+        if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
+            best = packing
+            if best.peak_bytes <= target:
+                return best
+        if effort <= 0 and best is not None:
+            return best
+    assert best is not None
+    return _relaxed(problem, target, best, effort)
+
+
+def _attempts(problem: Problem, target: int) -> Iterator[tuple[Packing | None, int]]:
+    """Packings with what each cost in placements, the most promising first."""
+    count = len(problem.size)
+    yield from _guided(problem, target, GUIDED, 0.0, 0)
+    for order in PLAIN:
+        yield _plain(problem, order, False), count
+    for order in GUIDED:
+        for backwards in (False, True):
+            packing = _plain(problem, order, True, backwards)
+            yield packing, count
+            yield _repaired(problem, packing, target), count
+    if count <= HOLES_LIMIT and not problem.floor.any():
+        for order, best_fit in (("Z", False), ("A", False), ("S", True)):
+            yield _by_holes(problem, order, best_fit), count
+    for seed, noise in enumerate(NOISES):
+        yield from _guided(problem, target, GUIDED, noise, seed)
+
+
+def _guided(
+    problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int
+) -> Iterator[tuple[Packing | None, int]]:
+    """Tries that end at the target or not at all; a failure costs a small part of a pass."""
+    share = len(problem.size) // 4 + 1
+    for order in orders:
+        for backwards in (False, True):
+            turned = problem.reversed() if backwards else problem
+            rank = ranks(turned, order, noise, seed)
+            method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
+            offset, peak = pack(turned.start, turned.end, turned.size, rank, turned.floor, target)
+            yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), share
+            offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
+            yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), share
+
+
+def _plain(problem: Problem, order: str, guided: bool, backwards: bool = False) -> Packing:
+    """A sweep with no target, which always ends with a packing."""
+    turned = problem.reversed() if backwards else problem
+    rank = ranks(turned, order)
+    offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, FAR // 2, guided)
+    return Packing(offset, int(peak), f"{'lowest and tightest' if guided else 'sweep'}, {order}")
+
+
+def _repaired(problem: Problem, packing: Packing, target: int) -> Packing | None:
+    """The packing with every request above the target moved into a hole, the largest first."""
+    high = np.flatnonzero(packing.offset + problem.size > target)
+    if problem.floor.any() or len(high) * len(problem.size) > 20_000_000:
+        return None
+    offset = packing.offset.copy()
+    offset[high] = -1
+    order = high[np.argsort(-problem.size[high], kind="stable")]
+    none = np.zeros(len(offset), np.int64)
+    peak = fill_holes(problem.start, problem.end, none, none, problem.size, offset, order, False)
+    return Packing(offset, int(peak), f"{packing.method}, repaired")
+
+
+def _by_holes(problem: Problem, order: str, best_fit: bool) -> Packing:
+    offset = np.full(len(problem.size), -1, np.int64)
+    none = np.zeros(len(offset), np.int64)
+    by_rank = np.argsort(ranks(problem, order), kind="stable")
+    peak = fill_holes(problem.start, problem.end, none, none, problem.size, offset, by_rank, best_fit)
+    return Packing(offset, int(peak), f"{'best' if best_fit else 'first'} fit, {order}")
+
+
+def _relaxed(problem: Problem, target: int, best: Packing, effort: int) -> Packing:
+    """Targets above the bound, each a little higher, until one is met or none is below the best."""
+    for step in RELAXED:
+        relaxed = target + int(target * step)
+        if relaxed >= best.peak_bytes:
+            break
+        for seed, noise in enumerate((0.0, 0.1)):
+            for packing, cost in _guided(problem, relaxed, GUIDED, noise, seed):
+                effort -= cost
+                if packing is not None and packing.peak_bytes < best.peak_bytes:
+                    return packing
+                if effort <= 0:
+                    return best
+    return best
+
+
+def compressed(start: Column, end: Column, size: Column) -> Problem:
+    """The problem of these lifespans with nothing below it, its times compressed to epochs."""
+    a, b, num_epochs = epochs(start, end)
+    return Problem(a, b, size, np.zeros(num_epochs, np.int64))

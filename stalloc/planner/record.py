@@ -1,0 +1,158 @@
+"""The Plan record: where each request of one device lives, with its peak, its lower bound and where it came from.
+
+Contract: a plan is immutable columns plus a small header; the same plan is the same bytes on disk; whatever a plan
+file holds, reading it runs no code of the file, and anything that is not a well-formed plan is one BadInputError.
+"""
+
+import io
+import json
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stalloc.errors import BadInputError
+
+FORMAT, VERSION = "stalloc plan", 1
+
+Column = NDArray[np.int64]
+
+ROW_COLUMNS = ("offset", "size", "start", "end", "stream")
+TAPE_COLUMNS = ("tape_row", "tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
+INTEGERS = ("device", "alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "ring_start", "ring_end")
+
+
+def _empty() -> Column:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Offsets for the n requests of one device; a "program" plan also carries the k entries of its tape.
+
+    All columns are int64. Times are event indices and lifespans half open, [start, end).
+    """
+
+    offset: Column  #: (n,) bytes from the start of the arena; -1: not planned, to be served dynamically
+    size: Column  #: (n,) bytes as requested
+    start: Column  #: (n,) event index as in the trace; -1: live before recording
+    end: Column  #: (n,) event index as in the trace
+    stream: Column  #: (n,) index into the trace's streams
+    device: int
+    alignment: int  #: bytes; every planned offset is a multiple of it
+    peak_bytes: int  #: the size of the arena: the highest end of a planned request, its size rounded up
+    lower_bound_bytes: int  #: the maximum load of the planned requests, sizes rounded up to the alignment
+    optimal: bool  #: whether the peak is proven to be the lowest possible
+    method: str  #: what found the layout, for people
+    kind: str  #: "trace": the requests of one recording; "program": a tape to be followed for ever
+    provenance: dict[str, Any]  #: source, options, version; nothing that varies between equal runs
+    num_prologue: int = 0  #: entries of the tape that run once, before the ring
+    ring_start: int = 0  #: tape time at which the ring begins
+    ring_end: int = 0  #: tape time at which the ring starts over
+    tape_row: Column = field(default_factory=_empty)  #: (k,) the row of this plan that each tape entry stands for
+    tape_size: Column = field(default_factory=_empty)  #: (k,) bytes
+    tape_stream: Column = field(default_factory=_empty)  #: (k,)
+    tape_start: Column = field(default_factory=_empty)  #: (k,) tape time
+    tape_end: Column = field(default_factory=_empty)  #: (k,) tape time; beyond ring_end: into the next pass
+    tape_offset: Column = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
+
+    @property
+    def num_requests(self) -> int:
+        """The number of rows, planned or not."""
+        return len(self.size)
+
+    @property
+    def num_planned(self) -> int:
+        """The number of rows with an offset."""
+        return int(np.count_nonzero(self.offset >= 0))
+
+    @property
+    def gap_bytes(self) -> int:
+        """How far the peak lies above the lower bound."""
+        return self.peak_bytes - self.lower_bound_bytes
+
+
+def save_plans(path: str | Path, plans: list[Plan]) -> None:
+    """Write one plan a device to `path`, replacing it whole or not at all. Raises BadInputError if it cannot."""
+    path = Path(path)
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "plans": [
+            {name: getattr(plan, name) for name in (*INTEGERS, "optimal", "method", "kind", "provenance")}
+            for plan in plans
+        ],
+    }
+    columns = {
+        f"{i}.{name}": np.ascontiguousarray(getattr(plan, name), np.int64)
+        for i, plan in enumerate(plans)
+        for name in ROW_COLUMNS + TAPE_COLUMNS
+    }
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    # Not compressed: the bytes would depend on the version of zlib.
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, header=np.frombuffer(text, np.uint8), **columns)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(buffer.getvalue())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
+
+
+def load_plans(path: str | Path) -> list[Plan]:
+    """The plans of a file, one a device. Raises BadInputError for anything that is not a whole plan file."""
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it is a single array")
+            header = _header(archive)
+            return [_plan(archive, index, entry) for index, entry in enumerate(header["plans"])]
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror or error}: give a file that `stalloc plan` wrote.") from error
+    except (ValueError, KeyError, TypeError, EOFError, MemoryError, RecursionError, zipfile.BadZipFile) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0] if str(error) else "damaged"
+        raise BadInputError(
+            f"{path} is not a plan ({reason.rstrip('.')}): write one with `stalloc plan FILE -o {path.name}`."
+        ) from error
+
+
+def _header(archive: Any) -> dict[str, Any]:
+    header = json.loads(bytes(_array(archive, "header", np.uint8)).decode())
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError("its header does not say so")
+    if header.get("version") != VERSION:
+        raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads {VERSION}")
+    if not isinstance(header["plans"], list) or not all(isinstance(entry, dict) for entry in header["plans"]):
+        raise ValueError("its header lists no plans")
+    return header
+
+
+def _array(archive: Any, name: str, dtype: type) -> NDArray[Any]:
+    array = archive[name]
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"{name} is {array.ndim}-dimensional {array.dtype}, not a column of {np.dtype(dtype)}")
+    return array
+
+
+def _plan(archive: Any, index: int, entry: dict[str, Any]) -> Plan:
+    columns = {name: _array(archive, f"{index}.{name}", np.int64) for name in ROW_COLUMNS + TAPE_COLUMNS}
+    for names in (ROW_COLUMNS, TAPE_COLUMNS):
+        if len({len(columns[name]) for name in names}) != 1:
+            raise ValueError(f"the columns {', '.join(names)} of plan {index} differ in length")
+    for name in INTEGERS:
+        if type(entry[name]) is not int or not 0 <= entry[name] < 2**63:
+            raise ValueError(f"{name} of plan {index} is no count")
+    for name, kind in (("optimal", bool), ("method", str), ("kind", str), ("provenance", dict)):
+        if not isinstance(entry[name], kind):
+            raise ValueError(f"{name} of plan {index} is no {kind.__name__}")
+    if entry["kind"] not in ("trace", "program"):
+        raise ValueError(f"kind of plan {index} is neither trace nor program")
+    names = (*INTEGERS, "optimal", "method", "kind", "provenance")
+    return Plan(**columns, **{name: entry[name] for name in names})

@@ -1,0 +1,287 @@
+"""Three segment trees that placement asks: load over time, requests by start, floor over time.
+
+Contract: plain int64 arrays in heap order (children of node k are 2k and 2k+1), so that compiled code can be cached.
+Epochs are indices [0, T); every range is half open.
+"""
+
+import numpy as np
+from numba import njit
+
+FAR = np.int64(1) << 62
+
+
+@njit(cache=True, nogil=True)
+def leaves_for(count):
+    """The smallest power of two that is at least `count`."""
+    leaves = 1
+    while leaves < count:
+        leaves *= 2
+    return leaves
+
+
+# Load: add over a range, ask for the highest epoch. `pending` holds what was added to a whole node and never moves
+# down; two spare leaves, one on each side, let the climb treat both ends alike.
+
+
+@njit(cache=True, nogil=True)
+def build_load(start, end, size, num_epochs):
+    """(top, pending) of the load of the requests given."""
+    leaves = leaves_for(num_epochs + 2)
+    top = np.full(2 * leaves, -FAR, np.int64)
+    pending = np.zeros(2 * leaves, np.int64)
+    change = np.zeros(num_epochs + 1, np.int64)
+    for i in range(len(start)):
+        change[start[i]] += size[i]
+        change[end[i]] -= size[i]
+    load = np.int64(0)
+    for t in range(num_epochs):
+        load += change[t]
+        top[leaves + 1 + t] = load
+    for node in range(leaves - 1, 0, -1):
+        top[node] = max(top[2 * node], top[2 * node + 1])
+    return top, pending
+
+
+@njit(cache=True, nogil=True)
+def add_load(top, pending, begin, stop, amount):
+    """Add `amount` to the load of the epochs [begin, stop)."""
+    leaves = len(top) // 2
+    left = leaves + begin
+    right = leaves + 1 + stop
+    while left ^ right ^ 1:
+        if not left & 1:
+            top[left ^ 1] += amount
+            pending[left ^ 1] += amount
+        if right & 1:
+            top[right ^ 1] += amount
+            pending[right ^ 1] += amount
+        left >>= 1
+        right >>= 1
+        top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
+        top[right] = max(top[2 * right], top[2 * right + 1]) + pending[right]
+    while left > 1:
+        left >>= 1
+        top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
+
+
+@njit(cache=True, nogil=True)
+def highest_load(top, pending, begin, stop):
+    """(load, epoch) of the highest epoch in [begin, stop), the first of equals."""
+    leaves = len(top) // 2
+    left = leaves + begin
+    right = leaves + 1 + stop
+    left_load, left_node = -FAR, 0
+    right_load, right_node = -FAR, 0
+    while left ^ right ^ 1:
+        if not left & 1 and top[left ^ 1] > left_load:
+            left_load, left_node = top[left ^ 1], left ^ 1
+        if right & 1 and top[right ^ 1] >= right_load:
+            right_load, right_node = top[right ^ 1], right ^ 1
+        left >>= 1
+        right >>= 1
+        if left_node:
+            left_load += pending[left]
+        if right_node:
+            right_load += pending[right]
+    load, node = left_load, left_node
+    if not left_node or right_load > left_load:
+        load, node = right_load, right_node
+    while left > 1:
+        left >>= 1
+        load += pending[left]
+    while node < leaves:
+        node *= 2
+        if top[node + 1] > top[node]:
+            node += 1
+    return load, node - leaves - 1
+
+
+# Requests, sorted by start: the best rank among those that start in a range and end in a range.
+
+
+@njit(cache=True, nogil=True)
+def build_requests(end_by_start, rank_by_start):
+    """(first end, last end, best rank) of the requests below each node."""
+    count = len(end_by_start)
+    leaves = leaves_for(count)
+    first_end = np.full(2 * leaves, FAR, np.int64)
+    last_end = np.full(2 * leaves, -1, np.int64)
+    best_rank = np.full(2 * leaves, FAR, np.int64)
+    for k in range(count):
+        first_end[leaves + k] = end_by_start[k]
+        last_end[leaves + k] = end_by_start[k]
+        best_rank[leaves + k] = rank_by_start[k]
+    for node in range(leaves - 1, 0, -1):
+        first_end[node] = min(first_end[2 * node], first_end[2 * node + 1])
+        last_end[node] = max(last_end[2 * node], last_end[2 * node + 1])
+        best_rank[node] = min(best_rank[2 * node], best_rank[2 * node + 1])
+    return first_end, last_end, best_rank
+
+
+@njit(cache=True, nogil=True)
+def remove_request(first_end, last_end, best_rank, position):
+    """Take the request at `position` out."""
+    node = len(first_end) // 2 + position
+    first_end[node], last_end[node], best_rank[node] = FAR, -1, FAR
+    while node > 1:
+        node >>= 1
+        first_end[node] = min(first_end[2 * node], first_end[2 * node + 1])
+        last_end[node] = max(last_end[2 * node], last_end[2 * node + 1])
+        best_rank[node] = min(best_rank[2 * node], best_rank[2 * node + 1])
+
+
+@njit(cache=True, nogil=True)
+def best_request(first_end, last_end, best_rank, low, high, after, until, stack):
+    """The position in [low, high) of best rank whose end is in (after, until]; -1 if there is none.
+
+    `stack` is (96, 3) of scratch space.
+    """
+    leaves = len(first_end) // 2
+    found, found_rank = -1, FAR
+    stack[0, 0], stack[0, 1], stack[0, 2] = 1, 0, leaves
+    depth = 1
+    while depth > 0:
+        depth -= 1
+        node, begin, stop = stack[depth, 0], stack[depth, 1], stack[depth, 2]
+        if stop <= low or begin >= high or best_rank[node] >= found_rank:
+            continue
+        if first_end[node] > until or last_end[node] <= after:
+            continue
+        if node >= leaves:
+            found, found_rank = node - leaves, best_rank[node]
+            continue
+        middle = (begin + stop) >> 1
+        child = 2 * node
+        if best_rank[child] <= best_rank[child + 1]:  # the better child on top of the stack: it prunes the other
+            stack[depth, 0], stack[depth, 1], stack[depth, 2] = child + 1, middle, stop
+            stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = child, begin, middle
+        else:
+            stack[depth, 0], stack[depth, 1], stack[depth, 2] = child, begin, middle
+            stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = child + 1, middle, stop
+        depth += 2
+    return found
+
+
+@njit(cache=True, nogil=True)
+def first_at_most(lowest, low, high, limit, stack):
+    """The first position in [low, high) whose value is at most `limit`, in a tree of minima; -1 if there is none."""
+    leaves = len(lowest) // 2
+    stack[0, 0], stack[0, 1], stack[0, 2] = 1, 0, leaves
+    depth = 1
+    while depth > 0:
+        depth -= 1
+        node, begin, stop = stack[depth, 0], stack[depth, 1], stack[depth, 2]
+        if stop <= low or begin >= high or lowest[node] > limit:
+            continue
+        if node >= leaves:
+            return node - leaves
+        middle = (begin + stop) >> 1
+        stack[depth, 0], stack[depth, 1], stack[depth, 2] = 2 * node + 1, middle, stop
+        stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = 2 * node, begin, middle
+        depth += 2
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def build_minima(values):
+    """A tree of minima over `values`."""
+    leaves = leaves_for(len(values))
+    lowest = np.full(2 * leaves, FAR, np.int64)
+    lowest[leaves : leaves + len(values)] = values
+    for node in range(leaves - 1, 0, -1):
+        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
+    return lowest
+
+
+@njit(cache=True, nogil=True)
+def set_minimum(lowest, position, value):
+    """Set one value of a tree of minima."""
+    node = len(lowest) // 2 + position
+    lowest[node] = value
+    while node > 1:
+        node >>= 1
+        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
+
+
+# Floor: it only ever rises, so what covers a whole node can stay there (`cover`) and the highest wins.
+
+
+@njit(cache=True, nogil=True)
+def build_floor(floor):
+    """(cover, top) of a floor given for each epoch."""
+    leaves = leaves_for(len(floor))
+    cover = np.zeros(2 * leaves, np.int64)
+    cover[leaves : leaves + len(floor)] = floor
+    top = cover.copy()
+    for node in range(leaves - 1, 0, -1):
+        top[node] = max(top[2 * node], top[2 * node + 1])
+    return cover, top
+
+
+@njit(cache=True, nogil=True)
+def highest_floor(cover, top, begin, stop):
+    """The highest floor over the epochs [begin, stop), which are at least one."""
+    leaves = len(cover) // 2
+    left, right = leaves + begin, leaves + stop
+    first, last = left, right - 1
+    highest = np.int64(0)
+    while left < right:
+        if left & 1:
+            highest = max(highest, top[left])
+            left += 1
+        if right & 1:
+            right -= 1
+            highest = max(highest, top[right])
+        left >>= 1
+        right >>= 1
+    while first > 0:
+        highest = max(highest, cover[first], cover[last])
+        first >>= 1
+        last >>= 1
+    return highest
+
+
+@njit(cache=True, nogil=True)
+def raise_floor(cover, top, begin, stop, level):
+    """Raise the floor of the epochs [begin, stop) to `level`, which is above all of it."""
+    leaves = len(cover) // 2
+    left, right = leaves + begin, leaves + stop
+    first, last = left, right - 1
+    while left < right:
+        if left & 1:
+            cover[left] = level
+            top[left] = level
+            left += 1
+        if right & 1:
+            right -= 1
+            cover[right] = level
+            top[right] = level
+        left >>= 1
+        right >>= 1
+    while first > 1:
+        first >>= 1
+        last >>= 1
+        top[first] = max(top[first], level)
+        top[last] = max(top[last], level)
+
+
+@njit(cache=True, nogil=True)
+def nearest_wall(cover, top, epoch, level, side):
+    """The nearest epoch whose floor is above `level` on the right (side 1) or left (side 0); -1 if there is none.
+
+    The floor at `epoch` itself is at most `level`, so no node above it covers more than that.
+    """
+    leaves = len(cover) // 2
+    node = leaves + epoch
+    while node > 1:
+        if node & 1 != side and top[node ^ 1] > level:
+            node ^= 1
+            covered = False
+            while node < leaves:
+                covered = covered or cover[node] > level
+                node = 2 * node + 1 - side  # the near child
+                if not covered and top[node] <= level:
+                    node ^= 1
+            return node - leaves
+        node >>= 1
+    return -1
