@@ -1,0 +1,566 @@
+"""The hot path: what torch's and CuPy's allocation calls run, compiled, without the GIL and without Python.
+
+Contract, upheld under one lock a device:
+- an address of the arena is handed out only if no live block covers any byte of it: the plan's address space is cut
+  into cells at every boundary that occurs in it, and a planned request is served only while all its cells are empty;
+- a request that is not the expected one, or whose cells are taken, is served by the heap: a deviation costs memory,
+  never correctness;
+- the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
+  device, a look at what was recorded, the switch to a plan.
+"""
+
+from numba import cfunc, njit, types
+
+from stalloc.runtime.heap import (
+    _home,
+    add_segment,
+    block,
+    find_live,
+    heap_allocate,
+    heap_desperate,
+    heap_free,
+    take_free_segments,
+)
+from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
+from stalloc.runtime.words import call3, lock, now_ns, peek, poke, unlock
+
+_NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
+_WINDOW = 64  # entries looked ahead for the last two requests in a row
+_CONTEXT = 4  # requests in a row that find their place anywhere on the tape
+_WIDE_EVERY = 8  # misses between two searches of the whole tape
+_SURE = 16  # matches in a row after which the place on the tape is beyond doubt
+
+
+@njit(inline="always", cache=True)
+def _add(state, word, amount):
+    poke(state, word, peek(state, word) + amount)
+
+
+@njit(inline="always", cache=True)
+def _raise_to(state, word, value):
+    if value > peek(state, word):
+        poke(state, word, value)
+
+
+# --- streams and the record --------------------------------------------------------------------------------------
+
+
+@njit(cache=True)
+def _new_stream(state, stream):
+    table, count = peek(state, STREAMS), peek(state, NUM_STREAMS)
+    index = count
+    for i in range(count):
+        if peek(table, i) == stream:
+            index = i
+            break
+    if index == count:
+        if count == MAX_STREAMS:
+            return -1
+        poke(table, count, stream)
+        poke(state, NUM_STREAMS, count + 1)
+    poke(state, LAST_STREAM, stream)
+    poke(state, LAST_STREAM_INDEX, index)
+    return index
+
+
+@njit(inline="always", cache=True)
+def _stream_index(state, stream):
+    if peek(state, LAST_STREAM) == stream:
+        return peek(state, LAST_STREAM_INDEX)
+    return _new_stream(state, stream)
+
+
+@njit(cache=True)
+def record(state, action, stream, address, size):
+    """Add an event to the record; a full table ends the recording."""
+    count = peek(state, NUM_EVENTS)
+    if count >= peek(state, EVENTS_CAPACITY):
+        poke(state, RECORDING, 0)
+        return
+    table = peek(state, EVENTS)
+    poke(table, count * EVENT_ROW + E_ACTION, action | stream << 8)
+    poke(table, count * EVENT_ROW + E_ADDRESS, address)
+    poke(table, count * EVENT_ROW + E_SIZE, size)
+    poke(table, count * EVENT_ROW + E_TIME, now_ns(state + SCRATCH * 8))
+    poke(state, NUM_EVENTS, count + 1)
+
+
+# --- the tape ----------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always", cache=True)
+def _key_at(state, position):
+    return peek(peek(state, TAPE), position * TAPE_ROW + T_KEY)
+
+
+@njit(inline="always", cache=True)
+def _next(state, position):
+    position += 1
+    return position if position < peek(state, TAPE_LENGTH) else peek(state, RING_START)
+
+
+@njit(cache=True)
+def _matches_history(state, position):
+    """Whether the last requests, this one included, are the tape's entries up to `position`."""
+    count = peek(state, HISTORY_COUNT)
+    if count < _CONTEXT:
+        return False
+    ring_start, length = peek(state, RING_START), peek(state, TAPE_LENGTH)
+    for back in range(_CONTEXT):
+        if peek(state, HISTORY + ((count - 1 - back) & 3)) != _key_at(state, position):
+            return False
+        if position == ring_start and ring_start > 0:
+            # before the ring lies the prologue or the end of the ring: the first pass decides for the ring
+            position = length - 1
+        else:
+            position = position - 1 if position > 0 else length - 1
+    return True
+
+
+@njit(cache=True)
+def _realign(state, key):
+    """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
+
+    The request itself must be one of the next few entries, or it and the one before it must be a pair within the
+    window, or the last four must be found anywhere: one extra request never moves the cursor on its own.
+    """
+    cursor = peek(state, CURSOR)
+    run = peek(state, MISS_RUN)
+    if run == 0:
+        return -1
+    position = cursor
+    for _ in range(_NEAR):
+        position = _next(state, position)
+        if _key_at(state, position) == key:
+            return position
+    before = peek(state, HISTORY + ((peek(state, HISTORY_COUNT) - 2) & 3))
+    position = cursor
+    for _ in range(_WINDOW):
+        following = _next(state, position)
+        if _key_at(state, following) == key and _key_at(state, position) == before:
+            return following
+        position = following
+    if run + 1 >= _CONTEXT and (run < 2 * _CONTEXT or run % _WIDE_EVERY == 0):
+        position = cursor
+        for _ in range(peek(state, TAPE_LENGTH)):
+            if _key_at(state, position) == key and _matches_history(state, position):
+                return position
+            position = _next(state, position)
+    return -1
+
+
+@njit(cache=True)
+def _end_step(state):
+    """The ring begins again: write the log's row and start counting anew."""
+    count = peek(state, STEP_COUNT)
+    row = peek(state, STEP_LOG) + (count % STEP_LOG_ROWS) * STEP_ROW * 8
+    poke(row, ST_TIME, now_ns(state + SCRATCH * 8))
+    poke(row, ST_HITS, peek(state, STEP_HITS))
+    poke(row, ST_MISSES, peek(state, STEP_MISSES))
+    poke(row, ST_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
+    poke(row, ST_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
+    poke(state, STEP_COUNT, count + 1)
+    poke(state, STEP_HITS, 0)
+    poke(state, STEP_MISSES, 0)
+    poke(state, STALE_MISSES, 0)
+    poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
+
+
+@njit(cache=True)
+def _at_boundary(state, key):
+    """Whether this request begins the ring anew, after enough matches in a row to be sure of the place."""
+    start = peek(state, RING_START)
+    if peek(state, CURSOR) != start or _key_at(state, start) != key:
+        return False
+    return peek(state, MATCH_RUN) >= min(peek(state, TAPE_LENGTH) - start, _SURE)
+
+
+@njit(inline="always", cache=True)
+def _cells_empty(cells, low, high):
+    first, last = low >> 6, (high - 1) >> 6
+    for word in range(first, last + 1):
+        mask = -1
+        if word == first:
+            mask &= -1 << (low & 63)
+        if word == last:
+            mask &= -1 if (high & 63) == 0 else (1 << (high & 63)) - 1
+        if peek(cells, word) & mask:
+            return False
+    return True
+
+
+@njit(inline="always", cache=True)
+def _flip_cells(cells, low, high):
+    first, last = low >> 6, (high - 1) >> 6
+    for word in range(first, last + 1):
+        mask = -1
+        if word == first:
+            mask &= -1 << (low & 63)
+        if word == last:
+            mask &= -1 if (high & 63) == 0 else (1 << (high & 63)) - 1
+        poke(cells, word, peek(cells, word) ^ mask)
+
+
+@njit(cache=True)
+def _replay(state, key, requested):
+    """Follow the tape with one request: its address in the arena, or 0 if the heap is to serve it."""
+    count = peek(state, HISTORY_COUNT)
+    poke(state, HISTORY + (count & 3), key)
+    poke(state, HISTORY_COUNT, count + 1)
+    position = peek(state, CURSOR)
+    if _key_at(state, position) != key:
+        position = _realign(state, key)
+        if position < 0:
+            _add(state, MISSES, 1)
+            _add(state, STEP_MISSES, 1)
+            _add(state, STALE_MISSES, 1)
+            _add(state, MISS_RUN, 1)
+            poke(state, MATCH_RUN, 0)
+            return 0
+    poke(state, MISS_RUN, 0)
+    _add(state, MATCH_RUN, 1)
+    following = position + 1
+    if following == peek(state, TAPE_LENGTH):
+        following = peek(state, RING_START)
+    poke(state, CURSOR, following)
+    if peek(state, MODE) != MODE_REPLAY:
+        return 0
+    if position == peek(state, RING_START):
+        _end_step(state)
+    entry = peek(state, TAPE) + position * TAPE_ROW * 8
+    offset = peek(entry, T_OFFSET)
+    low, high = peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH)
+    if offset < 0 or not _cells_empty(peek(state, CELLS), low, high):
+        _add(state, CONFLICTS, 1)
+        _add(state, STEP_MISSES, 1)
+        return 0
+    _flip_cells(peek(state, CELLS), low, high)
+    slot = peek(state, SLOTS) + peek(entry, T_SLOT) * SLOT_ROW * 8
+    poke(slot, S_ENTRY, position)
+    poke(slot, S_REQUESTED, requested)
+    poke(slot, S_STATE, BLOCK_LIVE)
+    _add(state, ARENA_LIVE, 1)
+    _add(state, HITS, 1)
+    _add(state, STEP_HITS, 1)
+    return peek(state, ARENA) + offset
+
+
+@njit(cache=True)
+def _find_slot(state, address):
+    """The address of the slot's row for an address in the arena; 0 if nobody lives there."""
+    offset = address - peek(state, ARENA)
+    table, mask = peek(state, SLOTS), peek(state, SLOTS_MASK)
+    i = _home(offset, mask)
+    while True:
+        key = peek(table, i * SLOT_ROW + S_OFFSET)
+        if key == offset:
+            return table + i * SLOT_ROW * 8 if peek(table, i * SLOT_ROW + S_ENTRY) >= 0 else 0
+        if key < 0:
+            return 0
+        i = (i + 1) & mask
+
+
+@njit(inline="always", cache=True)
+def _in_arena(state, address):
+    base = peek(state, ARENA)
+    return base <= address < base + peek(state, ARENA_BYTES)
+
+
+# --- allocate and free -------------------------------------------------------------------------------------------
+
+
+@njit(inline="always", cache=True)
+def _count_alloc(state, stream, address, size, requested):
+    allocated = peek(state, ALLOCATED) + size
+    poke(state, ALLOCATED, allocated)
+    _raise_to(state, ALLOCATED_PEAK, allocated)
+    _raise_to(state, STEP_ALLOCATED_PEAK, allocated)
+    _add(state, REQUESTED, requested)
+    _raise_to(state, REQUESTED_PEAK, peek(state, REQUESTED))
+    _add(state, NUM_ALLOCS, 1)
+    _add(state, NUM_LIVE, 1)
+    if peek(state, RECORDING) == 1:
+        record(state, ACTION_ALLOC, stream, address, requested)
+        if size > TINY:
+            _add(state, NUM_SIZABLE, 1)
+
+
+@njit(cache=True)
+def _try_allocate(state, stream, size, requested, way):
+    """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
+    if way == WAY_FIRST and peek(state, NUM_DEFERRED) > 0 and peek(state, NUM_ALLOCS) & 31 == 0:
+        return -POLL
+    if size > TINY and way != WAY_HEAP:
+        if peek(state, MODE) != MODE_HEAP:
+            key = size << STREAM_BITS | stream
+            if way == WAY_FIRST and peek(state, ASK_AT_BOUNDARY) == 1 and _at_boundary(state, key):
+                poke(state, ASK_AT_BOUNDARY, 0)
+                return -AT_BOUNDARY
+            address = _replay(state, key, requested)
+            if address != 0:
+                return address
+            if peek(state, STALE_MISSES) >= peek(state, ASK_AFTER_MISSES) > 0:
+                poke(state, ASK_AFTER_MISSES, 0)
+                return -STALE
+        elif way == WAY_FIRST and peek(state, NUM_SIZABLE) >= peek(state, CHECK_AT) > 0:
+            poke(state, CHECK_AT, 0)
+            return -CHECK
+    return heap_allocate(state, stream, size, requested)
+
+
+@njit(cache=True)
+def allocate_on(state, requested, raw_stream):
+    """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
+    if requested <= 0:
+        return 0
+    size = (requested + (ALIGNMENT - 1)) & -ALIGNMENT
+    way = WAY_FIRST
+    while True:
+        lock(state)
+        stream = _stream_index(state, raw_stream)
+        address = _try_allocate(state, stream, size, requested, way) if stream >= 0 else 0
+        if address > 0:
+            _count_alloc(state, stream, address, size, requested)
+            unlock(state)
+            return address
+        unlock(state)
+        reason = -address & ((1 << REASON_BITS) - 1)
+        helped = False
+        if address < 0 and peek(state, CLOSED) == 0:
+            helped = call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), -address, size) == 1
+        if reason == AT_BOUNDARY or reason == POLL or reason == CHECK:
+            way = WAY_AFTER_ASKING  # the tape has not moved yet
+        elif reason == STALE or helped:
+            way = WAY_HEAP  # the tape has moved past this request
+        else:
+            return _last_resort(state, stream, size, requested)
+
+
+@njit(cache=True)
+def _last_resort(state, stream, size, requested):
+    lock(state)
+    address = heap_desperate(state, stream, size, requested) if stream >= 0 else 0
+    if address > 0:
+        _count_alloc(state, stream, address, size, requested)
+    else:
+        _add(state, NUM_OOMS, 1)
+        if peek(state, RECORDING) == 1:
+            record(state, ACTION_OOM, max(stream, 0), 0, requested)
+    unlock(state)
+    return address
+
+
+@njit(cache=True)
+def _state_word(state, address):
+    """The address of the word that holds the BLOCK_ state of what lives at an address; 0 if nothing does."""
+    if _in_arena(state, address):
+        slot = _find_slot(state, address)
+        return slot + S_STATE * 8 if slot != 0 else 0
+    index = find_live(state, address)
+    return peek(state, BLOCKS) + (index * BLOCK_ROW + B_STATE) * 8 if index != 0 else 0
+
+
+@njit(cache=True)
+def _release(state, address):
+    """Free what lives at an address."""
+    if _in_arena(state, address):
+        slot = _find_slot(state, address)
+        entry = peek(state, TAPE) + peek(slot, S_ENTRY) * TAPE_ROW * 8
+        _flip_cells(peek(state, CELLS), peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH))
+        poke(slot, S_ENTRY, -1)
+        poke(slot, S_STATE, BLOCK_FREE)
+        _add(state, ARENA_LIVE, -1)
+        size, requested = peek(entry, T_KEY) >> STREAM_BITS, peek(slot, S_REQUESTED)
+        stream = peek(entry, T_KEY) & (MAX_STREAMS - 1)
+    else:
+        index = find_live(state, address)
+        size, requested = block(state, index, B_ROUNDED), block(state, index, B_REQUESTED)
+        stream = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_STREAM)
+        heap_free(state, index)
+    _add(state, ALLOCATED, -size)
+    _add(state, REQUESTED, -requested)
+    _add(state, NUM_FREES, 1)
+    _add(state, NUM_LIVE, -1)
+    if peek(state, RECORDING) == 1:
+        record(state, ACTION_FREE_COMPLETED, stream, address, requested)
+
+
+@njit(cache=True)
+def free_on(state, address):
+    """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
+    if address == 0:
+        return
+    lock(state)
+    word = _state_word(state, address)
+    held = peek(word, 0) if word != 0 else BLOCK_FREE
+    if held == BLOCK_LIVE:
+        _release(state, address)
+    elif held == BLOCK_SHARED:
+        poke(word, 0, BLOCK_DEFERRED)
+        _add(state, NUM_DEFERRED, 1)
+        if peek(state, RECORDING) == 1:
+            record(state, ACTION_FREE_REQUESTED, 0, address, 0)
+    else:
+        _add(state, NUM_UNKNOWN_FREES, 1)
+    unlock(state)
+    if held == BLOCK_SHARED and peek(state, CLOSED) == 0:
+        call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), DEFER, address)
+
+
+@njit(cache=True)
+def share(state, address):
+    """Note that another stream uses a block: True if that is the first one; False too if nothing lives there."""
+    lock(state)
+    word = _state_word(state, address)
+    first = word != 0 and peek(word, 0) == BLOCK_LIVE
+    if first:
+        poke(word, 0, BLOCK_SHARED)
+    unlock(state)
+    return first
+
+
+@njit(cache=True)
+def finish_deferred(state, address):
+    """Free a block whose other streams are done with it."""
+    lock(state)
+    word = _state_word(state, address)
+    if word != 0 and peek(word, 0) == BLOCK_DEFERRED:
+        _add(state, NUM_DEFERRED, -1)
+        _release(state, address)
+    unlock(state)
+
+
+# --- entry points for Python, each under the lock ----------------------------------------------------------------
+
+
+@njit(cache=True)
+def give_segment(state, pool, base, size):
+    """Add a segment of `size` bytes to a pool; False if the tables are full."""
+    lock(state)
+    done = add_segment(state, pool, base, size)
+    if done:
+        count_reserved(state, size)
+        _add(state, NUM_SEGMENT_ALLOCS, 1)
+        if peek(state, RECORDING) == 1:
+            stream = peek(peek(state, POOLS), pool * POOL_ROW + P_STREAM)
+            record(state, ACTION_SEGMENT_ALLOC, stream, base, size)
+    unlock(state)
+    return done
+
+
+@njit(cache=True)
+def take_segments(state, bases, sizes, limit):
+    """Take up to `limit` free segments back; writes bases and sizes (bytes) to two tables, returns how many."""
+    lock(state)
+    count = take_free_segments(state, bases, sizes, limit)
+    for i in range(count):
+        count_reserved(state, -peek(sizes, i))
+        _add(state, NUM_SEGMENT_FREES, 1)
+        if peek(state, RECORDING) == 1:
+            record(state, ACTION_SEGMENT_FREE, 0, peek(bases, i), peek(sizes, i))
+    unlock(state)
+    return count
+
+
+@njit(cache=True)
+def count_reserved(state, size):
+    """Count bytes that came from the device (negative: went back). With the lock held."""
+    reserved = peek(state, RESERVED) + size
+    poke(state, RESERVED, reserved)
+    _raise_to(state, RESERVED_PEAK, reserved)
+    _raise_to(state, STEP_RESERVED_PEAK, reserved)
+
+
+@njit(cache=True)
+def write_words(state, words, values):
+    """Write several words of the state at once."""
+    lock(state)
+    for i in range(len(words)):
+        poke(state, words[i], values[i])
+    unlock(state)
+
+
+@njit(cache=True)
+def serve_arena(state, arena, arena_bytes):
+    """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
+    lock(state)
+    poke(state, ARENA, arena)
+    poke(state, ARENA_BYTES, arena_bytes)
+    poke(state, MODE, MODE_REPLAY)
+    for word in (HITS, MISSES, CONFLICTS, STEP_COUNT, STEP_HITS, STEP_MISSES, STALE_MISSES):
+        poke(state, word, 0)
+    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, RESERVED_PEAK, peek(state, RESERVED))
+    poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
+    poke(state, REQUESTED_PEAK, peek(state, REQUESTED))
+    unlock(state)
+
+
+@njit(cache=True)
+def forget_arena(state):
+    """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay."""
+    lock(state)
+    arena_bytes = peek(state, ARENA_BYTES)
+    if peek(state, ARENA_LIVE) != 0 or peek(state, MODE) == MODE_REPLAY:
+        arena_bytes = 0
+    else:
+        poke(state, ARENA, 0)
+        poke(state, ARENA_BYTES, 0)
+        count_reserved(state, -arena_bytes)
+    unlock(state)
+    return arena_bytes
+
+
+@njit(cache=True)
+def reserve(state, size):
+    """Count an arena of `size` bytes that came from the device (negative: went back)."""
+    lock(state)
+    count_reserved(state, size)
+    unlock(state)
+
+
+@njit(cache=True)
+def largest_free(state):
+    """The largest free block of the heap, bytes."""
+    lock(state)
+    largest, table = 0, peek(state, POOLS)
+    for pool in range(peek(state, POOLS_MASK) + 1):
+        if peek(table, pool * POOL_ROW + P_USED) == 1:
+            current = peek(table, pool * POOL_ROW + P_ROOT)
+            while current != 0:
+                largest = max(largest, block(state, current, B_SIZE))
+                current = block(state, current, B_RIGHT)
+    unlock(state)
+    return largest
+
+
+@njit(cache=True)
+def copy_live(state, addresses, sizes):
+    """Copy the heap's live blocks (address, requested bytes) as far as the columns go; how many there are."""
+    lock(state)
+    count, table = 0, peek(state, LIVE)
+    for i in range(peek(state, LIVE_MASK) + 1):
+        if peek(table, i * LIVE_ROW + L_ADDRESS) != 0:
+            if count < len(addresses):
+                addresses[count] = peek(table, i * LIVE_ROW + L_ADDRESS)
+                sizes[count] = block(state, peek(table, i * LIVE_ROW + L_BLOCK), B_REQUESTED)
+            count += 1
+    unlock(state)
+    return count
+
+
+@njit(cache=True)
+def make_slots(slots, mask, offsets, rows):
+    """Fill an empty slot table with distinct offsets (bytes); `rows[i]` becomes the row of `offsets[i]`."""
+    for i in range(len(offsets)):
+        row = _home(offsets[i], mask)
+        while slots[row, S_OFFSET] >= 0:
+            row = (row + 1) & mask
+        slots[row, S_OFFSET] = offsets[i]
+        rows[i] = row
+
+
+allocate_entry = cfunc("int64(int64, int64, int64)", cache=True)(allocate_on.py_func)
+free_entry = cfunc("void(int64, int64)", cache=True)(free_on.py_func)

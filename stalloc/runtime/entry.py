@@ -1,0 +1,207 @@
+"""C entry points made at run time: what torch, CuPy and the core call by address.
+
+Each is a few lines of LLVM that carry what the compiled core cannot: the table of states (torch's callbacks have no
+context argument, and an address baked into numba code would rule out its cache), the exception that an allocation
+without memory has to throw (torch takes a NULL silently), and the error indicator of Python, which has to survive
+a visit to Python from the middle of somebody else's error handling.
+"""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from stalloc.runtime import core
+from stalloc.runtime.layout import OOM_TEXT, OOM_TEXT_LENGTH
+
+_engines: list[object] = []  # compiled code lives as long as the process: torch keeps its address
+
+
+def _compile(source: str, *names: str) -> list[int]:
+    """Compile a module and return the addresses of the functions named."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(source)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="default", jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    engine.run_static_constructors()
+    _engines.append((engine, module, machine))
+    return [engine.get_function_address(name) for name in names]
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address
+    return address
+
+
+def _library_symbol(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.addressof(ctypes.c_char.in_dll(library, name))
+
+
+_FREE = """
+define void @free(ptr %pointer, i64 %size, i32 %device, ptr %stream) {{
+  %index = sext i32 %device to i64
+  %table = inttoptr i64 {states} to ptr
+  %row = getelementptr i64, ptr %table, i64 %index
+  %state = load i64, ptr %row
+  %address = ptrtoint ptr %pointer to i64
+  %core = inttoptr i64 {core} to ptr
+  call void %core(i64 %state, i64 %address)
+  ret void
+}}
+"""
+
+
+def slow_entry(handler: Callable[[int, int, int], int]) -> int:
+    """The address of `int64 f(int64 device, int64 request, int64 argument)` that enters Python's `handler`.
+
+    Safe on any thread, with a Python error set, and while the interpreter goes down (then 0, without entering).
+    """
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    thunk = kind(handler)
+    _engines.append(thunk)
+    api = ctypes.pythonapi
+    finalizing = getattr(api, "Py_IsFinalizing", None) or api._Py_IsFinalizing
+    source = f"""
+define i64 @slow(i64 %device, i64 %request, i64 %argument) {{
+entry:
+  %finalizing = inttoptr i64 {_address(finalizing)} to ptr
+  %ending = call i32 %finalizing()
+  %gone = icmp ne i32 %ending, 0
+  br i1 %gone, label %closed, label %open
+closed:
+  ret i64 0
+open:
+  %type = alloca ptr
+  %value = alloca ptr
+  %trace = alloca ptr
+  %ensure = inttoptr i64 {_address(api.PyGILState_Ensure)} to ptr
+  %fetch = inttoptr i64 {_address(api.PyErr_Fetch)} to ptr
+  %restore = inttoptr i64 {_address(api.PyErr_Restore)} to ptr
+  %release = inttoptr i64 {_address(api.PyGILState_Release)} to ptr
+  %gil = call i32 %ensure()
+  call void %fetch(ptr %type, ptr %value, ptr %trace)
+  %thunk = inttoptr i64 {_address(thunk)} to ptr
+  %result = call i64 %thunk(i64 %device, i64 %request, i64 %argument)
+  %t = load ptr, ptr %type
+  %v = load ptr, ptr %value
+  %b = load ptr, ptr %trace
+  call void %restore(ptr %t, ptr %v, ptr %b)
+  call void %release(i32 %gil)
+  ret i64 %result
+}}"""
+    return _compile(source, "slow")[0]
+
+
+def torch_entries(states: int, torch_folder: Path) -> tuple[int, int]:
+    """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
+
+    `states` is the address of a table of state addresses by device. An allocation without memory throws
+    c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError.
+    """
+    c10 = ctypes.CDLL(str(torch_folder / "lib" / "libc10.so"))
+    runtime = ctypes.CDLL("libstdc++.so.6")
+    make = _library_symbol(
+        c10, "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+    )
+    # a vtable begins with the offset to the top and the type; the pointer in an object leads to what follows:
+    # the complete destructor, the deleting one, and so on (Itanium C++ ABI, 2.5.2)
+    vtable = _library_symbol(c10, "_ZTVN3c1016OutOfMemoryErrorE") + 16
+    place = ctypes.create_string_buffer(b"stalloc")
+    _engines.append(place)
+    source = f"""
+%location = type {{ ptr, ptr, i32 }}
+%string = type {{ ptr, i64, [2 x i64] }}
+
+define ptr @allocate(i64 %size, i32 %device, ptr %stream) uwtable {{
+entry:
+  %index = sext i32 %device to i64
+  %table = inttoptr i64 {states} to ptr
+  %row = getelementptr i64, ptr %table, i64 %index
+  %state = load i64, ptr %row
+  %raw = ptrtoint ptr %stream to i64
+  %core = inttoptr i64 {core.allocate_entry.address} to ptr
+  %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
+  %none = icmp eq i64 %address, 0
+  %wanted = icmp sgt i64 %size, 0
+  %failed = and i1 %none, %wanted
+  br i1 %failed, label %throw, label %done
+done:
+  %result = inttoptr i64 %address to ptr
+  ret ptr %result
+throw:
+  call void @throw(i64 %state)
+  unreachable
+}}
+
+define void @throw(i64 %state) noinline uwtable {{
+  %base = inttoptr i64 %state to ptr
+  %text.word = getelementptr i64, ptr %base, i64 {OOM_TEXT}
+  %length.word = getelementptr i64, ptr %base, i64 {OOM_TEXT_LENGTH}
+  %text.address = load i64, ptr %text.word
+  %length = load i64, ptr %length.word
+  %from = inttoptr i64 %text.address to ptr
+  %new = inttoptr i64 {_address(runtime._Znwm)} to ptr
+  %room = add i64 %length, 1
+  %copy = call ptr %new(i64 %room)
+  call void @llvm.memcpy.p0.p0.i64(ptr %copy, ptr %from, i64 %length, i1 false)
+  %end = getelementptr i8, ptr %copy, i64 %length
+  store i8 0, ptr %end
+  %message = alloca %string, align 8
+  store ptr %copy, ptr %message
+  %message.length = getelementptr %string, ptr %message, i32 0, i32 1
+  store i64 %length, ptr %message.length
+  %message.capacity = getelementptr %string, ptr %message, i32 0, i32 2
+  store i64 %length, ptr %message.capacity
+  %where = alloca %location, align 8
+  %name = inttoptr i64 {ctypes.addressof(place)} to ptr
+  store ptr %name, ptr %where
+  %where.file = getelementptr %location, ptr %where, i32 0, i32 1
+  store ptr %name, ptr %where.file
+  %where.line = getelementptr %location, ptr %where, i32 0, i32 2
+  store i32 0, ptr %where.line
+  %allocate = inttoptr i64 {_address(runtime.__cxa_allocate_exception)} to ptr
+  %error = call ptr %allocate(i64 1024)
+  %make = inttoptr i64 {make} to ptr
+  call void %make(ptr %error, ptr byval(%location) align 8 %where, ptr %message)
+  %vtable = inttoptr i64 {vtable} to ptr
+  store ptr %vtable, ptr %error
+  %destroy = load ptr, ptr %vtable
+  %type = inttoptr i64 {_library_symbol(c10, "_ZTIN3c1016OutOfMemoryErrorE")} to ptr
+  %throw = inttoptr i64 {_address(runtime.__cxa_throw)} to ptr
+  call void %throw(ptr %error, ptr %type, ptr %destroy)
+  unreachable
+}}
+
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+"""
+    allocate, free = _compile(source + _FREE.format(states=states, core=core.free_entry.address), "allocate", "free")
+    return allocate, free
+
+
+def cupy_entries(states: int) -> tuple[int, int]:
+    """The addresses of CuPy's `void* malloc(void* stream, size_t, int)` and `void free(void*, void*, int)`.
+
+    CuPy hands its `param` through: it carries the current stream. NULL means no memory; the caller raises.
+    """
+    source = f"""
+define ptr @allocate(ptr %stream, i64 %size, i32 %device) {{
+  %index = sext i32 %device to i64
+  %table = inttoptr i64 {states} to ptr
+  %row = getelementptr i64, ptr %table, i64 %index
+  %state = load i64, ptr %row
+  %raw = ptrtoint ptr %stream to i64
+  %core = inttoptr i64 {core.allocate_entry.address} to ptr
+  %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
+  %result = inttoptr i64 %address to ptr
+  ret ptr %result
+}}
+"""
+    free = _FREE.format(states=states, core=core.free_entry.address)
+    free = free.replace("ptr %pointer, i64 %size, i32 %device, ptr %stream", "ptr %stream, ptr %pointer, i32 %device")
+    allocate, release = _compile(source + free, "allocate", "free")
+    return allocate, release

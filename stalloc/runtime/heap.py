@@ -1,0 +1,365 @@
+"""The fallback heap: best fit with splitting and merging inside segments, for what no plan serves.
+
+Contract: every function runs with the state's lock held; no two live blocks overlap; a block that is freed merges
+with its free neighbours at once, so a segment without live blocks is one free block. Free blocks of a pool sit in a
+treap ordered by (size, address) (Seidel and Aragon, "Randomized search trees", Algorithmica 1996), so best fit at
+the lowest address costs O(log n).
+
+A pool is a stream and a kind: small requests share segments; while observing, each large size has segments of its
+own, so that what turns out to be transient leaves whole segments behind and goes back to the device when the plan
+takes over; afterwards large requests split general segments, as a caching allocator does.
+"""
+
+from numba import njit
+
+from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
+from stalloc.runtime.words import peek, poke
+
+_HASH = 0x1E3779B97F4A7C15
+_SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder, or it would crumble
+
+
+@njit(inline="always", cache=True)
+def block(state, index, field):
+    """A field of a block."""
+    return peek(peek(state, BLOCKS), index * BLOCK_ROW + field)
+
+
+@njit(inline="always", cache=True)
+def set_block(state, index, field, value):
+    """Write a field of a block."""
+    poke(peek(state, BLOCKS), index * BLOCK_ROW + field, value)
+
+
+@njit(inline="always", cache=True)
+def _link(state, index, field):
+    return peek(state, BLOCKS) + (index * BLOCK_ROW + field) * 8
+
+
+# --- free blocks of a pool: a treap ------------------------------------------------------------------------------
+
+
+@njit(cache=True)
+def _before(state, a, b):
+    size_a, size_b = block(state, a, B_SIZE), block(state, b, B_SIZE)
+    return size_a < size_b or (size_a == size_b and block(state, a, B_ADDRESS) < block(state, b, B_ADDRESS))
+
+
+@njit(cache=True)
+def _root_link(state, pool):
+    return peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
+
+
+@njit(cache=True)
+def _insert_free(state, index):
+    x = peek(state, RANDOM)
+    x ^= x << 13
+    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+    x ^= x << 17
+    poke(state, RANDOM, x)
+    set_block(state, index, B_PRIORITY, x)
+    link = _root_link(state, block(state, index, B_POOL))
+    current = peek(link, 0)
+    while current != 0 and block(state, current, B_PRIORITY) >= x:
+        link = _link(state, current, B_LEFT if _before(state, index, current) else B_RIGHT)
+        current = peek(link, 0)
+    poke(link, 0, index)
+    left, right = _link(state, index, B_LEFT), _link(state, index, B_RIGHT)
+    while current != 0:
+        if _before(state, current, index):
+            poke(left, 0, current)
+            left = _link(state, current, B_RIGHT)
+            current = peek(left, 0)
+        else:
+            poke(right, 0, current)
+            right = _link(state, current, B_LEFT)
+            current = peek(right, 0)
+    poke(left, 0, 0)
+    poke(right, 0, 0)
+
+
+@njit(cache=True)
+def _remove_free(state, index):
+    link = _root_link(state, block(state, index, B_POOL))
+    current = peek(link, 0)
+    while current != index:
+        link = _link(state, current, B_LEFT if _before(state, index, current) else B_RIGHT)
+        current = peek(link, 0)
+    a, b = block(state, index, B_LEFT), block(state, index, B_RIGHT)
+    while a != 0 and b != 0:
+        if block(state, a, B_PRIORITY) >= block(state, b, B_PRIORITY):
+            poke(link, 0, a)
+            link = _link(state, a, B_RIGHT)
+            a = peek(link, 0)
+        else:
+            poke(link, 0, b)
+            link = _link(state, b, B_LEFT)
+            b = peek(link, 0)
+    poke(link, 0, a if a != 0 else b)
+
+
+@njit(cache=True)
+def _best_fit(state, pool, size):
+    best, current = 0, peek(_root_link(state, pool), 0)
+    while current != 0:
+        if block(state, current, B_SIZE) >= size:
+            best, current = current, block(state, current, B_LEFT)
+        else:
+            current = block(state, current, B_RIGHT)
+    return best
+
+
+# --- live blocks: address -> block, linear probing ---------------------------------------------------------------
+
+
+@njit(inline="always", cache=True)
+def _home(address, mask):
+    return ((address >> 9) * _HASH >> 24) & mask
+
+
+@njit(cache=True)
+def find_live(state, address):
+    """The live or deferred block at an address, 0 if there is none."""
+    table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
+    i = _home(address, mask)
+    while True:
+        key = peek(table, i * LIVE_ROW + L_ADDRESS)
+        if key == address:
+            return peek(table, i * LIVE_ROW + L_BLOCK)
+        if key == 0:
+            return 0
+        i = (i + 1) & mask
+
+
+@njit(cache=True)
+def _add_live(state, address, index):
+    table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
+    i = _home(address, mask)
+    while peek(table, i * LIVE_ROW + L_ADDRESS) != 0:
+        i = (i + 1) & mask
+    poke(table, i * LIVE_ROW + L_ADDRESS, address)
+    poke(table, i * LIVE_ROW + L_BLOCK, index)
+    poke(state, LIVE_COUNT, peek(state, LIVE_COUNT) + 1)
+
+
+@njit(cache=True)
+def _drop_live(state, address):
+    table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
+    i = _home(address, mask)
+    while peek(table, i * LIVE_ROW + L_ADDRESS) != address:
+        i = (i + 1) & mask
+    # close the gap: whatever probed past the hole moves back into it
+    hole, j = i, (i + 1) & mask
+    while True:
+        key = peek(table, j * LIVE_ROW + L_ADDRESS)
+        if key == 0:
+            break
+        if ((j - _home(key, mask)) & mask) >= ((j - hole) & mask):
+            poke(table, hole * LIVE_ROW + L_ADDRESS, key)
+            poke(table, hole * LIVE_ROW + L_BLOCK, peek(table, j * LIVE_ROW + L_BLOCK))
+            hole = j
+        j = (j + 1) & mask
+    poke(table, hole * LIVE_ROW + L_ADDRESS, 0)
+    poke(state, LIVE_COUNT, peek(state, LIVE_COUNT) - 1)
+
+
+# --- blocks, pools and segments ----------------------------------------------------------------------------------
+
+
+@njit(cache=True)
+def _take_row(state):
+    spare = peek(state, BLOCKS_SPARE)
+    if spare != 0:
+        poke(state, BLOCKS_SPARE, block(state, spare, B_NEXT))
+        return spare
+    used = peek(state, BLOCKS_USED)
+    if used >= peek(state, BLOCKS_CAPACITY):
+        return 0
+    poke(state, BLOCKS_USED, used + 1)
+    return used
+
+
+@njit(cache=True)
+def _give_row(state, index):
+    set_block(state, index, B_NEXT, peek(state, BLOCKS_SPARE))
+    poke(state, BLOCKS_SPARE, index)
+
+
+@njit(cache=True)
+def find_pool(state, stream, kind, create):
+    """The row of the pool for a stream and a kind; -1 if there is none and none is made."""
+    table, mask = peek(state, POOLS), peek(state, POOLS_MASK)
+    i = ((kind >> 9) * 31 + kind + stream * 7919) & mask
+    while True:
+        if peek(table, i * POOL_ROW + P_USED) == 0:
+            used = peek(state, POOLS_USED)
+            # one in eight rows is kept for small and general pools, so that a program of many sizes still gets those
+            if not create or used >= mask or (kind > GENERAL_KIND and used >= mask - (mask >> 3)):
+                return -1
+            poke(state, POOLS_USED, used + 1)
+            poke(table, i * POOL_ROW + P_USED, 1)
+            poke(table, i * POOL_ROW + P_STREAM, stream)
+            poke(table, i * POOL_ROW + P_KIND, kind)
+            return i
+        if peek(table, i * POOL_ROW + P_STREAM) == stream and peek(table, i * POOL_ROW + P_KIND) == kind:
+            return i
+        i = (i + 1) & mask
+
+
+@njit(cache=True)
+def pool_kind(state, pool):
+    """The kind of a pool: SMALL_KIND, GENERAL_KIND or the one size that it serves."""
+    return peek(peek(state, POOLS), pool * POOL_ROW + P_KIND)
+
+
+@njit(cache=True)
+def add_segment(state, pool, base, size):
+    """Give a pool a segment from the device; False if the tables are full."""
+    spare = peek(state, CHUNKS_FREE)
+    if spare == 0 and peek(state, CHUNKS_USED) >= peek(state, CHUNKS_CAPACITY):
+        return False
+    index = _take_row(state)
+    if index == 0:
+        return False
+    table = peek(state, CHUNKS)
+    if spare != 0:
+        chunk = spare
+        poke(state, CHUNKS_FREE, peek(table, chunk * CHUNK_ROW + C_FIRST))
+    else:
+        chunk = peek(state, CHUNKS_USED)
+        poke(state, CHUNKS_USED, chunk + 1)
+    poke(table, chunk * CHUNK_ROW + C_BASE, base)
+    poke(table, chunk * CHUNK_ROW + C_SIZE, size)
+    poke(table, chunk * CHUNK_ROW + C_LIVE, 0)
+    poke(table, chunk * CHUNK_ROW + C_FIRST, index)
+    set_block(state, index, B_ADDRESS, base)
+    set_block(state, index, B_SIZE, size)
+    set_block(state, index, B_PREVIOUS, 0)
+    set_block(state, index, B_NEXT, 0)
+    set_block(state, index, B_POOL, pool)
+    set_block(state, index, B_CHUNK, chunk)
+    set_block(state, index, B_STATE, BLOCK_FREE)
+    _insert_free(state, index)
+    return True
+
+
+@njit(cache=True)
+def _choose(state, stream, size):
+    """The pool that serves a request and its best block; block 0 if the pool needs a segment."""
+    if size <= SMALL_LIMIT:
+        pool = find_pool(state, stream, SMALL_KIND, True)
+        return pool, _best_fit(state, pool, size) if pool >= 0 else 0
+    # segments of this very size are left from observing: their holes come first
+    pool = find_pool(state, stream, size, peek(state, EXACT) == 1)
+    if pool >= 0:
+        found = _best_fit(state, pool, size)
+        if found != 0 or peek(state, EXACT) == 1:
+            return pool, found
+    # also for an exact request when the table of pools is full
+    pool = find_pool(state, stream, GENERAL_KIND, True)
+    return pool, _best_fit(state, pool, size) if pool >= 0 else 0
+
+
+@njit(cache=True)
+def _take(state, index, size, requested):
+    """Make a free block live, giving back what it has too much; its address."""
+    _remove_free(state, index)
+    kind = pool_kind(state, block(state, index, B_POOL))
+    rest = block(state, index, B_SIZE) - size
+    if rest > (_SPLIT_LIMIT if kind == GENERAL_KIND else 0):
+        other = _take_row(state)
+        if other != 0:
+            following = block(state, index, B_NEXT)
+            set_block(state, other, B_ADDRESS, block(state, index, B_ADDRESS) + size)
+            set_block(state, other, B_SIZE, rest)
+            set_block(state, other, B_PREVIOUS, index)
+            set_block(state, other, B_NEXT, following)
+            set_block(state, other, B_POOL, block(state, index, B_POOL))
+            set_block(state, other, B_CHUNK, block(state, index, B_CHUNK))
+            set_block(state, other, B_STATE, BLOCK_FREE)
+            if following != 0:
+                set_block(state, following, B_PREVIOUS, other)
+            set_block(state, index, B_NEXT, other)
+            set_block(state, index, B_SIZE, size)
+            _insert_free(state, other)
+    set_block(state, index, B_STATE, BLOCK_LIVE)
+    set_block(state, index, B_ROUNDED, size)
+    set_block(state, index, B_REQUESTED, requested)
+    address = block(state, index, B_ADDRESS)
+    _add_live(state, address, index)
+    counter = peek(state, CHUNKS) + (block(state, index, B_CHUNK) * CHUNK_ROW + C_LIVE) * 8
+    poke(counter, 0, peek(counter, 0) + 1)
+    return address
+
+
+@njit(cache=True)
+def heap_allocate(state, stream, size, requested):
+    """Serve a request of `size` (rounded) bytes: its address, or -(reason | pool << REASON_BITS) if Python must help."""
+    pool, index = _choose(state, stream, size)
+    if pool < 0 or 2 * peek(state, LIVE_COUNT) > peek(state, LIVE_MASK):
+        return 0
+    if index == 0:
+        return -(NEED_SEGMENT | pool << REASON_BITS)
+    return _take(state, index, size, requested)
+
+
+@njit(cache=True)
+def heap_desperate(state, stream, size, requested):
+    """The last resort before an out-of-memory error: any free block of the stream, whatever its pool; 0 if none."""
+    table = peek(state, POOLS)
+    best = 0
+    for pool in range(peek(state, POOLS_MASK) + 1):
+        if peek(table, pool * POOL_ROW + P_USED) == 1 and peek(table, pool * POOL_ROW + P_STREAM) == stream:
+            found = _best_fit(state, pool, size)
+            if found != 0 and (best == 0 or _before(state, found, best)):
+                best = found
+    return _take(state, best, size, requested) if best != 0 else 0
+
+
+@njit(cache=True)
+def heap_free(state, index):
+    """Free a live block and merge it with its free neighbours."""
+    _drop_live(state, block(state, index, B_ADDRESS))
+    counter = peek(state, CHUNKS) + (block(state, index, B_CHUNK) * CHUNK_ROW + C_LIVE) * 8
+    poke(counter, 0, peek(counter, 0) - 1)
+    set_block(state, index, B_STATE, BLOCK_FREE)
+    following = block(state, index, B_NEXT)
+    if following != 0 and block(state, following, B_STATE) == BLOCK_FREE:
+        _remove_free(state, following)
+        _absorb(state, index, following)
+    previous = block(state, index, B_PREVIOUS)
+    if previous != 0 and block(state, previous, B_STATE) == BLOCK_FREE:
+        _remove_free(state, previous)
+        _absorb(state, previous, index)
+        index = previous
+    _insert_free(state, index)
+
+
+@njit(cache=True)
+def _absorb(state, index, following):
+    after = block(state, following, B_NEXT)
+    set_block(state, index, B_SIZE, block(state, index, B_SIZE) + block(state, following, B_SIZE))
+    set_block(state, index, B_NEXT, after)
+    if after != 0:
+        set_block(state, after, B_PREVIOUS, index)
+    _give_row(state, following)
+
+
+@njit(cache=True)
+def take_free_segments(state, bases, sizes, limit):
+    """Take segments without live blocks out of the heap; writes their bases and sizes (bytes), returns how many."""
+    table, count = peek(state, CHUNKS), 0
+    for chunk in range(1, peek(state, CHUNKS_USED)):
+        base = peek(table, chunk * CHUNK_ROW + C_BASE)
+        if base == 0 or peek(table, chunk * CHUNK_ROW + C_LIVE) != 0 or count >= limit:
+            continue
+        index = peek(table, chunk * CHUNK_ROW + C_FIRST)
+        _remove_free(state, index)
+        _give_row(state, index)
+        poke(bases, count, base)
+        poke(sizes, count, peek(table, chunk * CHUNK_ROW + C_SIZE))
+        count += 1
+        poke(table, chunk * CHUNK_ROW + C_BASE, 0)
+        poke(table, chunk * CHUNK_ROW + C_FIRST, peek(state, CHUNKS_FREE))
+        poke(state, CHUNKS_FREE, chunk)
+    return count

@@ -1,0 +1,101 @@
+"""Where every word of the runtime's state lives: one state a device, in tables of 64-bit words.
+
+The compiled core (heap.py, core.py) and Python (state.py) both go by this file. Words below `LOCK` are guarded by
+it, whoever touches them; Python writes them through the core's functions or while it holds the lock. Row 0 of the
+block table is "no block". Indices are word indices; `*_ROW` is the number of words in a row of a table.
+"""
+
+# --- the state block -------------------------------------------------------------------------------------------
+LOCK = 0  # 1 while a thread is inside; alone in its cache line
+MODE = 8  # what the core does with a request, see below
+SLOW_FUNCTION = 9  # C function (device, reason, argument) -> 1 try again, 0 out of memory
+DEVICE = 10
+RANDOM = 11  # state of the generator that gives free blocks their treap priority
+SCRATCH = 12  # two words for the clock
+EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
+CLOSED = 15  # 1: the interpreter is going down, Python must not be entered
+
+# tables (addresses) and their fill
+BLOCKS, BLOCKS_USED, BLOCKS_CAPACITY, BLOCKS_SPARE = 16, 17, 18, 19
+CHUNKS, CHUNKS_USED, CHUNKS_CAPACITY, CHUNKS_FREE = 20, 21, 22, 23
+POOLS, POOLS_MASK, LIVE, LIVE_MASK, LIVE_COUNT = 24, 25, 26, 27, 28
+POOLS_USED = 39
+STREAMS, NUM_STREAMS, LAST_STREAM, LAST_STREAM_INDEX = 29, 30, 31, 32
+EVENTS, NUM_EVENTS, EVENTS_CAPACITY, RECORDING = 33, 34, 35, 36
+NUM_SIZABLE, CHECK_AT = 37, 38  # requests above TINY seen while recording; ask Python for a look at this many
+
+# statistics, bytes rounded up to ALIGNMENT unless said
+ALLOCATED, ALLOCATED_PEAK, RESERVED, RESERVED_PEAK = 40, 41, 42, 43
+REQUESTED, REQUESTED_PEAK, NUM_ALLOCS, NUM_FREES = 44, 45, 46, 47
+STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step began
+NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
+NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57
+
+# the tape
+TAPE, TAPE_LENGTH, RING_START, CURSOR = 64, 65, 66, 67
+ARENA, ARENA_BYTES, ARENA_LIVE, CELLS = 68, 69, 70, 71
+SLOTS, SLOTS_MASK = 72, 73
+HITS, MISSES, CONFLICTS, MISS_RUN, MATCH_RUN = 74, 75, 76, 77, 78
+ASK_AT_BOUNDARY = 79  # 1: enter Python when the ring begins again
+HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever became of them
+STEP_HITS, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88
+OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
+STALE_MISSES, ASK_AFTER_MISSES = 89, 90  # misses since the ring last began; enter Python at this many
+
+STATE_WORDS = 96
+
+# --- values ----------------------------------------------------------------------------------------------------
+ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
+TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
+SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
+SMALL_KIND, GENERAL_KIND = 0, 1  # kinds of pools; any other kind is the one size that the pool serves
+
+MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
+
+NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER = 1, 2, 3, 4, 5, 6  # why the core enters Python
+WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a request is still to be gone
+REASON_BITS = 3
+
+# --- rows ------------------------------------------------------------------------------------------------------
+BLOCK_ROW = 16
+B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_LEFT, B_RIGHT, B_PRIORITY, B_POOL, B_CHUNK, B_STATE, B_ROUNDED, B_REQUESTED = (
+    range(12)
+)
+BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
+    0,
+    1,
+    2,
+    3,
+)  # shared: other streams use it; deferred: freed, but they may not be done
+
+CHUNK_ROW = 4
+C_BASE, C_SIZE, C_LIVE, C_FIRST = range(4)
+
+POOL_ROW = 4
+P_USED, P_STREAM, P_KIND, P_ROOT = range(4)
+
+LIVE_ROW = 2
+L_ADDRESS, L_BLOCK = range(2)
+
+EVENT_ROW = 4
+E_ACTION, E_ADDRESS, E_SIZE, E_TIME = range(4)  # action | stream index << 8; bytes requested; nanoseconds
+ACTION_ALLOC, ACTION_FREE_REQUESTED, ACTION_FREE_COMPLETED, ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_FREE, ACTION_OOM = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+)
+
+TAPE_ROW = 8
+T_KEY, T_OFFSET, T_CELL_LOW, T_CELL_HIGH, T_SLOT = range(5)  # key: rounded size << STREAM_BITS | stream index
+STREAM_BITS = 10
+MAX_STREAMS = 1 << STREAM_BITS
+
+SLOT_ROW = 4
+S_OFFSET, S_ENTRY, S_REQUESTED, S_STATE = range(4)  # offset -1: no slot; entry -1: nobody lives there
+
+STEP_ROW = 8
+STEP_LOG_ROWS = 4096
+ST_TIME, ST_HITS, ST_MISSES, ST_ALLOCATED_PEAK, ST_RESERVED_PEAK = range(5)

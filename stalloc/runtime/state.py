@@ -1,0 +1,202 @@
+"""The state of one device as Python sees it: the tables' memory, installing a tape, reading statistics.
+
+The tables are made once and never move, since compiled code holds their addresses; their pages are touched only as
+they fill. Python never holds the core's lock: between two bytecodes another thread could take the GIL and wait for
+that lock. Whatever must change together is written by one call into the core.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.runtime import core, layout
+from stalloc.runtime.layout import (
+    BLOCK_ROW,
+    CHUNK_ROW,
+    EVENT_ROW,
+    LIVE_ROW,
+    MAX_STREAMS,
+    POOL_ROW,
+    SLOT_ROW,
+    STATE_WORDS,
+    STEP_LOG_ROWS,
+    STEP_ROW,
+    STREAM_BITS,
+    TAPE_ROW,
+)
+
+if TYPE_CHECKING:
+    from stalloc.planner import Plan
+
+_BLOCKS = 1 << 20
+_CHUNKS = 1 << 17
+_POOLS = 1 << 12
+_LIVE = 1 << 21
+_EVENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass over the ring of a plan was like."""
+
+    end_ns: int  # monotonic time at which the ring began again
+    hits: int  # requests served from the plan
+    misses: int  # requests above 512 bytes that were not
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+
+
+class DeviceState:
+    """The tables of one device."""
+
+    def __init__(self, device: int, slow_function: int) -> None:
+        self.device = device
+        self.words = np.zeros(STATE_WORDS, np.int64)
+        self.address = self.words.ctypes.data
+        self.blocks = np.zeros((_BLOCKS, BLOCK_ROW), np.int64)
+        self.chunks = np.zeros((_CHUNKS, CHUNK_ROW), np.int64)
+        self.pools = np.zeros((_POOLS, POOL_ROW), np.int64)
+        self.live = np.zeros((_LIVE, LIVE_ROW), np.int64)
+        self.streams = np.zeros(MAX_STREAMS, np.int64)
+        self.events = np.zeros((_EVENTS, EVENT_ROW), np.int64)
+        self.step_log = np.zeros((STEP_LOG_ROWS, STEP_ROW), np.int64)
+        self._tape: tuple[np.ndarray, ...] = ()
+        tables = {
+            "BLOCKS": self.blocks,
+            "CHUNKS": self.chunks,
+            "POOLS": self.pools,
+            "LIVE": self.live,
+            "STREAMS": self.streams,
+            "EVENTS": self.events,
+            "STEP_LOG": self.step_log,
+        }
+        for name, table in tables.items():
+            self[name] = table.ctypes.data
+        # row 0 of blocks and chunks means none; stream 0, the default stream, has index 0
+        for name, value in {
+            "SLOW_FUNCTION": slow_function,
+            "DEVICE": device,
+            "RANDOM": 0x2545F4914F6CDD1D,
+            "BLOCKS_USED": 1,
+            "BLOCKS_CAPACITY": _BLOCKS,
+            "CHUNKS_USED": 1,
+            "CHUNKS_CAPACITY": _CHUNKS,
+            "POOLS_MASK": _POOLS - 1,
+            "LIVE_MASK": _LIVE - 1,
+            "EVENTS_CAPACITY": _EVENTS,
+            "NUM_STREAMS": 1,
+        }.items():
+            self[name] = value
+        self._segments = np.zeros((2, 4096), np.int64)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.words[getattr(layout, name)])
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self.words[getattr(layout, name)] = value
+
+    def write(self, **words: int) -> None:
+        """Write several words at once, under the core's lock."""
+        names = np.array([getattr(layout, name) for name in words], np.int64)
+        core.write_words(self.address, names, np.array(list(words.values()), np.int64))
+
+    # --- segments
+
+    def pool_kind(self, pool: int) -> int:
+        """The kind of a pool: SMALL_KIND, GENERAL_KIND or the one size in bytes that it serves."""
+        return int(self.pools[pool, layout.P_KIND])
+
+    def give_segment(self, pool: int, base: int, size_bytes: int) -> bool:
+        """Add a segment; False if the tables are full."""
+        return bool(core.give_segment(self.address, pool, base, size_bytes))
+
+    def take_free_segments(self) -> list[int]:
+        """Take every segment without live blocks out of the heap; the bases."""
+        taken: list[int] = []
+        bases, sizes = self._segments
+        while True:
+            count = core.take_segments(self.address, bases.ctypes.data, sizes.ctypes.data, len(bases))
+            taken.extend(int(base) for base in bases[:count])
+            if count < len(bases):
+                return taken
+
+    # --- the tape
+
+    def install_tape(self, plan: "Plan", cursor: int) -> None:
+        """Put a plan's tape in place and follow it from entry `cursor` without serving it yet.
+
+        No arena may be in place: its blocks are known by the tape that they were served from.
+        """
+        assert self["ARENA_BYTES"] == 0
+        rounded = (plan.tape_size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
+        planned = plan.tape_offset >= 0
+        low, high = plan.tape_offset[planned], (plan.tape_offset + rounded)[planned]
+        bounds = np.unique(np.concatenate([low, high]))
+        offsets = np.unique(low)
+        tape = np.zeros((len(rounded), TAPE_ROW), np.int64)
+        tape[:, layout.T_KEY] = rounded << STREAM_BITS | plan.tape_stream
+        tape[:, layout.T_OFFSET] = np.where(planned, plan.tape_offset, -1)
+        tape[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
+        tape[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
+        cells = np.zeros(len(bounds) // 64 + 1, np.int64)
+        num_slots = 1 << max(4, int(2 * len(offsets)).bit_length())
+        slots = np.full((num_slots, SLOT_ROW), -1, np.int64)
+        slots[:, layout.S_STATE] = layout.BLOCK_FREE
+        rows = np.zeros(len(offsets), np.int64)
+        core.make_slots(slots, num_slots - 1, offsets, rows)
+        tape[planned, layout.T_SLOT] = rows[np.searchsorted(offsets, low)]
+        self._tape = (tape, cells, slots)
+        self.write(
+            TAPE=tape.ctypes.data,
+            CELLS=cells.ctypes.data,
+            SLOTS=slots.ctypes.data,
+            SLOTS_MASK=num_slots - 1,
+            TAPE_LENGTH=len(tape),
+            RING_START=plan.num_prologue,
+            CURSOR=cursor,
+            HISTORY_COUNT=0,
+            MISS_RUN=0,
+            MATCH_RUN=0,
+            STALE_MISSES=0,
+            ASK_AT_BOUNDARY=0,
+            MODE=layout.MODE_FOLLOW,
+        )
+
+    def serve_arena(self, arena: int, arena_bytes: int) -> None:
+        """Serve the tape from an arena; the counting of planned steps begins."""
+        core.serve_arena(self.address, arena, arena_bytes)
+
+    def drop_tape(self) -> None:
+        """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
+        self.write(MODE=layout.MODE_HEAP, ASK_AT_BOUNDARY=0, ASK_AFTER_MISSES=0)
+
+    def forget_arena(self) -> int:
+        """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it has to stay."""
+        return int(core.forget_arena(self.address))
+
+    # --- reading
+
+    def steps(self) -> list[Step]:
+        """The planned steps that ended, oldest first, as far as the log reaches back.
+
+        The log's first row only marks the begin of the first planned step.
+        """
+        count, rows = self["STEP_COUNT"], self.step_log.copy()
+        order = range(max(1, count - STEP_LOG_ROWS), count)
+        return [Step(*(int(value) for value in rows[i % STEP_LOG_ROWS, :5])) for i in order]
+
+    def recorded(self) -> np.ndarray:
+        """A copy of the recorded events: rows of action and stream, address, bytes, nanoseconds."""
+        return self.events[: self["NUM_EVENTS"]].copy()
+
+    def live_blocks(self, limit: int) -> list[tuple[int, int]]:
+        """The largest live blocks outside the arena: (address, requested bytes)."""
+        addresses, sizes = np.zeros((2, self["LIVE_COUNT"] + 64), np.int64)
+        count = min(int(core.copy_live(self.address, addresses, sizes)), len(sizes))
+        order = np.argsort(-sizes[:count], kind="stable")[:limit]
+        return [(int(addresses[i]), int(sizes[i])) for i in order]
+
+    def largest_free_bytes(self) -> int:
+        """The largest free block of the heap."""
+        return int(core.largest_free(self.address))
