@@ -64,7 +64,9 @@ def plan_arrays(
 def _column(name: str, values: ArrayLike) -> Column:
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
-        raise BadInputError(f"{name} is a {array.ndim}-dimensional array of {array.dtype}: give one whole number a request.")
+        raise BadInputError(
+            f"{name} is a {array.ndim}-dimensional array of {array.dtype}: give one whole number a request."
+        )
     if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
         raise BadInputError(f"{name} of row {int(array.argmax())} is {int(array.max())}: it has to be below 2**63.")
     return array.astype(np.int64)
@@ -75,7 +77,9 @@ def _checked(
 ) -> tuple[Column, Column, Column]:
     """The columns with sizes rounded up, or the sentence about the first row that is wrong."""
     if not len(start) == len(end) == len(size):
-        raise BadInputError(f"start, end and size have {len(start)}, {len(end)} and {len(size)} rows: give as many of each.")
+        raise BadInputError(
+            f"start, end and size have {len(start)}, {len(end)} and {len(size)} rows: give as many of each."
+        )
     if alignment < 1 or alignment & (alignment - 1) or alignment >= MOST_BYTES:
         raise BadInputError(f"alignment {alignment} is not a power of two below 2**61: 512 is what torch uses.")
     for wrong, sentence in (
@@ -177,7 +181,9 @@ def _ring(start: Column, end: Column, size: Column, ring_start: int, ring_end: i
         )
         a2, b2 = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         a2[wrapping], b2[wrapping] = a[len(rows) :], b[len(rows) :]
-        offset[rows], peak, method = _above_wrapping(a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound)
+        offset[rows], peak, method = _above_wrapping(
+            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound
+        )
     followed = wraps[partner >= 0]
     offset[partner[partner >= 0]] = offset[followed]
     return Layout(offset, peak, bound, method)

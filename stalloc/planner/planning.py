@@ -6,16 +6,19 @@ where they could have lived, not where they will.
 """
 
 import dataclasses
-from typing import Any, Literal
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from stalloc import __version__
 from stalloc.errors import BadInputError
-from stalloc.lifespans.tape import Tape, expand, fold
 from stalloc.planner.layout import plan_arrays, ring_bound
 from stalloc.planner.record import Plan
 from stalloc.trace import Trace
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
 
 
 def plan(trace: Trace, *, alignment: int = 512, fold: Literal["auto", "never"] = "auto") -> Plan:
@@ -30,12 +33,14 @@ def plan(trace: Trace, *, alignment: int = 512, fold: Literal["auto", "never"] =
         raise BadInputError(f"fold is {fold!r}: give 'auto' or 'never'.")
     provenance = _provenance(trace, alignment, fold)
     if fold == "auto" and trace.info.get("source") == "stalloc recorder":
-        tape = _fold(trace)
+        from stalloc.lifespans import tape as tapes  # only a recording of our own needs it
+
+        tape = tapes.fold(trace)
         if tape is not None:
             program = plan_tape(tape, alignment, device=trace.device)
             return dataclasses.replace(
                 program,
-                offset=expand(tape, program.tape_offset, trace),
+                offset=tapes.expand(tape, program.tape_offset, trace),
                 size=trace.size,
                 start=trace.start,
                 end=trace.end,
@@ -61,10 +66,7 @@ def plan(trace: Trace, *, alignment: int = 512, fold: Literal["auto", "never"] =
     )
 
 
-_fold = fold
-
-
-def plan_tape(tape: Tape, alignment: int = 512, *, device: int = 0) -> Plan:
+def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
     """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1."""
     offset = np.full(len(tape.size), -1, np.int64)
     region, methods = 0, []
@@ -111,5 +113,10 @@ def plan_tape(tape: Tape, alignment: int = 512, *, device: int = 0) -> Plan:
 
 
 def _provenance(trace: Trace, alignment: int, fold: str) -> dict[str, Any]:
-    """What the plan was made from: the origin the trace names, the options, the version."""
-    return {"source": str(trace.info.get("source", "")), "options": {"alignment": alignment, "fold": fold}, "stalloc": __version__}
+    """What the plan was made from: the origin that the trace names, the options, the version."""
+    return {
+        "source": str(trace.info.get("source", "")),
+        "file": PurePath(str(trace.info.get("file", ""))).name,
+        "options": {"alignment": alignment, "fold": fold},
+        "stalloc": __version__,
+    }

@@ -1,8 +1,9 @@
-"""Many quick packings of one problem, the best kept: stop at the bound, otherwise relax the target step by step.
+"""Many quick packings of one problem, the best kept: stop at the bound, otherwise ratchet the target down.
 
 Contract: deterministic (effort is counted in placements, not in seconds), and never worse than the plain orders alone.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from stalloc.planner.trees import FAR
 
 #: placements that a problem may cost beyond the first round of every order
 EFFORT = 3_000_000
-#: how far above the bound a target is tried, lowest first
-RELAXED = (2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3e-3, 6e-3, 0.012, 0.025, 0.05, 0.1, 0.2, 0.4)
+#: where between the bound and the best peak a target is tried
+FRACTIONS = (0.0, 0.02, 0.1, 0.3, 0.6, 0.9)
 NOISES = (0.05, 0.3, 0.1)
 #: hole filling looks at every placed request for each one it places
 HOLES_LIMIT = 20_000
@@ -47,7 +48,7 @@ def solve(problem: Problem, target: int) -> Packing:
         if effort <= 0 and best is not None:
             return best
     assert best is not None
-    return _relaxed(problem, target, best, effort)
+    return _ratchet(problem, target, best, effort)
 
 
 def _attempts(problem: Problem, target: int) -> Iterator[tuple[Packing | None, int]]:
@@ -72,7 +73,7 @@ def _guided(
     problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int
 ) -> Iterator[tuple[Packing | None, int]]:
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
-    share = len(problem.size) // 4 + 1
+    share = len(problem.size) // 8 + 100
     for order in orders:
         for backwards in (False, True):
             turned = problem.reversed() if backwards else problem
@@ -113,20 +114,22 @@ def _by_holes(problem: Problem, order: str, best_fit: bool) -> Packing:
     return Packing(offset, int(peak), f"{'best' if best_fit else 'first'} fit, {order}")
 
 
-def _relaxed(problem: Problem, target: int, best: Packing, effort: int) -> Packing:
-    """Targets above the bound, each a little higher, until one is met or none is below the best."""
-    for step in RELAXED:
-        relaxed = target + int(target * step)
-        if relaxed >= best.peak_bytes:
-            break
-        for seed, noise in enumerate((0.0, 0.1)):
-            for packing, cost in _guided(problem, relaxed, GUIDED, noise, seed):
+def _ratchet(problem: Problem, target: int, best: Packing, effort: int) -> Packing:
+    """Targets between the bound and the best peak, with new noise each round; each success lowers the best."""
+    for seed in itertools.count(len(NOISES)):
+        noise = NOISES[seed % len(NOISES)]
+        for fraction in FRACTIONS:
+            aim = target + int((best.peak_bytes - target) * fraction)
+            for packing, cost in _guided(problem, aim, GUIDED, noise, seed):
                 effort -= cost
                 if packing is not None and packing.peak_bytes < best.peak_bytes:
-                    return packing
+                    best = packing
+                    break
                 if effort <= 0:
                     return best
-    return best
+            if best.peak_bytes <= target:
+                return best
+    raise AssertionError("unreachable")
 
 
 def compressed(start: Column, end: Column, size: Column) -> Problem:

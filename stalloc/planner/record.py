@@ -8,6 +8,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,18 +110,31 @@ def load_plans(path: str | Path) -> list[Plan]:
     """The plans of a file, one a device. Raises BadInputError for anything that is not a whole plan file."""
     path = Path(path)
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it is a single array")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInputError(
+            f"cannot read {path}: {error.strerror}: give a file that `stalloc plan -o` wrote."
+        ) from error
+    try:
+        if not data.startswith(b"PK"):
+            raise ValueError("it is no archive of columns")
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             header = _header(archive)
             return [_plan(archive, index, entry) for index, entry in enumerate(header["plans"])]
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror or error}: give a file that `stalloc plan` wrote.") from error
-    except (ValueError, KeyError, TypeError, EOFError, MemoryError, RecursionError, zipfile.BadZipFile) as error:
-        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0] if str(error) else "damaged"
-        raise BadInputError(
-            f"{path} is not a plan ({reason.rstrip('.')}): write one with `stalloc plan FILE -o {path.name}`."
-        ) from error
+    except KeyError as error:
+        reason = f"{error.args[0]} is missing"
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        EOFError,
+        MemoryError,
+        RecursionError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        reason = (str(error).splitlines() or ["damaged"])[0].rstrip(".")
+    raise BadInputError(f"{path} is not a plan ({reason}): write one with `stalloc plan FILE -o step.plan.npz`.")
 
 
 def _header(archive: Any) -> dict[str, Any]:
@@ -154,5 +168,6 @@ def _plan(archive: Any, index: int, entry: dict[str, Any]) -> Plan:
             raise ValueError(f"{name} of plan {index} is no {kind.__name__}")
     if entry["kind"] not in ("trace", "program"):
         raise ValueError(f"kind of plan {index} is neither trace nor program")
-    names = (*INTEGERS, "optimal", "method", "kind", "provenance")
-    return Plan(**columns, **{name: entry[name] for name in names})
+    header = {name: entry[name] for name in (*INTEGERS, "optimal", "method", "kind", "provenance")}
+    fields: dict[str, Any] = {**columns, **header}
+    return Plan(**fields)

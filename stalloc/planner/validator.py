@@ -64,10 +64,14 @@ def validate(plan: Plan, trace: Lifespans | None = None) -> Verdict:
     if trace is not None and (wrong := _unlike(plan, trace)):
         return Verdict(False, "trace-mismatch", wrong)
     if plan.kind == "program":
-        for verdict in (_tape_form(plan), _judge(plan, _uses_of_tape(plan), "tape entries", bound=True), _streams(plan)):
+        for verdict in (
+            _tape_form(plan),
+            _judge(plan, _uses_of_tape(plan), "tape entry", bound=True),
+            _streams(plan),
+        ):
             if not verdict.ok:
                 return verdict
-    return _judge(plan, _uses_of_rows(plan), "requests", bound=plan.kind != "program")
+    return _judge(plan, _uses_of_rows(plan), "request", bound=plan.kind != "program")
 
 
 def _unlike(plan: Plan, trace: Lifespans) -> str:
@@ -119,7 +123,9 @@ def _tape_form(plan: Plan) -> Verdict:
             good = plan.ring_start <= start < plan.ring_end and start <= end <= start + period
         if not good:
             part = "prologue" if row < plan.num_prologue else "ring"
-            return Verdict(False, "bad-tape", f"tape entry {row} is live [{start}, {end}), which the {part} cannot hold")
+            return Verdict(
+                False, "bad-tape", f"tape entry {row} is live [{start}, {end}), which the {part} cannot hold"
+            )
     for entry, row in enumerate(plan.tape_row.tolist()):
         if not 0 <= row < len(plan.size):
             return Verdict(False, "bad-tape", f"tape entry {entry} stands for request {row}, of {len(plan.size)}")
@@ -147,10 +153,13 @@ def _judge(plan: Plan, uses: list[_Use], what: str, *, bound: bool) -> Verdict:
     pair = _first_overlap(lived)
     if pair is not None:
         one, two = sorted(pair, key=lambda use: use.row)
+        both = "requests" if what == "request" else "tape entries"
         low, high = max(one.low, two.low), min(one.high, two.high)
         start, end = max(one.start, two.start), min(one.end, two.end)
         return Verdict(
-            False, "overlap", f"{what} {one.row} and {two.row} share bytes [{low}, {high}) during events [{start}, {end})"
+            False,
+            "overlap",
+            f"{both} {one.row} and {two.row} share bytes [{low}, {high}) during events [{start}, {end})",
         )
     load = _maximum_load(lived, plan.alignment)
     if bound and load != plan.lower_bound_bytes:

@@ -1,0 +1,73 @@
+"""Judge a plan with the naive validator, which shares no code with any planner.
+
+PLAN is a file of `stalloc plan -o`, TRACE the trace that it was made from. A plan is valid if its rows are those of the
+trace, every offset is aligned and below the stated peak, no two requests that are live together share a byte, and the
+stated lower bound is the maximum load. Exit code 1 names the reason for the first plan that is not.
+"""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.errors import BadInputError
+from stalloc.planner import load_plans, validate
+from stalloc.trace import load_traces
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc validate`."""
+    parser.add_argument("plan", metavar="PLAN", help="plan file to judge")
+    parser.add_argument("trace", metavar="TRACE", help="the trace it plans")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if every plan of the file is valid for the trace, else 1."""
+    plans = load_plans(args.plan)
+    traces = {trace.device: trace for trace in load_traces(args.trace)}
+    if not plans:
+        raise BadInputError(f"{args.plan} holds no plan: write one with `stalloc plan FILE -o {args.plan}`.")
+    devices: list[dict[str, Any]] = []
+    for plan in plans:
+        entry: dict[str, Any] = {"device": plan.device, "ok": False}
+        if plan.device in traces:
+            verdict = validate(plan, traces[plan.device])
+            entry |= {"ok": verdict.ok, "reason": verdict.reason, "detail": verdict.detail}
+        else:
+            entry |= {"reason": "trace-mismatch", "detail": f"the trace has no device {plan.device}"}
+        entry |= {
+            "peak_bytes": plan.peak_bytes,
+            "lower_bound_bytes": plan.lower_bound_bytes,
+            "requests": plan.num_requests,
+        }
+        devices.append(entry)
+    unplanned = sorted(traces.keys() - {plan.device for plan in plans})
+    devices.extend(
+        {
+            "device": device,
+            "ok": False,
+            "reason": "trace-mismatch",
+            "detail": f"the plan has nothing for device {device} of the trace",
+            "peak_bytes": 0,
+            "lower_bound_bytes": 0,
+            "requests": traces[device].num_requests,
+        }
+        for device in unplanned
+    )
+    ok = all(entry["ok"] for entry in devices)
+    write_json(args, {"ok": ok, "devices": devices})
+    if wants_text(args):
+        console = Console(soft_wrap=True, highlight=False)
+        for entry in devices:
+            if entry["ok"]:
+                text = (
+                    f"valid: {entry['requests']:,} requests, peak {human_bytes(entry['peak_bytes'])}, "
+                    f"lower bound {human_bytes(entry['lower_bound_bytes'])}"
+                )
+            else:
+                text = f"invalid, {entry['reason']}: {entry['detail']}"
+            console.print(escape(f"device {entry['device']}: {text}"))
+    return 0 if ok else 1
