@@ -1,0 +1,67 @@
+"""The package as a user meets it first: a light import, a version, help that tells exit codes and --json."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import stalloc
+from stalloc.cli import VERBS
+
+HEAVY = ("torch", "cupy", "numba", "llvmlite", "matplotlib", "pandas")
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_import_loads_no_heavy_library() -> None:
+    code = f"import stalloc, sys, json; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_every_public_name_can_be_used() -> None:
+    code = "import stalloc; print([n for n in stalloc.__all__ if getattr(stalloc, n) is None])"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = stalloc.nonsense
+
+
+def test_kernels_are_installed_below_stalloc() -> None:
+    done = run_python("-P", "-c", "import stalloc.kernels")
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = run_python("-m", "stalloc", "--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"stalloc {stalloc.__version__}")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb_documents_json_and_exit_codes(verb: str) -> None:
+    done = run_python("-m", "stalloc", verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--json FILE" in done.stdout
+    assert "Exit codes: 0 done, 1 a check failed, 2 bad input or usage" in " ".join(done.stdout.split())
+
+
+def test_help_without_a_verb_lists_every_verb() -> None:
+    done = run_python("-m", "stalloc", "--help")
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n    {verb}" in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("stats",), ("stats", "--no-such-option")])
+def test_wrong_usage_ends_with_exit_code_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
+    done = run_python("-m", "stalloc", *arguments)
+    assert done.returncode == 2
+    assert done.stderr
+    assert "Traceback" not in done.stderr
