@@ -1,0 +1,141 @@
+"""The one seam between real CUDA, the virtual GPU and host memory.
+
+Contract: `activate()` decides once per process which devices it has, before torch and CuPy are imported; all other
+code asks `devices()` and `active()` and never tests for a GPU itself. Importing this package imports neither.
+"""
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.errors import SetupError
+
+__all__ = [
+    "DEFAULT_GPU",
+    "KNOWN_GPUS",
+    "Device",
+    "VirtualGPU",
+    "activate",
+    "active",
+    "detect",
+    "devices",
+    "find_gpu",
+    "parse_memory",
+]
+
+Kind = Literal["cuda", "virtual"]
+_active: Kind | None = None
+
+
+class Device(Protocol):
+    """One GPU, real or virtual, as the runtime uses it."""
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def compute_capability(self) -> tuple[int, int]: ...
+
+    def new_pool(self) -> Any:
+        """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device, as the driver reports them."""
+
+
+@dataclass(frozen=True)
+class CupyDevice:
+    """A device behind CuPy: the same code for a real and a virtual GPU, which CuPy cannot tell apart."""
+
+    kind: Kind
+    index: int
+    name: str
+    total_bytes: int
+    compute_capability: tuple[int, int]
+
+    def new_pool(self) -> Any:
+        """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
+        import cupy
+
+        return cupy.cuda.MemoryPool()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device, as the driver reports them."""
+        import cupy
+
+        with cupy.cuda.Device(self.index):
+            free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
+        return int(free_bytes), int(total_bytes)
+
+
+def num_cuda_devices() -> int:
+    """How many NVIDIA GPUs the driver offers; 0 without a driver. Imports neither torch nor CuPy."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def detect() -> Kind:
+    """The kind that "auto" means: "cuda" if an NVIDIA driver offers a GPU, else "virtual"; once active, what is."""
+    if _active is not None:
+        return _active
+    return "cuda" if num_cuda_devices() > 0 else "virtual"
+
+
+def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU | None = None) -> Kind:
+    """Decide which devices this process has and return the kind; deciding the same again does nothing.
+
+    `gpu` describes the virtual GPU (an H200 by default) and is ignored for real ones. Raises SetupError if there is
+    no GPU for "cuda", if the kind is decided already, or if the virtual GPU cannot be set up.
+    """
+    global _active
+    wanted: Kind = detect() if kind == "auto" else kind
+    if _active is not None and _active != wanted:
+        raise SetupError(f"this process uses {_active} devices already: choose {wanted} in a new process.")
+    if wanted == "virtual":
+        from stalloc.device import virtual
+
+        virtual.activate(gpu or virtual.active_gpu() or DEFAULT_GPU)
+    elif _active is None and num_cuda_devices() == 0:
+        raise SetupError("no NVIDIA driver with a GPU is here: choose the virtual GPU (--device virtual).")
+    _active = wanted
+    return wanted
+
+
+def active() -> Kind | None:
+    """The kind in force, or None before `activate`."""
+    return _active
+
+
+def devices() -> list[Device]:
+    """The devices of this process, in the order of their index; imports CuPy.
+
+    Raises SetupError before `activate` and if CuPy is not installed.
+    """
+    if _active is None:
+        raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
+    if importlib.util.find_spec("cupy") is None:
+        raise SetupError(
+            "CuPy is not installed: pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
+        )
+    import cupy
+
+    runtime, found = cupy.cuda.runtime, []
+    for index in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(index)
+        capability = (int(properties["major"]), int(properties["minor"]))
+        name, total = properties["name"].decode(), int(properties["totalGlobalMem"])
+        found.append(CupyDevice(_active, index, name, total, capability))
+    return list(found)

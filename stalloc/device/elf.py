@@ -1,0 +1,138 @@
+"""What a shared library asks of others, read from its ELF file: no binutils, nothing is loaded or run.
+
+Contract: 64-bit little-endian ELF only (x86-64, AArch64); a file that is something else has no sections and answers
+with empty results. Layout after the System V ABI, "Object Files", and the LSB's chapter on symbol versioning.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_SYMBOL = np.dtype(
+    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("value", "<u8"), ("size", "<u8")]
+)
+_SHT_SYMTAB, _SHT_DYNAMIC, _SHT_DYNSYM, _SHT_VERNEED, _SHT_VERSYM = 2, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
+_DT_NEEDED = 1
+_STT_FUNC = 2
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A symbol that a library leaves undefined, with the version and library it names, if any."""
+
+    name: str
+    version: str | None
+    library: str | None
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a library defines: its offset from the load address and its length."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Section:
+    kind: int
+    data: memoryview
+    link: int
+
+
+class ElfFile:
+    """One shared library, open for reading: a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._sections = self._read_sections()
+
+    def __enter__(self) -> "ElfFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for section in self._sections:
+            section.data.release()
+
+    def _read_sections(self) -> list[_Section]:
+        if self._map[:6] != b"\x7fELF\x02\x01":
+            return []
+        table_offset = struct.unpack_from("<Q", self._map, 40)[0]
+        entry_bytes, num_sections = struct.unpack_from("<HH", self._map, 58)
+        view, sections = memoryview(self._map), []
+        for index in range(num_sections):
+            kind, offset, size, link = struct.unpack_from("<4xI16xQQI", self._map, table_offset + index * entry_bytes)
+            sections.append(_Section(kind, view[offset : offset + size], link))
+        return sections
+
+    def _of_kind(self, kind: int) -> _Section | None:
+        return next((section for section in self._sections if section.kind == kind), None)
+
+    def _strings(self, section: _Section) -> bytes:
+        return bytes(self._sections[section.link].data)
+
+    def needed_libraries(self) -> list[str]:
+        """The names in DT_NEEDED, in order."""
+        dynamic = self._of_kind(_SHT_DYNAMIC)
+        if dynamic is None:
+            return []
+        strings = self._strings(dynamic)
+        pairs = np.frombuffer(dynamic.data, dtype="<u8").reshape(-1, 2).tolist()
+        return [_text(strings, value) for tag, value in pairs if tag == _DT_NEEDED]
+
+    def needed_versions(self) -> dict[int, tuple[str, str]]:
+        """Version index → (version, library that has to define it)."""
+        section = self._of_kind(_SHT_VERNEED)
+        if section is None:
+            return {}
+        strings, versions, at = self._strings(section), {}, 0
+        while True:
+            num_entries, library, entry, following = struct.unpack_from("<2xHIII", section.data, at)
+            entry_at = at + entry
+            for _ in range(num_entries):
+                index, name, next_entry = struct.unpack_from("<6xHII", section.data, entry_at)
+                versions[index & 0x7FFF] = (_text(strings, name), _text(strings, library))
+                entry_at += next_entry
+            if not following:
+                return versions
+            at += following
+
+    def requirements(self) -> list[Requirement]:
+        """Every undefined symbol of the dynamic symbol table."""
+        section = self._of_kind(_SHT_DYNSYM)
+        if section is None:
+            return []
+        strings, versions = self._strings(section), self.needed_versions()
+        symbols = np.frombuffer(section.data, dtype=_SYMBOL)
+        version_section = self._of_kind(_SHT_VERSYM)
+        indices = np.frombuffer(version_section.data, dtype="<u2") if version_section else np.zeros(len(symbols), "<u2")
+        found = []
+        for position in np.flatnonzero((symbols["section"] == 0) & (symbols["name"] != 0)).tolist():
+            version, library = versions.get(int(indices[position]) & 0x7FFF, (None, None))
+            found.append(Requirement(_text(strings, int(symbols["name"][position])), version, library))
+        return found
+
+    def functions(self, prefixes: tuple[bytes, ...]) -> dict[str, Function]:
+        """Functions defined in the file whose name starts with one of `prefixes`, local ones included."""
+        found: dict[str, Function] = {}
+        for kind in (_SHT_DYNSYM, _SHT_SYMTAB):
+            section = self._of_kind(kind)
+            if section is None:
+                continue
+            strings = self._strings(section)
+            symbols = np.frombuffer(section.data, dtype=_SYMBOL)
+            defined = symbols[((symbols["info"] & 15) == _STT_FUNC) & (symbols["section"] != 0)]
+            for name, offset, size in zip(
+                defined["name"].tolist(), defined["value"].tolist(), defined["size"].tolist(), strict=True
+            ):
+                if strings.startswith(prefixes, name):
+                    found[_text(strings, name)] = Function(offset, size)
+        return found
+
+
+def _text(strings: bytes, start: int) -> str:
+    return strings[start : strings.index(b"\0", start)].decode("ascii", "replace")

@@ -1,0 +1,117 @@
+"""The virtual GPU: PyTorch and CuPy, unchanged, on a machine without a GPU.
+
+Contract: after `activate(gpu)` and before the process ends, every CUDA call of torch and of CuPy is answered by a
+small C library. Allocation, the caching allocators, streams, events, graphs and out-of-memory errors are real, and
+sizes and addresses are exact; kernels do nothing, so values are not: what is read back is zero or what was copied.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.virtual_build import MAIN_LIBRARY, build, built_directory
+from stalloc.device.virtual_cupy import RedirectOnImport
+from stalloc.errors import BadInputError, SetupError
+
+__all__ = [
+    "DEFAULT_GPU",
+    "KNOWN_GPUS",
+    "VirtualGPU",
+    "activate",
+    "active_gpu",
+    "after_torch_import",
+    "built_directory",
+    "find_gpu",
+    "parse_memory",
+    "statistics",
+    "used_bytes",
+]
+
+_STATISTICS = ("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory")
+
+_library: ctypes.CDLL | None = None
+_gpu: VirtualGPU | None = None
+
+
+def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
+    """Put `gpu` in the place of this process's GPUs; once, and before torch and CuPy are imported.
+
+    Raises SetupError if one of them is imported already, if there is no C compiler to build the library with, or if
+    another GPU is active already.
+    """
+    global _library, _gpu
+    if _gpu is not None:
+        if _gpu != gpu:
+            raise SetupError(f"the virtual GPU is {_gpu.name} already: choose another one in a new process.")
+        return
+    early = [name for name in ("torch", "cupy", "cupy_backends") if name in sys.modules]
+    if early:
+        raise SetupError(
+            f"{' and '.join(early)} was imported before the virtual GPU: activate it first, or start the program with "
+            "`stalloc dryrun`."
+        )
+    folder = build()
+    library = _load(folder)
+    limit = ctypes.c_size_t(-1).value if gpu.copy_limit_bytes is None else gpu.copy_limit_bytes
+    status = library.stalloc_virtual_configure(
+        gpu.name.encode(), ctypes.c_size_t(gpu.total_bytes), *gpu.compute_capability, gpu.num_multiprocessors,
+        gpu.num_devices, ctypes.c_size_t(limit),
+    )  # fmt: skip
+    if status != 0:
+        raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
+    sys.meta_path.insert(0, RedirectOnImport(library))
+    _library, _gpu = library, gpu
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    mode = os.RTLD_GLOBAL | os.RTLD_NOW
+    library = ctypes.CDLL(str(folder / MAIN_LIBRARY), mode=mode)
+    for path in sorted(folder.glob("lib*.so.*")):
+        ctypes.CDLL(str(path), mode=mode)
+    library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
+    library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
+    return library
+
+
+def active_gpu() -> VirtualGPU | None:
+    """The GPU that `activate` was given, or None."""
+    return _gpu
+
+
+def after_torch_import() -> None:
+    """Turn off what torch cannot do here: cuDNN, whose attention and convolutions answer through opaque descriptors.
+
+    Call it after `import torch`; calling it again, or without a virtual GPU, does nothing.
+    """
+    torch: Any = sys.modules.get("torch")
+    if _gpu is not None and torch is not None:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cudnn.enabled = False
+
+
+def _active_library() -> ctypes.CDLL:
+    if _library is None:
+        raise SetupError("no virtual GPU is active: call stalloc.device.activate('virtual') first.")
+    return _library
+
+
+def statistics() -> dict[str, int]:
+    """What the virtual GPU was asked to do so far: calls, by kind."""
+    counts = (ctypes.c_uint64 * len(_STATISTICS))()
+    _active_library().stalloc_virtual_statistics(counts)
+    return dict(zip(_STATISTICS, counts, strict=True))
+
+
+def used_bytes(device: int = 0) -> int:
+    """Bytes allocated on the virtual device now, rounded up to 512 for each allocation."""
+    return int(_active_library().stalloc_virtual_used_bytes(device))
+
+
+def peak_bytes(device: int = 0) -> int:
+    """The most bytes that were allocated on the virtual device at once."""
+    return int(_active_library().stalloc_virtual_peak_bytes(device))

@@ -1,0 +1,178 @@
+"""Building the virtual GPU's libraries: one that holds everything, and an empty one under each name NVIDIA uses.
+
+Contract: `build()` returns a directory whose libraries, loaded first, satisfy every NVIDIA library that the installed
+torch and CuPy ask for. It is built once per user and kept; its name is a hash of all that went into it, and it appears
+by one rename, so several processes may build at the same time. A C compiler is all that is needed, no CUDA headers.
+
+The empty libraries carry the names (sonames) and version nodes that the loader checks; the symbols themselves are
+found in the one library, unversioned, which the loader accepts for any version (glibc: elf/dl-lookup.c, check_match).
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stalloc.device.elf import ElfFile
+from stalloc.errors import SetupError
+
+MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
+_SOURCES = ("virtual_gpu.h", "virtual_gpu.c", "virtual_runtime.c", "virtual_driver.c", "virtual_libraries.c")
+_NVIDIA_LIBRARY = re.compile(
+    r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
+)
+_NVIDIA_SYMBOL = re.compile(
+    r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|curand|cusparse|cusolver|cutensor|p?nccl[A-Z]|nvshmem|nvrtc|nvJitLink|nvml)"
+)
+_ALWAYS = ("libcuda.so.1", "libcudart.so.12", "libcudart.so.13", "libnvrtc.so.12", "libnvrtc.so.13")
+
+
+@dataclass(frozen=True)
+class Surface:
+    """What the installed libraries ask of NVIDIA's: symbols, and per library name the version nodes it must define."""
+
+    symbols: tuple[str, ...]
+    libraries: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def package_directory(name: str) -> Path | None:
+    """Where the package `name` is installed, without importing it; None if it is not."""
+    spec = importlib.util.find_spec(name)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _consumers() -> Iterator[Path]:
+    torch = package_directory("torch")
+    if torch is not None:
+        yield from sorted((torch / "lib").glob("lib*.so"))
+    for package in ("cupy", "cupy_backends"):
+        directory = package_directory(package)
+        if directory is not None:
+            yield from sorted(directory.rglob("*.so"))
+
+
+def scan() -> Surface:
+    """The surface of the torch and CuPy that are installed; they are read, not imported."""
+    symbols: set[str] = set()
+    libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
+    for path in _consumers():
+        with ElfFile(path) as elf:
+            nvidia = [name for name in elf.needed_libraries() if _NVIDIA_LIBRARY.match(name)]
+            for name in nvidia:
+                libraries.setdefault(name, set())
+            for version, library in elf.needed_versions().values():
+                if library in libraries:
+                    libraries[library].add(version)
+            if nvidia:
+                for requirement in elf.requirements():
+                    if requirement.library in libraries or _NVIDIA_SYMBOL.match(requirement.name):
+                        symbols.add(requirement.name)
+    return Surface(
+        tuple(sorted(symbols)), tuple((name, tuple(sorted(versions))) for name, versions in sorted(libraries.items()))
+    )
+
+
+def compiler() -> list[str] | None:
+    """The C compiler's command: $CC, else cc, gcc or clang; None if there is none."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        return chosen if shutil.which(chosen[0]) else None
+    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+
+
+def cache_directory() -> Path:
+    """The directory of this user for all builds: $XDG_CACHE_HOME/stalloc/virtual-gpu, by default below ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "stalloc" / "virtual-gpu"
+
+
+def _run(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise SetupError(
+            f"the virtual GPU could not be built: {what} failed ({reason}): try another compiler with CC=."
+        )
+
+
+def _compile(surface: Surface, command: list[str], folder: Path) -> None:
+    source = Path(__file__).parent
+    weak = "".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in surface.symbols)
+    (folder / "stubs.c").write_text(weak, encoding="ascii")
+    parts = [str(source / name) for name in _SOURCES if name.endswith(".c")] + [str(folder / "stubs.c")]
+    shared = [*command, "-shared", "-fPIC"]
+    # -fno-builtin: a stub may share its name with nothing the compiler knows, but never let it guess a signature
+    main = [
+        *shared,
+        "-O2",
+        "-std=gnu11",
+        "-fno-builtin",
+        f"-Wl,-soname,{MAIN_LIBRARY}",
+        "-o",
+        str(folder / MAIN_LIBRARY),
+    ]
+    _run([*main, *parts, "-lpthread", "-ldl"], "compiling it")
+    (folder / "empty.c").write_text("", encoding="ascii")
+    for name, versions in surface.libraries:
+        script = folder / "versions.map"
+        script.write_text("\n".join(f"{version} {{ }};" for version in versions) or "{ };", encoding="ascii")
+        options = [f"-Wl,-soname,{name}", f"-Wl,--version-script={script}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN"]
+        output = ["-o", str(folder / name), f"-L{folder}", f"-l:{MAIN_LIBRARY}"]
+        _run([*shared, str(folder / "empty.c"), *options, *output], f"linking {name}")
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # the name that linkers look for
+    for leftover in ("stubs.c", "empty.c", "versions.map"):
+        (folder / leftover).unlink()
+
+
+def _key(surface: Surface, command: list[str]) -> str:
+    source = Path(__file__).parent
+    digest = hashlib.sha256(repr((surface, command, os.uname().machine)).encode())
+    for name in _SOURCES:
+        digest.update((source / name).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def built_directory() -> Path | None:
+    """The directory of a finished build for what is installed now, or None."""
+    folder = cache_directory() / _key(scan(), compiler() or [])
+    return folder if folder.is_dir() else None
+
+
+def build() -> Path:
+    """Build the libraries, or find them built; returns their directory.
+
+    Raises SetupError if there is no C compiler, if it fails, or if the cache cannot be written.
+    """
+    surface, command = scan(), compiler()
+    folder = cache_directory() / _key(surface, command or [])
+    if folder.is_dir():
+        return folder
+    if command is None:
+        wanted = f"CC={os.environ['CC']} is not there" if os.environ.get("CC") else "none of cc, gcc and clang is there"
+        raise SetupError(
+            f"the virtual GPU needs a C compiler once, and {wanted}: install gcc, or set CC to a compiler."
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "build"
+            fresh.mkdir()
+            _compile(surface, command, fresh)
+            try:
+                fresh.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process may have finished first: its build is the same
+                    raise
+    except OSError as error:
+        raise SetupError(
+            f"the virtual GPU cannot be kept in {folder.parent} ({error.strerror}): set XDG_CACHE_HOME to a writable directory."
+        ) from error
+    return folder

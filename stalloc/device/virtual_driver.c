@@ -1,0 +1,328 @@
+// The CUDA driver's functions over the virtual GPU, its virtual memory management, and a run-time compiler (NVRTC)
+// that accepts every program and compiles it to nothing.
+#define _GNU_SOURCE
+#include "virtual_gpu.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int Result;
+typedef void *Handle;
+typedef uintptr_t Address;
+
+// --- the driver itself, devices, contexts
+
+Result cuInit(unsigned flags) { (void)flags; return SUCCESS; }
+Result cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+Result cuGetErrorString(Result error, const char **text) {
+    *text = error == SUCCESS ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : error == NOT_SUPPORTED
+            ? "operation not supported (by the virtual GPU)" : "invalid argument";
+    return SUCCESS;
+}
+Result cuGetErrorName(Result error, const char **name) {
+    *name = error == SUCCESS ? "CUDA_SUCCESS" : error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : error == NOT_SUPPORTED
+            ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_ERROR_INVALID_VALUE";
+    return SUCCESS;
+}
+Result cuDeviceGetCount(int *num) { *num = gpu.num_devices; return SUCCESS; }
+Result cuDeviceGet(int *device, int ordinal) {
+    if (ordinal < 0 || ordinal >= gpu.num_devices) return INVALID_DEVICE;
+    *device = ordinal;
+    return SUCCESS;
+}
+Result cuDeviceGetName(char *name, int length, int device) { (void)device; snprintf(name, (size_t)length, "%s", gpu.name); return SUCCESS; }
+Result cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = gpu.total_bytes; return SUCCESS; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) { return device_attribute(value, attribute, device); }
+Result cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 0, 16); snprintf(uuid, 16, "stalloc-vgpu-%02d", device); return SUCCESS; }
+Result cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
+
+// A device's primary context is its number plus 0x1000: never null.
+static Handle context_of(int device) { return (Handle)(uintptr_t)(0x1000 + device); }
+
+Result cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { (void)device; *flags = 0; *active = 1; return SUCCESS; }
+Result cuDevicePrimaryCtxRetain(Handle *context, int device) { *context = context_of(device); return SUCCESS; }
+Result cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return SUCCESS; }
+Result cuDevicePrimaryCtxRelease(int device) { return cuDevicePrimaryCtxRelease_v2(device); }
+Result cuCtxGetCurrent(Handle *context) { *context = context_of(current_device); return SUCCESS; }
+Result cuCtxSetCurrent(Handle context) {
+    uintptr_t device = (uintptr_t)context - 0x1000;
+    if (device < (uintptr_t)gpu.num_devices) current_device = (int)device;
+    return SUCCESS;
+}
+Result cuCtxGetDevice(int *device) { *device = current_device; return SUCCESS; }
+Result cuCtxCreate(Handle *context) { *context = context_of(current_device); return SUCCESS; }
+Result cuCtxCreate_v2(Handle *context) { return cuCtxCreate(context); }
+Result cuCtxDestroy_v2(Handle context) { (void)context; return SUCCESS; }
+Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
+Result cuCtxSynchronize(void) { return SUCCESS; }
+Result cuCtxGetLimit(size_t *value, int limit) { (void)limit; *value = (size_t)1 << 20; return SUCCESS; }
+Result cuCtxSetLimit(int limit, size_t value) { (void)limit; (void)value; return SUCCESS; }
+Result cuStreamGetCtx(Handle stream, Handle *context) { (void)stream; return cuCtxGetCurrent(context); }
+Result cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
+    (void)version; (void)flags;
+    *function = find_function(name);
+    if (status) *status = *function ? 0 : 1;
+    return *function ? SUCCESS : NOT_FOUND;
+}
+
+// --- memory
+
+Result cuMemAlloc_v2(Address *address, size_t size) {
+    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, true);
+    if (result == SUCCESS) count(COUNT_MALLOC);
+    return result;
+}
+Result cuMemFree_v2(Address address) {
+    Result result = memory_free((void *)address);
+    if (result == SUCCESS) count(COUNT_FREE);
+    return result;
+}
+Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
+    *total_bytes = gpu.total_bytes;
+    *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
+    return SUCCESS;
+}
+Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
+    Block block;
+    if (!memory_find((void *)address, &block)) return INVALID_VALUE;
+    if (start) *start = address - address % SLOT_BYTES; // blocks start at a slot; only the first slot is exact
+    if (size) *size = block.size_bytes;
+    return SUCCESS;
+}
+Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size) { memory_copy((void *)to, from, size); return SUCCESS; }
+Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) { memory_copy(to, (void *)from, size); return SUCCESS; }
+Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) { (void)stream; return cuMemcpyHtoD_v2(to, from, size); }
+Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) { (void)stream; return cuMemcpyDtoH_v2(to, from, size); }
+Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) { memory_set((void *)address, value, num); return SUCCESS; }
+Result cuMemsetD8Async(Address address, unsigned char value, size_t num, Handle stream) { (void)stream; return cuMemsetD8_v2(address, value, num); }
+Result cuMemsetD32Async(Address address, unsigned value, size_t num, Handle stream) {
+    (void)stream;
+    if (value == 0) {
+        memory_set((void *)address, 0, 4 * num);
+    } else if (4 * num <= gpu.copy_limit_bytes) {
+        for (size_t i = 0; i < num; i++) ((unsigned *)address)[i] = value;
+    }
+    return SUCCESS;
+}
+Result cuPointerGetAttribute(void *value, int attribute, Address address) {
+    Block block;
+    if (!memory_find((void *)address, &block)) return INVALID_VALUE;
+    switch (attribute) {
+    case 1: *(Handle *)value = context_of(block.device); break;
+    case 2: *(unsigned *)value = block.kind == MEMORY_HOST ? 1 : 2; break;
+    case 3: *(Address *)value = address; break;
+    case 4: *(Address *)value = address; break;
+    case 9: *(int *)value = block.device; break;
+    case 12: *(size_t *)value = block.size_bytes; break;
+    default: *(unsigned *)value = 0;
+    }
+    return SUCCESS;
+}
+
+// Virtual memory management: addresses are reserved like any block but not charged; physical handles are charged to
+// their device until they are both released and unmapped, as the driver does it.
+typedef struct Physical {
+    size_t size_bytes;
+    int device, num_mapped;
+    bool released;
+} Physical;
+
+typedef struct Mapping {
+    Address address;
+    Physical *physical;
+    struct Mapping *next;
+} Mapping;
+
+static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
+enum { NUM_BUCKETS = 4096 };
+static Mapping *mappings[NUM_BUCKETS]; // by slot of the address; under mapping_lock
+
+typedef struct { int type, handle_types, location_type, location_id; } PhysicalProperties; // the head that matters
+
+static void forget_if_unused(Physical *physical) {
+    if (!physical->released || physical->num_mapped) return;
+    memory_refund(physical->device, physical->size_bytes);
+    free(physical);
+}
+
+Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) {
+    (void)properties; (void)option;
+    *bytes = SLOT_BYTES;
+    return SUCCESS;
+}
+Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
+    (void)alignment; (void)wanted; (void)flags;
+    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, false);
+}
+Result cuMemAddressFree(Address address, size_t size) { (void)size; return memory_free((void *)address); }
+Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {
+    (void)flags;
+    int device = properties->location_id;
+    if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
+    if (size == 0 || size % SLOT_BYTES) return INVALID_VALUE;
+    if (!memory_charge(device, size)) return OUT_OF_MEMORY;
+    Physical *physical = malloc(sizeof *physical);
+    if (!physical) {
+        memory_refund(device, size);
+        return OUT_OF_MEMORY;
+    }
+    *physical = (Physical){size, device, 0, false};
+    *made = physical;
+    count(COUNT_MALLOC);
+    return SUCCESS;
+}
+Result cuMemRelease(Handle handle) {
+    if (!handle) return INVALID_VALUE;
+    pthread_mutex_lock(&mapping_lock);
+    ((Physical *)handle)->released = true;
+    forget_if_unused(handle);
+    pthread_mutex_unlock(&mapping_lock);
+    count(COUNT_FREE);
+    return SUCCESS;
+}
+Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
+    (void)size; (void)offset; (void)flags;
+    Mapping *mapping = malloc(sizeof *mapping);
+    if (!mapping || !handle) {
+        free(mapping);
+        return handle ? OUT_OF_MEMORY : INVALID_VALUE;
+    }
+    pthread_mutex_lock(&mapping_lock);
+    Mapping **bucket = &mappings[address / SLOT_BYTES % NUM_BUCKETS];
+    *mapping = (Mapping){address, handle, *bucket};
+    *bucket = mapping;
+    mapping->physical->num_mapped++;
+    pthread_mutex_unlock(&mapping_lock);
+    return SUCCESS;
+}
+Result cuMemUnmap(Address address, size_t size) {
+    pthread_mutex_lock(&mapping_lock);
+    for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
+        for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {
+            Mapping *mapping = *link;
+            if (mapping->address != slot) {
+                link = &mapping->next;
+                continue;
+            }
+            *link = mapping->next;
+            mapping->physical->num_mapped--;
+            forget_if_unused(mapping->physical);
+            free(mapping);
+        }
+    }
+    pthread_mutex_unlock(&mapping_lock);
+    memory_drop_pages((void *)address, size);
+    return SUCCESS;
+}
+Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num) {
+    (void)address; (void)size; (void)list; (void)num;
+    return SUCCESS;
+}
+Result cuMemExportToShareableHandle(void) { return NOT_SUPPORTED; }
+Result cuMemImportFromShareableHandle(void) { return NOT_SUPPORTED; }
+Result cuMulticastCreate(void) { return NOT_SUPPORTED; }
+
+// --- modules and kernels
+
+Result cuModuleLoad(Handle *module, const char *path) { (void)path; *module = new_handle(); return SUCCESS; }
+Result cuModuleLoadData(Handle *module, const void *image) { (void)image; *module = new_handle(); return SUCCESS; }
+Result cuModuleLoadDataEx(Handle *module, const void *image) { return cuModuleLoadData(module, image); }
+Result cuModuleUnload(Handle module) { (void)module; return SUCCESS; }
+Result cuModuleGetFunction(Handle *function, Handle module, const char *name) { (void)module; (void)name; *function = new_handle(); return SUCCESS; }
+Result cuModuleGetGlobal_v2(Address *address, size_t *size, Handle module, const char *name) {
+    (void)module; (void)name;
+    if (address) *address = (Address)memory_scratch();
+    if (size) *size = SLOT_BYTES;
+    return SUCCESS;
+}
+Result cuModuleGetGlobal(Address *address, size_t *size, Handle module, const char *name) {
+    return cuModuleGetGlobal_v2(address, size, module, name);
+}
+Result cuLibraryLoadData(Handle *library) { *library = new_handle(); return SUCCESS; }
+Result cuLibraryGetKernel(Handle *kernel) { *kernel = new_handle(); return SUCCESS; }
+Result cuLaunchKernel(void) { count(COUNT_LAUNCH); return SUCCESS; }
+Result cuLaunchKernelEx(void) { count(COUNT_LAUNCH); return SUCCESS; }
+Result cuLaunchCooperativeKernel(void) { count(COUNT_LAUNCH); return SUCCESS; }
+Result cuFuncGetAttribute(int *value, int attribute, Handle function) {
+    (void)function;
+    *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // threads in a block, registers
+    return SUCCESS;
+}
+Result cuFuncSetAttribute(void) { return SUCCESS; }
+Result cuFuncSetCacheConfig(void) { return SUCCESS; }
+Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int *num) { *num = 2; return SUCCESS; }
+Result cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *num) { *num = 2; return SUCCESS; }
+Result cuOccupancyMaxActiveClusters(int *num) { *num = 1; return SUCCESS; }
+Result cuOccupancyMaxPotentialBlockSize(int *grid, int *block) {
+    *grid = 2 * gpu.num_multiprocessors;
+    *block = 512;
+    return SUCCESS;
+}
+
+static const char nothing[] = "stalloc virtual GPU: a program compiled to nothing";
+
+Result cuLinkCreate_v2(unsigned num, void *options, void *values, Handle *state) { (void)num; (void)options; (void)values; *state = new_handle(); return SUCCESS; }
+Result cuLinkCreate(unsigned num, void *options, void *values, Handle *state) { return cuLinkCreate_v2(num, options, values, state); }
+Result cuLinkAddData_v2(void) { return SUCCESS; }
+Result cuLinkAddData(void) { return SUCCESS; }
+Result cuLinkAddFile_v2(void) { return SUCCESS; }
+Result cuLinkAddFile(void) { return SUCCESS; }
+Result cuLinkComplete(Handle state, const void **binary, size_t *size) { (void)state; *binary = nothing; *size = sizeof nothing; return SUCCESS; }
+Result cuLinkDestroy(Handle state) { (void)state; return SUCCESS; }
+
+// --- NVRTC: a program keeps the names that it was asked for, since callers want their lowered form back
+
+typedef struct Program {
+    char *expressions[1024];
+    int num_expressions;
+} Program;
+
+const char *nvrtcGetErrorString(Result error) { return error == SUCCESS ? "NVRTC_SUCCESS" : "NVRTC_ERROR_INVALID_INPUT"; }
+Result nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return SUCCESS; }
+
+static const int architectures[] = {70, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
+enum { NUM_ARCHITECTURES = sizeof architectures / sizeof *architectures };
+
+Result nvrtcGetNumSupportedArchs(int *num) { *num = NUM_ARCHITECTURES; return SUCCESS; }
+Result nvrtcGetSupportedArchs(int *list) { memcpy(list, architectures, sizeof architectures); return SUCCESS; }
+Result nvrtcCreateProgram(Program **program) {
+    *program = calloc(1, sizeof **program);
+    return *program ? SUCCESS : 1;
+}
+Result nvrtcDestroyProgram(Program **program) {
+    for (int i = 0; *program && i < (*program)->num_expressions; i++) free((*program)->expressions[i]);
+    free(*program);
+    *program = NULL;
+    return SUCCESS;
+}
+Result nvrtcCompileProgram(Program *program, int num_options, const char *const *options) {
+    (void)program; (void)num_options; (void)options;
+    return SUCCESS;
+}
+Result nvrtcAddNameExpression(Program *program, const char *expression) {
+    if (program->num_expressions == 1024) return 1;
+    program->expressions[program->num_expressions++] = strdup(expression);
+    return SUCCESS;
+}
+Result nvrtcGetLoweredName(Program *program, const char *expression, const char **lowered) {
+    for (int i = 0; i < program->num_expressions; i++) {
+        if (strcmp(program->expressions[i], expression)) continue;
+        *lowered = program->expressions[i];
+        return SUCCESS;
+    }
+    return 10; // no such expression
+}
+static Result code_size(size_t *size) { *size = sizeof nothing; return SUCCESS; }
+static Result code(char *into) { memcpy(into, nothing, sizeof nothing); return SUCCESS; }
+Result nvrtcGetPTXSize(Program *program, size_t *size) { (void)program; return code_size(size); }
+Result nvrtcGetPTX(Program *program, char *into) { (void)program; return code(into); }
+Result nvrtcGetCUBINSize(Program *program, size_t *size) { (void)program; return code_size(size); }
+Result nvrtcGetCUBIN(Program *program, char *into) { (void)program; return code(into); }
+Result nvrtcGetLTOIRSize(Program *program, size_t *size) { (void)program; return code_size(size); }
+Result nvrtcGetLTOIR(Program *program, char *into) { (void)program; return code(into); }
+Result nvrtcGetNVVMSize(Program *program, size_t *size) { (void)program; return code_size(size); }
+Result nvrtcGetNVVM(Program *program, char *into) { (void)program; return code(into); }
+Result nvrtcGetProgramLogSize(Program *program, size_t *size) { (void)program; *size = 1; return SUCCESS; }
+Result nvrtcGetProgramLog(Program *program, char *into) { (void)program; *into = 0; return SUCCESS; }

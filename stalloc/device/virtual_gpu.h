@@ -1,0 +1,76 @@
+// What the parts of the virtual GPU share: devices, memory and streams live in virtual_gpu.c; the other files
+// only dress them in NVIDIA's names.  Nothing here comes from, or needs, the CUDA headers: the few constants and
+// structures that cross the interface are declared by hand, with the numbers that CUDA 12 and 13 document.
+#ifndef STALLOC_VIRTUAL_GPU_H
+#define STALLOC_VIRTUAL_GPU_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define MAX_DEVICES 64
+#define PAGE_BYTES ((size_t)4096)
+#define SLOT_BYTES ((size_t)2 << 20) // every block starts at a multiple of this
+
+// cudaError_t and CUresult share these numbers.
+enum {
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101,
+    INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, STREAM_CAPTURE_INVALIDATED = 901,
+};
+
+// cudaMemoryType; kind 0 marks an unused record.
+enum { MEMORY_UNREGISTERED = 0, MEMORY_HOST = 1, MEMORY_DEVICE = 2, MEMORY_MANAGED = 3 };
+
+typedef struct {
+    size_t first_slot, num_slots;
+    size_t size_bytes;  // what the caller asked for
+    int device;
+    int kind;           // MEMORY_*
+    bool counted;       // takes part in the device's used bytes
+} Block;
+
+typedef struct {
+    char name[256];
+    size_t total_bytes;
+    int major, minor;
+    int num_multiprocessors;
+    int num_devices;
+    size_t copy_limit_bytes; // larger writes to device memory are skipped, so its pages stay untouched
+} Configuration;
+
+extern Configuration gpu;
+extern __thread int current_device;
+
+enum { COUNT_MALLOC, COUNT_FREE, COUNT_LAUNCH, COUNT_COPY, COUNT_COPY_SKIPPED, COUNT_MEMSET, COUNT_OOM, NUM_COUNTS };
+void count(int which);
+
+// Memory.  All of these are thread safe; they return one of the error numbers above.
+int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted);
+int memory_free(void *address);
+bool memory_find(const void *address, Block *found); // the block that holds `address`
+size_t memory_used_bytes(int device);
+bool memory_charge(int device, size_t size_bytes);   // false when the device has too little left
+void memory_refund(int device, size_t size_bytes);
+void memory_drop_pages(void *address, size_t size_bytes);
+void memory_copy(void *to, const void *from, size_t size_bytes);
+void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height);
+void memory_set(void *address, int byte, size_t size_bytes);
+void *memory_scratch(void); // 2 MiB of device memory outside all accounts, for device-side variables
+
+// Handles and time.
+void *new_handle(void);
+void *event_create(void);
+void event_destroy(void *event);
+int event_record(void *event, void *stream);
+int event_elapsed_ms(float *ms, void *start, void *end);
+void stream_wait(void *stream, void *event);
+int capture_begin(void *stream);
+int capture_end(void *stream);
+uint64_t capture_id(void *stream); // 0: not capturing
+
+// The function of that name in this library, or with the suffix _v2 or _v3; NULL if there is none.
+void *find_function(const char *name);
+
+int device_attribute(int *value, int attribute, int device);
+
+#endif
