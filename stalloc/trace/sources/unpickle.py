@@ -99,7 +99,7 @@ def _scan(data, layout, tuples, neutral, max_nesting):
                 length |= np.int64(data[position + i]) << (8 * i)
             if length < 0 or length > total - position - width:
                 return _TOO_LONG
-            position += width + length
+            position += width + int(length)
         else:
             position += size
         if position > total:

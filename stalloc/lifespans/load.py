@@ -1,0 +1,55 @@
+"""Load: bytes live at an event. Its maximum is the lower bound of every plan.
+
+All functions take half-open lifespans [start, end); at an event where one ends and another starts only one is live.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stalloc.trace import Trace
+
+Ints = npt.NDArray[Any]
+
+
+def load_curve(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+    """Bytes live from each event on at which something changes.
+
+    Takes (n,) lifespans and bytes; returns (k,) increasing events and (k,) bytes live in [events[i], events[i+1]).
+    """
+    at = np.concatenate([start, end]).astype(np.int64)
+    change = np.concatenate([size, -np.asarray(size)]).astype(np.int64)
+    order = np.argsort(at, kind="stable")
+    at, level = at[order], np.cumsum(change[order])
+    last = np.concatenate([at[1:] != at[:-1], [True]]) if len(at) else np.empty(0, bool)
+    return at[last], level[last]
+
+
+def peak_load(start: Ints, end: Ints, size: Ints, ring: tuple[int, int] | None = None) -> int:
+    """The most bytes ever live.
+
+    With `ring` = (ring_start, ring_end), lifespans that start in the ring repeat with it for ever, and what reaches
+    beyond ring_end occupies the beginning of the next pass; the others are a prologue that runs once, of which what
+    ends beyond ring_end lives for ever. The result then covers the prologue, the first pass and every later one.
+    """
+    if ring is None:
+        return int(load_curve(start, end, size)[1].max(initial=0))
+    ring_start, ring_end = ring
+    length = ring_end - ring_start
+    start, end, size = np.asarray(start), np.asarray(end), np.asarray(size)
+    in_ring = start >= ring_start
+    lasting = ~in_ring & (end > ring_end)
+    once = peak_load(start, np.minimum(end, ring_end), size)  # the prologue and the first pass
+    wraps = in_ring & (end > ring_end)
+    steady = peak_load(
+        np.concatenate([start[in_ring], np.full(int(wraps.sum()), ring_start)]),
+        np.concatenate([np.minimum(end[in_ring], ring_end), np.minimum(end[wraps] - length, ring_end)]),
+        np.concatenate([size[in_ring], size[wraps]]),
+    )
+    return max(once, steady + int(size[lasting].sum()))
+
+
+def lower_bound(trace: Trace, alignment: int = 512) -> int:
+    """Bytes that no plan of the trace can go below: the peak load with sizes rounded up to `alignment` bytes."""
+    return peak_load(trace.start, trace.end, trace.aligned_size(alignment))

@@ -1,0 +1,216 @@
+"""The fold: a trace of many steps becomes a tape, a prologue that runs once and a ring that repeats for ever.
+
+The clock of a tape is the position in the sequence of requests that are on it: a request that is allocated at
+position i and freed after k further requests were allocated has the lifespan [i, i + k + 1). Nothing is lost by
+that: of two requests the later one is allocated before the earlier one is freed exactly if the lifespans overlap.
+Frees that come a little earlier or later from step to step then seldom change a lifespan.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.lifespans.periods import TINY_BYTES, Period, find_step_period, sequence_rows
+from stalloc.trace import Trace
+from stalloc.trace.record import Column
+
+_MAX_UNROLL = 4
+_PASSES_LOOKED_AT = _MAX_UNROLL + 1
+_JITTER = 0.01  # of a period: lifespans that differ by no more are the same, and the longest counts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tape:
+    """A program's requests in order: a prologue that runs once, then a ring that repeats for ever."""
+
+    size: Column
+    """(n,) requested bytes; the first num_prologue rows are the prologue, the rest the ring, ordered by start."""
+    stream: Column
+    """(n,) index into the trace's streams."""
+    start: Column
+    """(n,) tape event. Prologue: in [0, ring_start). Ring: in [ring_start, ring_end)."""
+    end: Column
+    """(n,) tape event. Ring: in (start, start + ring_length], beyond ring_end it wraps round to ring_start.
+    Prologue: at most ring_end if it dies before the end of the first pass, else ring_end + ring_length: persistent."""
+    planned: Column
+    """(n,) bool; False: the lifespan is unknown, longer than the ring, or varies: serve it dynamically."""
+    row: Column
+    """(n,) row of the request in the trace that the tape was folded from."""
+    num_prologue: int
+    ring_start: int
+    """Tape event."""
+    ring_end: int
+    """Tape event."""
+    period_requests: int
+    """Requests in one period; the ring is one period or a few."""
+    covered_requests: int
+    """Requests of the trace, of those large enough for the tape and from the ring's first on, that follow the ring."""
+    minimum_size: int
+    """Bytes; smaller requests are not on the tape."""
+
+    @property
+    def ring_length(self) -> int:
+        """Tape events in the ring."""
+        return self.ring_end - self.ring_start
+
+    @property
+    def num_requests(self) -> int:
+        """Rows of the tape."""
+        return len(self.size)
+
+    @property
+    def persistent(self) -> Column:
+        """(n,) bool: allocated in the prologue and never given back."""
+        return (np.arange(len(self.size)) < self.num_prologue) & (self.end > self.ring_end)
+
+
+def fold(
+    trace: Trace,
+    *,
+    minimum_size: int = TINY_BYTES + 1,
+    with_prologue: bool = True,
+    rotate: bool = True,
+    period: Period | None = None,
+) -> Tape | None:
+    """The tape of a trace whose steps repeat; None when no period is confirmed.
+
+    Requests below `minimum_size` bytes stay off the tape. `period` overrides what `find_step_period` finds in
+    `sequence_rows(trace, minimum_size)`. The ring is unrolled up to four periods so that every lifespan fits into it
+    once; what lives longer, is never freed, or lives differently from step to step is not planned. With `rotate` the
+    ring starts where the fewest planned bytes are live. The prologue is what the trace shows before that: everything
+    if trace.info["complete"], else what was allocated since recording began.
+    """
+    rows = sequence_rows(trace, minimum_size)
+    if period is None:
+        period = find_step_period(trace, minimum_size=minimum_size)
+    if period is None:
+        return None
+    births, size = trace.start[rows], trace.size[rows]
+    # how many requests were allocated before each one was freed; the end of the record counts as no free
+    deaths = np.where(trace.end[rows] < trace.num_events, np.searchsorted(births, trace.end[rows]), -1)
+    lasts = _lasting(period, deaths)
+    planned = lasts > 0
+    size_of_class = size[period.first : period.first + period.length]
+    turn = _quietest_turn(np.where(planned, lasts, 0), size_of_class) if rotate else 0
+    unroll = max(1, -(-int(lasts.max(initial=0)) // period.length))
+
+    ring_start, ring_length = _first_regular_pass(period, turn, deaths, lasts), unroll * period.length
+    ring_end = ring_start + ring_length
+    place = (np.arange(ring_length) + turn) % period.length  # class of each ring row
+    start = np.arange(ring_start, ring_end)
+    end = start + np.maximum(lasts[place], 1)  # an unplanned row needs some lifespan: the shortest
+    # rows beyond the end of the record repeat one that is inside
+    seen = np.where(start < period.first + period.covered, start, period.first + place)
+    ring = {
+        "size": size_of_class[place],
+        "stream": trace.stream[rows][seen],
+        "start": start,
+        "end": end,
+        "planned": planned[place],
+        "row": rows[seen],
+    }
+    if with_prologue:
+        early = np.arange(ring_start)
+        stays = (deaths[early] < 0) | (deaths[early] > ring_end)
+        prologue = {
+            "size": size[early],
+            "stream": trace.stream[rows][early],
+            "start": early,
+            "end": np.where(stays, ring_end + ring_length, deaths[early]),
+            "planned": np.ones(ring_start, bool),
+            "row": rows[early],
+        }
+        columns = {name: np.concatenate([prologue[name], ring[name]]) for name in ring}
+    else:
+        columns = ring | {"start": start - ring_start, "end": end - ring_start}
+    num_prologue = ring_start if with_prologue else 0
+    return Tape(
+        **columns,
+        num_prologue=num_prologue,
+        ring_start=num_prologue,
+        ring_end=num_prologue + ring_length,
+        period_requests=period.length,
+        covered_requests=period.first + period.covered - ring_start,
+        minimum_size=minimum_size,
+    )
+
+
+def expand(tape: Tape, offsets: Column, trace: Trace) -> Column:
+    """(num_requests of the trace,) bytes: each request that follows the tape gets the offset of its tape row.
+
+    `offsets` is (n,) for the rows of the tape. Requests that are too small, not planned, or off the tape get -1.
+    """
+    rows = sequence_rows(trace, tape.minimum_size)
+    first = int(np.searchsorted(rows, tape.row[tape.num_prologue]))
+    ring_rows = tape.num_requests - tape.num_prologue
+    given = np.where(tape.planned, offsets, -1)
+    result = np.full(trace.num_requests, -1, np.int64)
+    result[tape.row[: tape.num_prologue]] = given[: tape.num_prologue]
+    followers = rows[first : first + tape.covered_requests]
+    result[followers] = given[tape.num_prologue + np.arange(len(followers)) % ring_rows]
+    return result
+
+
+def _lasting(period: Period, deaths: Column) -> Column:
+    """(period.length,) lifespans in tape events, 0 for classes that are not to be planned.
+
+    Looks at the last few passes and compares what it sees of each class: passes in which it was freed must agree, and
+    a pass in which it was not freed up to the end of the stretch must not have lived longer than that. The first
+    pass is left out when there are others enough: what precedes it differs.
+    """
+    length, stretch_end = period.length, period.first + period.covered
+    passes = range(-(-period.covered // length))
+    if period.repeats > 2:
+        passes = passes[1:]
+    shape = (len(passes[-_PASSES_LOOKED_AT:]), length)
+    lived, age = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
+    for i, number in enumerate(passes[-_PASSES_LOOKED_AT:]):
+        begin = period.first + number * length
+        count = min(length, stretch_end - begin)
+        position = np.arange(begin, begin + count)
+        death = deaths[begin : begin + count]
+        # after the stretch the program does something else or ends, and what is freed there may have had longer to go
+        freed = (death >= 0) & (death < stretch_end)
+        lived[i, :count] = np.where(freed, death - position, -1)
+        age[i, :count] = np.where(freed, -1, stretch_end - position)
+    longest = lived.max(axis=0)
+    shortest = np.where(lived < 0, np.iinfo(np.int64).max, lived).min(axis=0)
+    agree = longest - shortest <= int(_JITTER * length)
+    regular = (longest > 0) & agree & (age.max(axis=0) <= longest)
+    return np.where(regular & (longest <= _MAX_UNROLL * length), longest, 0)
+
+
+def _first_regular_pass(period: Period, turn: int, deaths: Column, lasts: Column) -> int:
+    """Where the ring begins: the first pass that treats its planned requests as the later ones do.
+
+    In the first pass a request may be kept that is the same only by size, as the state of an optimizer is; such a
+    pass belongs to the prologue as long as two whole ones are left.
+    """
+    stretch_end = period.first + period.covered
+    begin = period.first + turn
+    while stretch_end - begin >= 3 * period.length:
+        position = np.arange(begin, begin + period.length)
+        expected = lasts[(position - period.first) % period.length]
+        death = deaths[position]
+        lived = np.where(death < 0, stretch_end, death) - position
+        if not np.any((expected > 0) & (abs(lived - expected) > int(_JITTER * period.length))):
+            break
+        begin += period.length
+    return begin
+
+
+def _quietest_turn(lasts: Column, size: Column) -> int:
+    """The first position in the ring before which the fewest bytes are live."""
+    length = len(lasts)
+    change = np.zeros(length + 1, np.int64)
+    crossed = np.maximum(lasts - 1, 0)  # boundaries that lie inside the lifespan, from the next position on
+    begin = (np.arange(length) + 1) % length
+    whole, rest = crossed // length, crossed % length
+    end = begin + rest
+    np.add.at(change, begin, size)
+    np.subtract.at(change, np.minimum(end, length), size)
+    wraps = end > length
+    change[0] += size[wraps].sum()
+    np.subtract.at(change, end[wraps] - length, size[wraps])
+    live = np.cumsum(change[:length]) + int((whole * size).sum())
+    return int(np.argmin(live))
