@@ -7,7 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stalloc.planner.layout import Layout, plan_arrays
+    from stalloc.planner.layout import plan_arrays
+    from stalloc.planner.line import Layout
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
     from stalloc.planner.validator import Verdict, validate
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Plan", "Verdict", "load_plans", "plan", "plan_arrays", "plan_tape", "save_plans", "validate"]
 
 _LAZY = {
-    "Layout": "layout",
+    "Layout": "line",
     "plan_arrays": "layout",
     "plan": "planning",
     "plan_tape": "planning",

@@ -5,29 +5,16 @@ bound is the maximum load of the sizes rounded up to the alignment. Equal input 
 bytes or of no time (start == end) gets offset 0 and constrains nothing.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from stalloc.errors import BadInputError
-from stalloc.planner.placement import fill_holes
-from stalloc.planner.portfolio import Packing, compressed, solve
-from stalloc.planner.problem import Column, Problem, epochs, load_curve, parts, split_at_cuts
+from stalloc.planner.line import Layout, place_line
+from stalloc.planner.problem import Column
+from stalloc.planner.ring import place_ring
 
-#: hole filling looks at every placed request for each one it places
-HOLES_LIMIT = 20_000
 #: sums of sizes stay below this, so that no sum in the search overflows
 MOST_BYTES = 1 << 61
-
-
-class Layout(NamedTuple):
-    """What planning arrays gives."""
-
-    offset: Column  #: (n,) bytes
-    peak_bytes: int
-    lower_bound_bytes: int
-    method: str
 
 
 def plan_arrays(
@@ -54,9 +41,9 @@ def plan_arrays(
     if len(rows) == 0:
         return Layout(offset, 0, 0, "nothing to place")
     if ring is None:
-        layout = _line(begin[rows], stop[rows], rounded[rows])
+        layout = place_line(begin[rows], stop[rows], rounded[rows])
     else:
-        layout = _ring(begin[rows], stop[rows], rounded[rows], *ring)
+        layout = place_ring(begin[rows], stop[rows], rounded[rows], *ring)
     offset[rows] = layout.offset
     return layout._replace(offset=offset)
 
@@ -113,176 +100,3 @@ def _check_ring(start: Column, end: Column, ring_start: int, ring_end: int) -> N
         if wrong.any():
             row = int(wrong.argmax())
             raise BadInputError(f"row {row} ([{start[row]}, {end[row]})) {sentence}: correct it or move the ring.")
-
-
-def _line(start: Column, end: Column, size: Column) -> Layout:
-    """Every lifespan is one interval."""
-    start, end, num_epochs = epochs(start, end)
-    bound = int(load_curve(start, end, size, num_epochs).max())
-    offset = np.zeros(len(size), np.int64)
-    peak, methods = bound, []
-    known: dict[tuple[bytes, bytes, bytes], Packing] = {}
-    for part in sorted(parts(start, end, size), key=lambda part: -part.base_bytes - part.load_bytes):
-        rows = part.rows
-        if len(rows) == 1:
-            offset[rows] = part.base_bytes
-            continue
-        problem = compressed(start[rows], end[rows], size[rows])
-        key = (problem.start.tobytes(), problem.end.tobytes(), problem.size.tobytes())
-        packing = known.get(key)
-        if packing is None or part.base_bytes + packing.peak_bytes > peak:
-            packing = known[key] = solve(problem, peak - part.base_bytes)
-            methods.append((len(rows), packing.method))
-        offset[rows] = part.base_bytes + packing.offset
-        peak = max(peak, part.base_bytes + packing.peak_bytes)
-    return Layout(offset, peak, bound, _told(methods))
-
-
-def _told(methods: list[tuple[int, str]]) -> str:
-    """The method of the largest part, and how many parts there were."""
-    if not methods:
-        return "stacked"
-    method = max(methods, key=lambda entry: entry[0])[1]
-    return method if len(methods) == 1 else f"{method} (largest of {len(methods)} parts)"
-
-
-def _ring(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> Layout:
-    """Prologue and ring on one axis [.., ring_end): what wraps round is live at its end and at its beginning.
-
-    A request that wraps and the prologue's request of the same size that it follows in the first pass (equal ends one
-    period apart) are one thing here: they hand the same bytes on, as the passes of the ring do among themselves.
-    Without a partner, the wrapped part is kept free in the first pass too.
-    """
-    period = ring_end - ring_start
-    bound = ring_bound(start, end, size, ring_start, ring_end)
-    wraps = np.flatnonzero((start >= ring_start) & (end > ring_end))
-    dies = np.flatnonzero((start < ring_start) & (end > ring_start) & (end <= ring_end))
-    partner = _partners(wraps, end[wraps] - period, dies, end[dies], size)
-    leads = np.ones(len(size), bool)
-    leads[partner[partner >= 0]] = False  # placed by the request that follows it
-    first, last = start.copy(), np.minimum(end, ring_end)
-    first2, last2 = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
-    first2[wraps], last2[wraps] = start[wraps], ring_end
-    first[wraps] = np.where(partner >= 0, start[partner], ring_start)
-    last[wraps] = end[wraps] - period
-    whole = wraps[first2[wraps] == last[wraps]]  # live without a break
-    last[whole], first2[whole], last2[whole] = ring_end, 0, 0
-
-    rows = np.flatnonzero(leads)
-    wrapping = last2[rows] > 0
-    both = rows[wrapping]
-    offset = np.zeros(len(size), np.int64)
-    if len(both) == 0:
-        layout = _line(first[rows], last[rows], size[rows])
-        offset[rows], peak, method = layout.offset, layout.peak_bytes, layout.method
-    else:
-        a, b, num_epochs = epochs(
-            np.concatenate([first[rows], first2[both]]), np.concatenate([last[rows], last2[both]])
-        )
-        a2, b2 = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        a2[wrapping], b2[wrapping] = a[len(rows) :], b[len(rows) :]
-        offset[rows], peak, method = _above_wrapping(
-            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound
-        )
-    followed = wraps[partner >= 0]
-    offset[partner[partner >= 0]] = offset[followed]
-    return Layout(offset, peak, bound, method)
-
-
-def _partners(wraps: Column, wrapped_end: Column, dies: Column, end: Column, size: Column) -> Column:
-    """For each request that wraps, the prologue's request that dies where it would in the first pass, or -1."""
-    waiting: dict[tuple[int, int], list[int]] = {}
-    for row, at in zip(dies[::-1].tolist(), end[::-1].tolist(), strict=True):
-        waiting.setdefault((int(size[row]), at), []).append(row)
-    found = [
-        candidates.pop() if (candidates := waiting.get((int(size[row]), at))) else -1
-        for row, at in zip(wraps.tolist(), wrapped_end.tolist(), strict=True)
-    ]
-    return np.array(found, np.int64)
-
-
-def ring_bound(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> int:
-    """The maximum load of prologue, first pass and second pass; all later passes are like the second."""
-    period = ring_end - ring_start
-    again = start >= ring_start
-    horizon = ring_end + period
-    a, b, num_epochs = epochs(
-        np.concatenate([start, start[again] + period]), np.concatenate([end, np.minimum(end[again] + period, horizon)])
-    )
-    return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max())
-
-
-def _above_wrapping(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int
-) -> tuple[Column, int, str]:
-    """(offset, peak, method): what wraps is stacked at the bottom, the rest is placed above it or in its holes."""
-    lasting = np.flatnonzero((b == num_epochs) & (b2 == 0))
-    lasting = lasting[np.lexsort((-size[lasting], a[lasting]))]  # by birth: then no hole lies below them
-    wrapping = np.flatnonzero(b2 > 0)
-    best: tuple[Column, int, str] | None = None
-    gap = a2 - b
-    for name, keys in (
-        ("by gap", (-size[wrapping], gap[wrapping])),
-        ("by return", (-b[wrapping], a2[wrapping])),
-        ("by leave", (a2[wrapping], -b[wrapping])),
-        ("by size", (gap[wrapping], -size[wrapping])),
-    ):
-        stack = np.concatenate([lasting, wrapping[np.lexsort(keys)]])
-        offset, floor = _stacked(stack, a, b, a2, b2, size, num_epochs)
-        rest = np.setdiff1d(np.arange(len(size)), stack)
-        method = _place_rest(rest, a, b, size, offset, floor, bound)
-        peak = int((offset + size).max())
-        if best is None or peak < best[1]:
-            best = offset, peak, f"ring {name}, {method}"
-        if peak > bound and len(size) <= HOLES_LIMIT:
-            high = np.flatnonzero(offset + size > bound)
-            offset[high] = -1
-            high = high[np.argsort(-size[high], kind="stable")]
-            peak = int(fill_holes(a, b, a2, b2, size, offset, high, False))
-            if peak < best[1]:
-                best = offset, peak, f"ring {name}, {method}, repaired"
-        if best[1] <= bound:
-            return best
-    assert best is not None
-    if len(size) <= HOLES_LIMIT:
-        span = (b - a) + (b2 - a2)
-        for name, key in (("size", size), ("area", size * span.astype(np.float64)), ("lifetime", span)):
-            offset = np.full(len(size), -1, np.int64)
-            peak = int(fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False))
-            if peak < best[1]:
-                best = offset, peak, f"ring first fit by {name}"
-    return best
-
-
-def _stacked(
-    stack: Column, a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int
-) -> tuple[Column, Column]:
-    """Offsets of the rows of `stack`, each on the highest one below it, and the floor that they make."""
-    floor = np.zeros(num_epochs, np.int64)
-    offset = np.zeros(len(size), np.int64)
-    for row in stack.tolist():
-        one, two = floor[a[row] : b[row]], floor[a2[row] : b2[row]]
-        offset[row] = max(one.max(), two.max(initial=0))
-        one[:] = two[:] = offset[row] + size[row]
-    return offset, floor
-
-
-def _place_rest(rest: Column, a: Column, b: Column, size: Column, offset: Column, floor: Column, bound: int) -> str:
-    """Place the rows of `rest` above the floor, one piece between cuts at a time. Writes `offset`."""
-    if len(rest) == 0:
-        return "stacked"
-    pieces = []
-    for piece in split_at_cuts(a[rest], b[rest]):
-        rows = rest[piece]
-        first, last = int(a[rows].min()), int(b[rows].max())
-        pieces.append((rows, Problem(a[rows] - first, b[rows] - first, size[rows], floor[first:last])))
-    target, methods = bound, []
-    known: dict[tuple[bytes, ...], Packing] = {}
-    for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):
-        key = tuple(column.tobytes() for column in (problem.start, problem.end, problem.size, problem.floor))
-        if key not in known:
-            known[key] = solve(problem, target)
-            methods.append((len(rows), known[key].method))
-        offset[rows] = known[key].offset
-        target = max(target, known[key].peak_bytes)
-    return _told(methods)

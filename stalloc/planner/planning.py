@@ -13,8 +13,9 @@ import numpy as np
 
 from stalloc import __version__
 from stalloc.errors import BadInputError
-from stalloc.planner.layout import plan_arrays, ring_bound
+from stalloc.planner.layout import plan_arrays
 from stalloc.planner.record import Plan
+from stalloc.planner.ring import ring_bound
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:

@@ -1,0 +1,172 @@
+"""Offsets for a prologue that runs once and a ring that repeats for ever.
+
+Contract: no two requests share a byte in the prologue, in the first pass of the ring or in any later one, where those
+that wrap round from the pass before are live as well. The bound is the maximum load over all of these.
+"""
+
+import numpy as np
+
+from stalloc.planner.line import Layout, place_line, told
+from stalloc.planner.placement import fill_holes
+from stalloc.planner.portfolio import HOLES_LIMIT, Packing, solve
+from stalloc.planner.problem import Column, Problem, epochs, load_curve, split_at_cuts
+
+
+def place_ring(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> Layout:
+    """Prologue and ring on one axis [.., ring_end): what wraps round is live at its end and at its beginning.
+
+    A request that wraps is not yet there in the first pass; what the prologue left may be there instead. So the two
+    share a place in pairs, as the passes of the ring do among themselves. Without a partner, the place of the wrapped
+    part is kept free in the first pass too.
+    """
+    period = ring_end - ring_start
+    bound = ring_bound(start, end, size, ring_start, ring_end)
+    wraps = np.flatnonzero((start >= ring_start) & (end > ring_end))
+    dies = np.flatnonzero((start < ring_start) & (end > ring_start) & (end <= ring_end))
+    first, last = start.copy(), np.minimum(end, ring_end)
+    first2, last2 = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    first2[wraps], last2[wraps] = start[wraps], ring_end
+    first[wraps], last[wraps] = ring_start, end[wraps] - period
+    pairs = np.array(_partners(start, end, size, period, wraps, dies), np.int64).reshape(-1, 2)
+    follower, leader = pairs[:, 0], pairs[:, 1]
+    first[follower] = start[leader]
+    last[follower] = np.maximum(last[follower], end[leader])
+    size = size.copy()
+    size[follower] = np.maximum(size[follower], size[leader])
+    leads = np.ones(len(size), bool)
+    leads[leader] = False  # placed by the request that follows it
+    whole = wraps[first2[wraps] == last[wraps]]  # live without a break
+    last[whole], first2[whole], last2[whole] = ring_end, 0, 0
+
+    rows = np.flatnonzero(leads)
+    wrapping = last2[rows] > 0
+    both = rows[wrapping]
+    offset = np.zeros(len(size), np.int64)
+    if len(both) == 0:
+        layout = place_line(first[rows], last[rows], size[rows])
+        offset[rows], peak, method = layout.offset, layout.peak_bytes, layout.method
+    else:
+        a, b, num_epochs = epochs(
+            np.concatenate([first[rows], first2[both]]), np.concatenate([last[rows], last2[both]])
+        )
+        a2, b2 = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        a2[wrapping], b2[wrapping] = a[len(rows) :], b[len(rows) :]
+        offset[rows], peak, method = _above_wrapping(
+            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound
+        )
+    offset[leader] = offset[follower]
+    return Layout(offset, peak, bound, method)
+
+
+def _partners(
+    start: Column, end: Column, size: Column, period: int, wraps: Column, dies: Column
+) -> list[tuple[int, int]]:
+    """Pairs of a request that wraps and one of the prologue that is dead when it starts, each at most once.
+
+    Same size and same end first, then same size, then by size: a pair costs the larger of the two.
+    """
+    pairs: list[tuple[int, int]] = []
+    followers, leaders = wraps.tolist(), dies.tolist()
+    for key in (
+        lambda row, shift: (int(size[row]), int(end[row]) - shift),
+        lambda row, shift: (int(size[row]),),
+        lambda row, shift: (),
+    ):
+        waiting: dict[tuple[int, ...], list[int]] = {}
+        for row in sorted(leaders, key=lambda row: (int(size[row]), -int(end[row]), -row)):
+            waiting.setdefault(key(row, 0), []).append(row)
+        for row in sorted(followers, key=lambda row: (-int(size[row]), int(end[row]), row)):
+            candidates = waiting.get(key(row, period))
+            if candidates and end[candidates[-1]] <= start[row]:
+                pairs.append((row, candidates.pop()))
+        followers = sorted(set(followers) - {row for row, _ in pairs})
+        leaders = sorted(set(leaders) - {row for _, row in pairs})
+    return pairs
+
+
+def ring_bound(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> int:
+    """The maximum load of prologue, first pass and second pass; all later passes are like the second."""
+    period = ring_end - ring_start
+    again = start >= ring_start
+    horizon = ring_end + period
+    a, b, num_epochs = epochs(
+        np.concatenate([start, start[again] + period]), np.concatenate([end, np.minimum(end[again] + period, horizon)])
+    )
+    return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max())
+
+
+def _above_wrapping(
+    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int
+) -> tuple[Column, int, str]:
+    """(offset, peak, method): what wraps is stacked at the bottom, the rest is placed above it or in its holes."""
+    lasting = np.flatnonzero((b == num_epochs) & (b2 == 0))
+    lasting = lasting[np.lexsort((-size[lasting], a[lasting]))]  # by birth: then no hole lies below them
+    wrapping = np.flatnonzero(b2 > 0)
+    best: tuple[Column, int, str] | None = None
+    gap = a2 - b
+    for name, keys in (
+        ("by gap", (-size[wrapping], gap[wrapping])),
+        ("by return", (-b[wrapping], a2[wrapping])),
+        ("by leave", (a2[wrapping], -b[wrapping])),
+        ("by size", (gap[wrapping], -size[wrapping])),
+    ):
+        stack = np.concatenate([lasting, wrapping[np.lexsort(keys)]])
+        offset, floor = _stacked(stack, a, b, a2, b2, size, num_epochs)
+        rest = np.setdiff1d(np.arange(len(size)), stack)
+        method = _place_rest(rest, a, b, size, offset, floor, bound)
+        peak = int((offset + size).max())
+        if best is None or peak < best[1]:
+            best = offset, peak, f"ring {name}, {method}"
+        if peak > bound and len(size) <= HOLES_LIMIT:
+            high = np.flatnonzero(offset + size > bound)
+            offset = offset.copy()
+            offset[high] = -1
+            high = high[np.argsort(-size[high], kind="stable")]
+            peak = int(fill_holes(a, b, a2, b2, size, offset, high, False))
+            if peak < best[1]:
+                best = offset, peak, f"ring {name}, {method}, repaired"
+        if best[1] <= bound:
+            return best
+    assert best is not None
+    if len(size) <= HOLES_LIMIT:
+        span = (b - a) + (b2 - a2)
+        for name, key in (("size", size), ("area", size * span.astype(np.float64)), ("lifetime", span)):
+            offset = np.full(len(size), -1, np.int64)
+            peak = int(fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False))
+            if peak < best[1]:
+                best = offset, peak, f"ring first fit by {name}"
+    return best
+
+
+def _stacked(
+    stack: Column, a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int
+) -> tuple[Column, Column]:
+    """Offsets of the rows of `stack`, each on the highest one below it, and the floor that they make."""
+    floor = np.zeros(num_epochs, np.int64)
+    offset = np.zeros(len(size), np.int64)
+    for row in stack.tolist():
+        one, two = floor[a[row] : b[row]], floor[a2[row] : b2[row]]
+        offset[row] = max(one.max(), two.max(initial=0))
+        one[:] = two[:] = offset[row] + size[row]
+    return offset, floor
+
+
+def _place_rest(rest: Column, a: Column, b: Column, size: Column, offset: Column, floor: Column, bound: int) -> str:
+    """Place the rows of `rest` above the floor, one piece between cuts at a time. Writes `offset`."""
+    if len(rest) == 0:
+        return "stacked"
+    pieces = []
+    for piece in split_at_cuts(a[rest], b[rest]):
+        rows = rest[piece]
+        first, last = int(a[rows].min()), int(b[rows].max())
+        pieces.append((rows, Problem(a[rows] - first, b[rows] - first, size[rows], floor[first:last])))
+    target, methods = bound, []
+    known: dict[tuple[bytes, ...], Packing] = {}
+    for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):
+        key = tuple(column.tobytes() for column in (problem.start, problem.end, problem.size, problem.floor))
+        if key not in known:
+            known[key] = solve(problem, target)
+            methods.append((len(rows), known[key].method))
+        offset[rows] = known[key].offset
+        target = max(target, known[key].peak_bytes)
+    return told(methods)
