@@ -159,10 +159,11 @@ def _end_step(state):
     poke(row, ST_MISSES, peek(state, STEP_MISSES))
     poke(row, ST_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
     poke(row, ST_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
+    _raise_to(state, SPAN_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
+    _raise_to(state, SPAN_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
     poke(state, STEP_COUNT, count + 1)
     poke(state, STEP_HITS, 0)
     poke(state, STEP_MISSES, 0)
-    poke(state, STALE_MISSES, 0)
     poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
     poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
 
@@ -214,7 +215,7 @@ def _replay(state, key, requested):
         if position < 0:
             _add(state, MISSES, 1)
             _add(state, STEP_MISSES, 1)
-            _add(state, STALE_MISSES, 1)
+            _add(state, SURPLUS_MISSES, 1)
             _add(state, MISS_RUN, 1)
             poke(state, MATCH_RUN, 0)
             return 0
@@ -243,6 +244,8 @@ def _replay(state, key, requested):
     _add(state, ARENA_LIVE, 1)
     _add(state, HITS, 1)
     _add(state, STEP_HITS, 1)
+    if peek(state, SURPLUS_MISSES) > 0:
+        _add(state, SURPLUS_MISSES, -1)
     return peek(state, ARENA) + offset
 
 
@@ -300,7 +303,7 @@ def _try_allocate(state, stream, size, requested, way):
             address = _replay(state, key, requested)
             if address != 0:
                 return address
-            if peek(state, STALE_MISSES) >= peek(state, ASK_AFTER_MISSES) > 0:
+            if peek(state, SURPLUS_MISSES) >= peek(state, ASK_AFTER_MISSES) > 0:
                 poke(state, ASK_AFTER_MISSES, 0)
                 return -STALE
         elif way == WAY_FIRST and peek(state, NUM_SIZABLE) >= peek(state, CHECK_AT) > 0:
@@ -488,12 +491,21 @@ def serve_arena(state, arena, arena_bytes):
     poke(state, ARENA, arena)
     poke(state, ARENA_BYTES, arena_bytes)
     poke(state, MODE, MODE_REPLAY)
-    for word in (HITS, MISSES, CONFLICTS, STEP_COUNT, STEP_HITS, STEP_MISSES, STALE_MISSES):
+    for word in (HITS, MISSES, CONFLICTS, STEP_COUNT, STEP_HITS, STEP_MISSES, SURPLUS_MISSES):
         poke(state, word, 0)
-    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, SPAN_ALLOCATED_PEAK, 0)
+    poke(state, SPAN_RESERVED_PEAK, 0)
     poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
-    poke(state, RESERVED_PEAK, peek(state, RESERVED))
     poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
+    unlock(state)
+
+
+@njit(cache=True)
+def reset_peaks(state):
+    """Let the peaks that the program asks for begin anew."""
+    lock(state)
+    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, RESERVED_PEAK, peek(state, RESERVED))
     poke(state, REQUESTED_PEAK, peek(state, REQUESTED))
     unlock(state)
 

@@ -104,13 +104,14 @@ def torch_entries(states: int, torch_folder: Path) -> tuple[int, int]:
     c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError.
     """
     c10 = ctypes.CDLL(str(torch_folder / "lib" / "libc10.so"))
+    c10_cuda = ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so"))
     runtime = ctypes.CDLL("libstdc++.so.6")
     make = _library_symbol(
         c10, "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
     )
     # a vtable begins with the offset to the top and the type; the pointer in an object leads to what follows:
     # the complete destructor, the deleting one, and so on (Itanium C++ ABI, 2.5.2)
-    vtable = _library_symbol(c10, "_ZTVN3c1016OutOfMemoryErrorE") + 16
+    vtable = _library_symbol(c10_cuda, "_ZTVN3c1016OutOfMemoryErrorE") + 16
     place = ctypes.create_string_buffer(b"stalloc")
     _engines.append(place)
     source = f"""
@@ -171,7 +172,7 @@ define void @throw(i64 %state) noinline uwtable {{
   %vtable = inttoptr i64 {vtable} to ptr
   store ptr %vtable, ptr %error
   %destroy = load ptr, ptr %vtable
-  %type = inttoptr i64 {_library_symbol(c10, "_ZTIN3c1016OutOfMemoryErrorE")} to ptr
+  %type = inttoptr i64 {_library_symbol(c10_cuda, "_ZTIN3c1016OutOfMemoryErrorE")} to ptr
   %throw = inttoptr i64 {_address(runtime.__cxa_throw)} to ptr
   call void %throw(ptr %error, ptr %type, ptr %destroy)
   unreachable

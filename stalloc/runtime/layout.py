@@ -25,11 +25,13 @@ EVENTS, NUM_EVENTS, EVENTS_CAPACITY, RECORDING = 33, 34, 35, 36
 NUM_SIZABLE, CHECK_AT = 37, 38  # requests above TINY seen while recording; ask Python for a look at this many
 
 # statistics, bytes rounded up to ALIGNMENT unless said
-ALLOCATED, ALLOCATED_PEAK, RESERVED, RESERVED_PEAK = 40, 41, 42, 43
+ALLOCATED, ALLOCATED_PEAK, RESERVED, RESERVED_PEAK = 40, 41, 42, 43  # these peaks: since the program reset them
 REQUESTED, REQUESTED_PEAK, NUM_ALLOCS, NUM_FREES = 44, 45, 46, 47
 STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step began
 NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
 NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57
+
+SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended since the plan was put in force (or ever)
 
 # the tape
 TAPE, TAPE_LENGTH, RING_START, CURSOR = 64, 65, 66, 67
@@ -40,7 +42,7 @@ ASK_AT_BOUNDARY = 79  # 1: enter Python when the ring begins again
 HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever became of them
 STEP_HITS, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88
 OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
-STALE_MISSES, ASK_AFTER_MISSES = 89, 90  # misses since the ring last began; enter Python at this many
+SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber hits; enter Python at this many
 
 STATE_WORDS = 96
 

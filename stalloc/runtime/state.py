@@ -6,9 +6,9 @@ that lock. Whatever must change together is written by one call into the core.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stalloc.runtime import core, layout
 from stalloc.runtime.layout import (
@@ -26,8 +26,7 @@ from stalloc.runtime.layout import (
     TAPE_ROW,
 )
 
-if TYPE_CHECKING:
-    from stalloc.planner import Plan
+Column = NDArray[np.int64]
 
 _BLOCKS = 1 << 20
 _CHUNKS = 1 << 17
@@ -62,6 +61,7 @@ class DeviceState:
         self.events = np.zeros((_EVENTS, EVENT_ROW), np.int64)
         self.step_log = np.zeros((STEP_LOG_ROWS, STEP_ROW), np.int64)
         self._tape: tuple[np.ndarray, ...] = ()
+        self._texts: list[np.ndarray] = []
         tables = {
             "BLOCKS": self.blocks,
             "CHUNKS": self.chunks,
@@ -89,6 +89,7 @@ class DeviceState:
         }.items():
             self[name] = value
         self._segments = np.zeros((2, 4096), np.int64)
+        self.set_out_of_memory_text("stalloc: out of memory")
 
     def __getitem__(self, name: str) -> int:
         return int(self.words[getattr(layout, name)])
@@ -100,6 +101,18 @@ class DeviceState:
         """Write several words at once, under the core's lock."""
         names = np.array([getattr(layout, name) for name in words], np.int64)
         core.write_words(self.address, names, np.array(list(words.values()), np.int64))
+
+    def reset_peaks(self) -> None:
+        """Let the peaks that the program asks for begin anew (torch.cuda.reset_peak_memory_stats)."""
+        core.reset_peaks(self.address)
+
+    def set_out_of_memory_text(self, text: str) -> None:
+        """What the next out-of-memory error says."""
+        self.out_of_memory_text = text
+        data = text.encode()
+        buffer = np.frombuffer(data, np.uint8)
+        self._texts = [*self._texts[-7:], buffer]  # another thread may still be reading one of the last few
+        self.write(OOM_TEXT=buffer.ctypes.data, OOM_TEXT_LENGTH=len(data))
 
     # --- segments
 
@@ -123,20 +136,21 @@ class DeviceState:
 
     # --- the tape
 
-    def install_tape(self, plan: "Plan", cursor: int) -> None:
-        """Put a plan's tape in place and follow it from entry `cursor` without serving it yet.
+    def install_tape(self, size: Column, stream: Column, offset: Column, num_prologue: int, cursor: int) -> None:
+        """Put a tape in place and follow it from entry `cursor`, without serving it yet.
 
+        The columns are (k,): bytes as requested, stream index, offset in the arena to come (-1: from the heap).
         No arena may be in place: its blocks are known by the tape that they were served from.
         """
         assert self["ARENA_BYTES"] == 0
-        rounded = (plan.tape_size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
-        planned = plan.tape_offset >= 0
-        low, high = plan.tape_offset[planned], (plan.tape_offset + rounded)[planned]
+        rounded = (size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
+        planned = offset >= 0
+        low, high = offset[planned], (offset + rounded)[planned]
         bounds = np.unique(np.concatenate([low, high]))
         offsets = np.unique(low)
         tape = np.zeros((len(rounded), TAPE_ROW), np.int64)
-        tape[:, layout.T_KEY] = rounded << STREAM_BITS | plan.tape_stream
-        tape[:, layout.T_OFFSET] = np.where(planned, plan.tape_offset, -1)
+        tape[:, layout.T_KEY] = rounded << STREAM_BITS | stream
+        tape[:, layout.T_OFFSET] = np.where(planned, offset, -1)
         tape[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
         tape[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
         cells = np.zeros(len(bounds) // 64 + 1, np.int64)
@@ -153,12 +167,12 @@ class DeviceState:
             SLOTS=slots.ctypes.data,
             SLOTS_MASK=num_slots - 1,
             TAPE_LENGTH=len(tape),
-            RING_START=plan.num_prologue,
+            RING_START=num_prologue,
             CURSOR=cursor,
             HISTORY_COUNT=0,
             MISS_RUN=0,
             MATCH_RUN=0,
-            STALE_MISSES=0,
+            SURPLUS_MISSES=0,
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,
         )
@@ -176,6 +190,10 @@ class DeviceState:
         return int(core.forget_arena(self.address))
 
     # --- reading
+
+    def span_peak(self, what: str) -> int:
+        """The peak of ALLOCATED or RESERVED (bytes) since the plan was put in force, or ever if none is."""
+        return max(self[f"SPAN_{what}_PEAK"], self[f"STEP_{what}_PEAK"])
 
     def steps(self) -> list[Step]:
         """The planned steps that ended, oldest first, as far as the log reaches back.

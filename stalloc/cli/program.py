@@ -1,0 +1,116 @@
+"""The user's program inside a verb: its command line, its device, running it as Python itself would."""
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from stalloc.device import VirtualGPU, find_gpu, parse_memory
+from stalloc.errors import BadInputError
+
+_USAGE = "give a script and its arguments, or -m MODULE and its arguments"
+
+
+def add_program_arguments(parser: argparse.ArgumentParser, *, devices: tuple[str, ...] = ("auto", "cuda", "virtual")) -> None:
+    """Add the device options and SCRIPT [ARGS…] | -m MODULE [ARGS…]."""
+    if len(devices) > 1:
+        parser.add_argument(
+            "--device", choices=devices, default=devices[0], help="auto (default): the real GPU where there is one"
+        )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB")
+    size.add_argument("--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS…]", help="the program, with its arguments")
+
+
+def program_command(args: argparse.Namespace) -> list[str]:
+    """What Python would be given: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]. Raises BadInputError if there is none."""
+    if args.module is not None:
+        if args.program:
+            raise BadInputError(f"both a script and -m were given: {_USAGE}.")
+        if not args.module:
+            raise BadInputError(f"-m lacks its module: {_USAGE}.")
+        return ["-m", *args.module]
+    if not args.program:
+        raise BadInputError(f"no program: {_USAGE}.")
+    script = args.program[0]
+    if script.startswith("-"):
+        raise BadInputError(f"{script} is no option of this verb: options of stalloc come before SCRIPT, see --help.")
+    if not Path(script).exists():
+        raise BadInputError(f"there is no file {script}: {_USAGE}.")
+    if Path(script).is_dir():
+        raise BadInputError(f"{script} is a folder, not a script: {_USAGE}.")
+    return list(args.program)
+
+
+def device_options(args: argparse.Namespace) -> list[str]:
+    """The device options again, for a process of our own."""
+    options = ["--device", args.device] if getattr(args, "device", None) else []
+    if args.gpu:
+        options += ["--gpu", args.gpu]
+    if args.memory:
+        options += ["--memory", args.memory]
+    return options
+
+
+def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
+    """The virtual GPU that the options describe, None for the default. Raises BadInputError for an unknown one."""
+    if args.gpu:
+        return find_gpu(args.gpu)
+    if args.memory:
+        return VirtualGPU(name=f"virtual GPU of {args.memory}", total_bytes=parse_memory(args.memory))
+    return None
+
+
+def run_program(command: list[str]) -> int:
+    """Run a program in this process as Python would; its exit code, 1 after an exception (whose traceback is shown)."""
+    module = command[0] == "-m"
+    sys.argv = command[1:] if module else list(command)
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as ending:
+        if ending.code is None:
+            return 0
+        if isinstance(ending.code, int):
+            return ending.code
+        print(ending.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stalloc: the program was interrupted", file=sys.stderr)
+        return 130
+    except BaseException as error:
+        frames = error.__traceback__
+        # the frames of this function and of runpy say nothing about the program
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def program_output(*, to_stderr: bool) -> Iterator[None]:
+    """Send what the program prints to standard error while standard output is kept for JSON."""
+    if not to_stderr:
+        yield
+        sys.stdout.flush()
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

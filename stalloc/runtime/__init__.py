@@ -1,0 +1,7 @@
+"""Doing it: the arena, the compiled core that hands it out, and the controller that watches, plans and switches."""
+
+from stalloc.runtime.controller import Controller, Phase, Settings
+from stalloc.runtime.process import Runtime, current, start
+from stalloc.runtime.statistics import Report
+
+__all__ = ["Controller", "Phase", "Report", "Runtime", "Settings", "current", "start"]

@@ -1,0 +1,387 @@
+"""One device under stalloc: watch the program, plan its steady step in the background, switch, recover.
+
+The compiled core serves requests; this module is where it turns when it needs Python: for a segment, for a look at
+what was recorded, at the boundary of a step, for memory that other streams still use. Contract: no method raises
+into the core; a failure of any of them leaves the heap serving.
+"""
+
+import enum
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stalloc.device import Device
+from stalloc.errors import PlanError
+from stalloc.runtime import core, layout
+from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.state import DeviceState
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+    from stalloc.planner import Plan
+    from stalloc.trace import Trace
+
+
+_COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
+
+
+class Phase(enum.Enum):
+    """What a device is at; the value is what reports say."""
+
+    OBSERVING = "observing"
+    PLANNING = "planning"
+    PLANNED = "running on the plan"
+    RESTING = "serving from the heap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a program is watched."""
+
+    observe_steps: int = 0  #: step marks to see before a plan is made; 0: as soon as a period is confirmed
+    plan: bool = True  #: False: only record
+    plan_wait_seconds: float = 20.0  #: how long a step boundary may wait for the planner, once, so that short runs gain
+    max_plans: int = 8  #: plans made in one run before the heap is left to serve for good
+    keep_recording: bool = False  #: record to the end, for `stalloc record`
+
+
+@dataclass
+class Observed:
+    """What the steps before the plan were like."""
+
+    allocated_peak_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    num_requests: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Making:
+    """A plan in the making; `done` is set when `plan` or `error` is there."""
+
+    tape: "Tape"
+    done: threading.Event = field(default_factory=threading.Event)
+    plan: "Plan | None" = None
+    error: str | None = None
+
+
+class Controller:
+    """The watcher of one device."""
+
+    def __init__(self, device: Device, slow_function: int, settings: Settings) -> None:
+        self.device = device
+        self.settings = settings
+        self.state = DeviceState(device.index, slow_function)
+        self.pool = device.new_pool()
+        self.phase = Phase.OBSERVING
+        self.note = ""  # why the device rests, or what went wrong, for the report
+        self.plan: Plan | None = None
+        self.observed: Observed | None = None
+        self.planned_since_ns: int | None = None
+        self.steps_per_ring = 1
+        self.observed_trace: Trace | None = None
+        self.num_plans = 0
+        self.marks: list[tuple[int, int, str]] = []
+        self.step_times_ns: list[int] = []
+        self._segments: dict[int, Any] = {}  # base address -> what keeps it
+        self._arena: Any = None
+        self._making: _Making | None = None
+        self._deferred = Deferred(self.state.address)
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self._release_at_boundaries = 0
+        self._observe()
+
+    # --- what the core asks for
+
+    def help(self, request: int, argument: int) -> bool:
+        """Do what the core asks for; False means that there is no memory."""
+        reason = request & ((1 << layout.REASON_BITS) - 1)
+        with self._lock:
+            if reason == layout.NEED_SEGMENT:
+                return self._add_segment(request >> layout.REASON_BITS, argument)
+            if reason == layout.AT_BOUNDARY:
+                self._at_boundary()
+            elif reason == layout.CHECK:
+                self.look()
+            elif reason == layout.STALE:
+                self._drop_plan("the program left the plan for good")
+            elif reason == layout.DEFER:
+                self._deferred.add(argument)
+            elif reason == layout.POLL:
+                self._deferred.poll()
+        return True
+
+    def share(self, address: int, stream: int) -> None:
+        """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
+        with self._lock:
+            self._deferred.share(address, stream)
+
+    def mark(self, kind: int, name: str) -> None:
+        """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
+        with self._lock:
+            self.marks.append((self.state["NUM_EVENTS"], kind, name))
+            if kind == 0:
+                self.step_times_ns.append(time.monotonic_ns())
+                self.look()
+
+    # --- memory from the device
+
+    def _malloc(self, size_bytes: int) -> Any:
+        """Memory from the pool, None if the device has no more, even after everything unused was given back."""
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            try:
+                return self.pool.malloc(size_bytes)
+            except cupy.cuda.memory.OutOfMemoryError:
+                self.state["NUM_RETRIES"] += 1
+                self._deferred.wait()
+                self.release_unused()
+            try:
+                return self.pool.malloc(size_bytes)
+            except cupy.cuda.memory.OutOfMemoryError:
+                return None
+
+    def _add_segment(self, pool: int, size_bytes: int) -> bool:
+        wanted = segment_bytes(self.state.pool_kind(pool), size_bytes)
+        for segment in dict.fromkeys((wanted, round_up(size_bytes))):
+            memory = self._malloc(segment)
+            if memory is not None:
+                self._segments[memory.ptr] = memory
+                if self.state.give_segment(pool, memory.ptr, segment):
+                    return True
+                del self._segments[memory.ptr]
+        self._explain_out_of_memory(size_bytes)
+        return False
+
+    def release_unused(self) -> None:
+        """Give back to the device what holds no live block: free segments, an arena that is no longer served."""
+        import cupy
+
+        for base in self.state.take_free_segments():
+            del self._segments[base]
+        if self._arena is not None and self.state.forget_arena():
+            self._arena = None
+        with cupy.cuda.Device(self.device.index):
+            self.pool.free_all_blocks()
+
+    def _explain_out_of_memory(self, size_bytes: int) -> None:
+        from stalloc.runtime.statistics import out_of_memory_text
+
+        self.state.set_out_of_memory_text(out_of_memory_text(self, size_bytes))
+
+    # --- watching
+
+    def _observe(self) -> None:
+        self.phase = Phase.OBSERVING
+        self.marks.clear()
+        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
+
+    def _rest(self, note: str) -> None:
+        """Leave everything to the heap, and say why."""
+        self.phase, self.note = Phase.RESTING, note
+        self.state.drop_tape()
+        self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+
+    def trace(self) -> "Trace":
+        """What was recorded so far, as a Trace."""
+        from stalloc.trace.recorder import from_recorded
+
+        events = self.state.recorded()
+        tags = events[:, layout.E_ACTION]
+        action = tags & 0xFF
+        raw = [int(stream) for stream in self.state.streams[: self.state["NUM_STREAMS"]]]
+        return from_recorded(
+            self.device.index,
+            action,
+            events[:, layout.E_ADDRESS].view(np.uint64),
+            events[:, layout.E_SIZE],
+            tags >> 8,
+            events[:, layout.E_TIME],
+            self.marks,
+            raw,
+            segments=self._segment_columns(),
+            info={
+                "device_name": self.device.name,
+                "total_bytes": self.device.total_bytes,
+                "notes": [] if self.state["RECORDING"] else ["the record's table filled up: later events are missing"],
+            },
+        )
+
+    def _segment_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        bases = np.array(sorted(self._segments), np.int64)
+        sizes = np.array([self._segments[int(base)].mem.size for base in bases], np.int64)
+        return bases.view(np.uint64), sizes, np.zeros(len(bases), np.int64)
+
+    def look(self) -> None:
+        """Look for a repeating step in the record and start planning it; called at marks and every so often."""
+        if self.phase is not Phase.OBSERVING or not self.settings.plan:
+            return
+        state = self.state
+        num_steps = sum(kind == 0 for _, kind, _ in self.marks)
+        # marks come at the right moments; without them, look again when the record has grown by a quarter
+        state["CHECK_AT"] = 0 if self.marks else state["NUM_SIZABLE"] * 5 // 4 + 64
+        if num_steps < self.settings.observe_steps:
+            return
+        if not state["RECORDING"]:
+            self._rest("no repeating step was found before the record's table was full")
+            return
+        if self._arena is not None and self.state["ARENA_LIVE"]:
+            return  # blocks of the last plan are still in its arena; its tape cannot be replaced yet
+        self._start_planning()
+
+    def _start_planning(self) -> None:
+        from stalloc.lifespans.tape import fold
+
+        trace = self.trace()
+        tape = fold(trace, with_prologue=False)
+        if tape is None:
+            return
+        sizable = np.flatnonzero(trace.size > layout.TINY)
+        if not self.marks and tape.covered_requests < max(3 * tape.period_requests, _COVERAGE * len(sizable)):
+            return  # layers and microbatches repeat too: without marks only what fills the record is a step
+        self.release_arena()
+        self.phase, self._making = Phase.PLANNING, _Making(tape)
+        self.observed_trace = trace
+        threading.Thread(target=self._make_plan, args=(self._making,), name="stalloc planner", daemon=True).start()
+        # until the plan is there, follow the tape without serving it, so that its boundary is known
+        ring = slice(tape.num_prologue, None)
+        first = int(np.searchsorted(sizable, tape.row[tape.num_prologue]))
+        cursor = (len(sizable) - first) % len(tape.size[ring])
+        nowhere = np.full(len(tape.size[ring]), -1, np.int64)
+        self.state.write(CHECK_AT=0)
+        self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
+        self.state["ASK_AT_BOUNDARY"] = 1
+
+    def release_arena(self) -> None:
+        """Give back the arena of a plan that was dropped; it must be empty."""
+        if self._arena is not None:
+            self.release_unused()
+        assert self._arena is None
+
+    @staticmethod
+    def _make_plan(making: _Making) -> None:
+        try:
+            from stalloc.planner import plan_tape, validate
+
+            plan = plan_tape(making.tape)
+            verdict = validate(plan)
+            if verdict.ok:
+                making.plan = plan
+            else:
+                making.error = f"the plan was refused: {verdict.reason}: {verdict.detail}"
+        except Exception as error:
+            making.error = f"planning failed: {type(error).__name__}: {error}"
+        finally:
+            making.done.set()
+
+    # --- at the boundary of a step
+
+    def _at_boundary(self) -> None:
+        if self.phase is Phase.PLANNED:
+            # what the switch left behind in the old segments has died meanwhile
+            self._release_at_boundaries -= 1
+            self.release_unused()
+            self.state["ASK_AT_BOUNDARY"] = int(self._release_at_boundaries > 0)
+            return
+        making = self._making
+        if self.phase is not Phase.PLANNING or making is None:
+            return
+        if not making.done.wait(self.settings.plan_wait_seconds):
+            self.state["ASK_AT_BOUNDARY"] = 1
+            return
+        self._making = None
+        self.steps_per_ring = making.tape.ring_length // making.tape.period_requests
+        if making.plan is None:
+            self._rest(making.error or "planning failed")
+            return
+        self._switch(making.plan)
+
+    def _switch(self, plan: "Plan") -> None:
+        state = self.state
+        self.observed = Observed(
+            allocated_peak_bytes=state.span_peak("ALLOCATED"),
+            reserved_peak_bytes=state.span_peak("RESERVED"),
+            num_requests=state["NUM_ALLOCS"],
+            seconds=time.monotonic() - self._began,
+        )
+        self.release_unused()
+        state.write(EXACT=0, RECORDING=int(self.settings.keep_recording))
+        if not self._begin(plan, ring_only=True):
+            self._rest(
+                f"an arena of {plan.peak_bytes} bytes does not fit beside the {state['RESERVED']} bytes that hold live blocks"
+            )
+
+    def _begin(self, plan: "Plan", *, ring_only: bool) -> bool:
+        """Take the arena and serve a plan from now on; False if the device has no room for the arena."""
+        arena_bytes = round_up(plan.peak_bytes)
+        memory = self._malloc(arena_bytes)
+        if memory is None:
+            return False
+        self._arena = memory
+        state = self.state
+        state.drop_tape()
+        core.reserve(state.address, arena_bytes)
+        first = plan.num_prologue if ring_only else 0
+        columns = (column[first:] for column in (plan.tape_size, plan.tape_stream, plan.tape_offset))
+        state.install_tape(*columns, plan.num_prologue - first, 0)
+        ring_length = len(plan.tape_size) - plan.num_prologue
+        state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024
+        state.serve_arena(memory.ptr, arena_bytes)
+        self._release_at_boundaries = 3
+        state["ASK_AT_BOUNDARY"] = 1
+        self.plan, self.phase, self.num_plans = plan, Phase.PLANNED, self.num_plans + 1
+        self.planned_since_ns = time.monotonic_ns()
+        return True
+
+    def use(self, plan: "Plan") -> None:
+        """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
+        from stalloc.planner import validate
+
+        if plan.kind != "program":
+            raise PlanError(
+                f"the plan for device {plan.device} lays out one recording and cannot be run: "
+                "record the program with `stalloc record` and plan that."
+            )
+        if plan.alignment % layout.ALIGNMENT:
+            raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {layout.ALIGNMENT}.")
+        verdict = validate(plan)
+        if not verdict.ok:
+            raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the trace again.")
+        if self.state["NUM_ALLOCS"]:
+            raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
+        self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        if not self._begin(plan, ring_only=False):
+            free, total = self.device.memory_info()
+            raise PlanError(
+                f"the plan needs an arena of {plan.peak_bytes} bytes, device {self.device.index} has {free} of {total} "
+                "bytes free: close what uses it, or plan a smaller step."
+            )
+
+    def _drop_plan(self, note: str) -> None:
+        """Go back to the heap and, if there were not too many plans already, watch anew."""
+        if self.phase is not Phase.PLANNED:
+            return
+        self.state.drop_tape()
+        if self.num_plans >= self.settings.max_plans or not self.settings.plan:
+            self._rest(f"{note} (after {self.num_plans} plans)")
+            return
+        self.note = note
+        self._observe()
+
+    def drop_plan(self) -> None:
+        """Go back to the heap for good; what lives in the arena stays valid until it is freed."""
+        with self._lock:
+            if self.phase in (Phase.PLANNED, Phase.PLANNING):
+                self._rest("the plan was dropped on request")
+            self.phase = Phase.RESTING
+            self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, EXACT=0)
+
+    def close(self) -> None:
+        """The interpreter goes down: never enter Python again. Memory stays: tensors may still be freed."""
+        self.state["CLOSED"] = 1

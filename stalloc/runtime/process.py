@@ -1,0 +1,91 @@
+"""The runtime of this process: a controller a device, one table of states that the C entry points go by.
+
+Contract: made once, never torn down, since torch and CuPy hold addresses into it for as long as the process lives.
+"""
+
+import atexit
+import contextlib
+import threading
+import warnings
+
+import numpy as np
+
+from stalloc import device as devices
+from stalloc.errors import PlanError
+from stalloc.planner import Plan
+from stalloc.runtime import entry
+from stalloc.runtime.controller import Controller, Settings
+from stalloc.runtime.statistics import Report, report
+
+_MAX_DEVICES = 128
+
+
+class Runtime:
+    """All devices of this process under stalloc."""
+
+    def __init__(self, settings: Settings, plans: list[Plan] | None = None) -> None:
+        """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
+        self.states = np.zeros(_MAX_DEVICES, np.int64)
+        slow = entry.slow_entry(self._help)
+        self.controllers = [Controller(device, slow, settings) for device in devices.devices()]
+        for controller in self.controllers:
+            self.states[controller.device.index] = controller.state.address
+        for plan in plans or []:
+            if plan.device >= len(self.controllers):
+                raise PlanError(
+                    f"the plan is for device {plan.device}, there are {len(self.controllers)} devices: "
+                    "make it from a trace of this machine's devices."
+                )
+            self.controllers[plan.device].use(plan)
+        atexit.register(self._close)
+
+    def _help(self, device: int, request: int, argument: int) -> int:
+        try:
+            return int(self.controllers[device].help(request, argument))
+        except KeyboardInterrupt:
+            # it would vanish in the C code that called: raise it again where Python runs
+            import _thread
+
+            _thread.interrupt_main()
+            return 0
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                warnings.warn(
+                    f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
+                    "serving without a plan.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return 0
+
+    def _close(self) -> None:
+        for controller in self.controllers:
+            controller.close()
+
+    def mark(self, kind: int, name: str) -> None:
+        """Note a mark on every device that the program has used."""
+        for controller in self.controllers:
+            if controller.state["NUM_ALLOCS"]:
+                controller.mark(kind, name)
+
+    def reports(self) -> list[Report]:
+        """One report for each device that the program has used."""
+        return [report(controller) for controller in self.controllers if controller.state["NUM_ALLOCS"]]
+
+
+_runtime: Runtime | None = None
+_runtime_lock = threading.Lock()
+
+
+def start(settings: Settings, plans: list[Plan] | None = None) -> Runtime:
+    """The runtime of this process, made at the first call; later calls get the same one whatever they ask for."""
+    global _runtime
+    with _runtime_lock:
+        if _runtime is None:
+            _runtime = Runtime(settings, plans)
+        return _runtime
+
+
+def current() -> Runtime | None:
+    """The runtime of this process, None before it was started."""
+    return _runtime

@@ -1,0 +1,32 @@
+"""How much to take from the device at a time.
+
+Contract: a segment is a multiple of 2 MiB, the granularity in which the driver hands out memory, so that what is
+counted as reserved is what the device really gives up.
+"""
+
+from stalloc.runtime.layout import GENERAL_KIND, SMALL_KIND
+
+GRANULE = 2 << 20  # bytes
+_GENERAL = 20 << 20  # bytes; general segments for requests below half of this
+_LARGE = 10 << 20  # bytes; from here on a request gets a segment of its own
+_SLAB = 32 << 20  # bytes; the largest segment that several blocks of one size share
+_WASTE = 0.01  # share of a slab that may be lost to rounding before more blocks are put into it
+
+
+def round_up(size_bytes: int) -> int:
+    """The next multiple of the device's granularity."""
+    return -(-size_bytes // GRANULE) * GRANULE
+
+
+def segment_bytes(kind: int, size_bytes: int) -> int:
+    """The size of a new segment for a pool of `kind` that lacks room for a request of `size_bytes` (rounded)."""
+    if kind == SMALL_KIND:
+        return GRANULE
+    if kind == GENERAL_KIND:
+        return _GENERAL if size_bytes < _LARGE else round_up(size_bytes)
+    if size_bytes >= _LARGE:
+        return round_up(size_bytes)
+    counts = range(1, _SLAB // size_bytes + 1)
+    slabs = [(1 - n * size_bytes / round_up(n * size_bytes), n) for n in counts]
+    _, count = next((slab for slab in slabs if slab[0] <= _WASTE), min(slabs))
+    return round_up(count * size_bytes)
