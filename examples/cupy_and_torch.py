@@ -89,7 +89,7 @@ def main() -> None:
         if step % 10 == 9 or step == args.steps - 1:
             hit_rate = float(cp.trace(confusion) / cp.maximum(confusion.sum(), 1))
             milliseconds = (time.perf_counter() - started) * 1e3
-            print(f"step {step:3d}  loss {loss.item():.4f}  right {hit_rate:.0%}  {milliseconds:.1f} ms", flush=True)
+            print(f"step {step:3d}  loss {loss.item():.4f}  right {hit_rate:.3g}  {milliseconds:.1f} ms", flush=True)
 
     pool = cp.get_default_memory_pool()
     print(f"torch reserved {torch.cuda.max_memory_reserved() / 2**20:.1f} MiB at its peak")

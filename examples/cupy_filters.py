@@ -65,7 +65,7 @@ def features(photographs: cp.ndarray, num_levels: int) -> cp.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--size", type=int, default=512, help="pixels of the longest side")
+    parser.add_argument("--size", type=int, default=1024, help="pixels of the longest side")
     parser.add_argument("--batch", type=int, default=8, help="images in a stack")
     parser.add_argument("--levels", type=int, default=3, help="levels of the pyramid")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,116 @@
+"""The examples do what they say, natively: on the CPU, and on the virtual GPU under the libraries' own pools."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# the program itself never hears of stalloc
+ON_VIRTUAL_GPU = """
+import runpy, sys
+from stalloc import device
+device.activate("virtual")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def why_no_virtual_gpu(*libraries: str) -> str | None:
+    if shutil.which("cc") is None:
+        return "the virtual GPU needs a C compiler"
+    for name in libraries:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            return f"{name} is not installed"
+        if name == "torch" and not (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists():
+            return "torch is not a CUDA build"
+    return None
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    reason = why_no_virtual_gpu(*libraries)
+    return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def run_example(name: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", ON_VIRTUAL_GPU, str(EXAMPLES / name), *map(str, arguments)]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # tests run side by side: more threads would wait for each other
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses_on_cpu(tmp_path: Path, *arguments: object) -> list[float]:
+    file = tmp_path / "losses.json"
+    run_example("train_gpt.py", "--device", "cpu", "--size", "tiny", "--losses", file, *arguments)
+    return [float.fromhex(loss) for loss in json.loads(file.read_text())]
+
+
+@needs("torch")
+def test_training_on_the_cpu_learns_and_repeats_to_the_last_bit(tmp_path: Path) -> None:
+    arguments = ("--steps", 40, "--batch", 8, "--lr", 3e-3, "--deterministic")
+    first = losses_on_cpu(tmp_path, *arguments)
+    assert len(first) == 40
+    assert abs(first[0] - math.log(256)) < 0.5, "an untrained model is as good as guessing among 256 tokens"
+    assert first[-1] < 0.8 * first[0]
+    assert losses_on_cpu(tmp_path, *arguments) == first
+
+
+@needs("torch")
+def test_checkpointing_changes_no_loss(tmp_path: Path) -> None:
+    plain = losses_on_cpu(tmp_path, "--steps", 4, "--deterministic")
+    assert losses_on_cpu(tmp_path, "--steps", 4, "--deterministic", "--checkpoint") == plain
+
+
+@needs("torch")
+def test_accumulating_and_autocast_train_too(tmp_path: Path) -> None:
+    losses = losses_on_cpu(tmp_path, "--steps", 3, "--accumulate", 2, "--autocast")
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@needs("torch")
+def test_another_seed_gives_other_losses(tmp_path: Path) -> None:
+    assert losses_on_cpu(tmp_path, "--steps", 2, "--seed", 1) != losses_on_cpu(tmp_path, "--steps", 2, "--seed", 2)
+
+
+@needs("torch")
+@pytest.mark.parametrize("option", ["--checkpoint", "--autocast", "--deterministic"])
+def test_a_7b_step_runs_on_the_virtual_gpu(option: str) -> None:
+    printed = run_example("train_gpt.py", "--size", "7b", "--steps", 2, option)
+    assert len(re.findall(r"^step +\d+  loss ", printed, flags=re.MULTILINE)) == 2
+    peak = re.search(r"^peak allocated ([\d.]+) GiB, reserved ([\d.]+) GiB$", printed, flags=re.MULTILINE)
+    assert peak is not None, printed
+    parameters_gradients_and_adam_gib = 6.7384e9 * 2 * 4 / 2**30
+    assert parameters_gradients_and_adam_gib < float(peak[1]) <= float(peak[2]) < 141
+
+
+@needs("cupy")
+def test_cupy_filters_returns_all_that_it_took() -> None:
+    printed = run_example("cupy_filters.py", "--steps", 3, "--size", 128, "--batch", 2)
+    assert re.search(r"^[\d.]+ images a second", printed, flags=re.MULTILINE)
+    pool = re.search(r"pool holds ([\d.]+) MiB, ([\d.]+) MiB in use", printed)
+    assert pool is not None, printed
+    assert float(pool[1]) > 0.1, "the pool keeps what the temporaries took"
+    assert float(pool[2]) < 0.1, "only the running total is left"
+
+
+@needs("torch", "cupy")
+def test_cupy_and_torch_hand_arrays_to_each_other() -> None:
+    printed = run_example("cupy_and_torch.py", "--steps", 3, "--size", 64, "--batch", 4)
+    assert re.search(r"^step +2  loss ", printed, flags=re.MULTILINE)
+    reserved = re.search(r"^torch reserved ([\d.]+) MiB", printed, flags=re.MULTILINE)
+    pool = re.search(r"pool holds ([\d.]+) MiB", printed)
+    assert reserved is not None, printed
+    assert pool is not None, printed
+    assert float(reserved[1]) > 0
+    assert float(pool[1]) > 0
