@@ -4,11 +4,11 @@ Contract: `activate()` decides once per process which devices it has, before tor
 code asks `devices()` and `active()` and never tests for a GPU itself. Importing this package imports neither.
 """
 
-import ctypes
 import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from stalloc.device.driver import gpus
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.errors import SetupError
 
@@ -75,23 +75,11 @@ class CupyDevice:
         return int(free_bytes), int(total_bytes)
 
 
-def num_cuda_devices() -> int:
-    """How many NVIDIA GPUs the driver offers; 0 without a driver. Imports neither torch nor CuPy."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
 def detect() -> Kind:
     """The kind that "auto" means: "cuda" if an NVIDIA driver offers a GPU, else "virtual"; once active, what is."""
     if _active is not None:
         return _active
-    return "cuda" if num_cuda_devices() > 0 else "virtual"
+    return "cuda" if gpus() else "virtual"
 
 
 def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU | None = None) -> Kind:
@@ -108,7 +96,7 @@ def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU 
         from stalloc.device import virtual
 
         virtual.activate(gpu or virtual.active_gpu() or DEFAULT_GPU)
-    elif _active is None and num_cuda_devices() == 0:
+    elif _active is None and not gpus():
         raise SetupError("no NVIDIA driver with a GPU is here: choose the virtual GPU (--device virtual).")
     _active = wanted
     return wanted

@@ -6,14 +6,18 @@ sizes and addresses are exact; kernels do nothing, so values are not: what is re
 """
 
 import ctypes
+import importlib.abc
 import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.virtual_build import MAIN_LIBRARY, build, built_directory
-from stalloc.device.virtual_cupy import RedirectOnImport
+from stalloc.device.virtual_cupy import redirect
 from stalloc.errors import BadInputError, SetupError
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "built_directory",
     "find_gpu",
     "parse_memory",
+    "peak_bytes",
     "statistics",
     "used_bytes",
 ]
@@ -64,7 +69,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
-    sys.meta_path.insert(0, RedirectOnImport(library))
+    sys.meta_path.insert(0, _OnImport(library))
     _library, _gpu = library, gpu
 
 
@@ -78,6 +83,35 @@ def _load(folder: Path) -> ctypes.CDLL:
     return library
 
 
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Prepares CuPy before, and torch after, its first import: a program pays only for what it imports."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._cupy_is_ready = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "torch":
+            return _torch_spec()
+        if name in ("cupy", "cupy_backends") and not self._cupy_is_ready:
+            self._cupy_is_ready = True
+            redirect(self._library)
+        return None  # the usual finders go on from here
+
+
+def _torch_spec() -> ModuleSpec | None:
+    spec = PathFinder.find_spec("torch")
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def execute_and_adapt(module: ModuleType) -> None:
+            execute(module)
+            after_torch_import()
+
+        spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
+    return spec
+
+
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
     return _gpu
@@ -86,7 +120,7 @@ def active_gpu() -> VirtualGPU | None:
 def after_torch_import() -> None:
     """Turn off what torch cannot do here: cuDNN, whose attention and convolutions answer through opaque descriptors.
 
-    Call it after `import torch`; calling it again, or without a virtual GPU, does nothing.
+    It runs by itself at the end of `import torch`; calling it again, or without a virtual GPU, does nothing.
     """
     torch: Any = sys.modules.get("torch")
     if _gpu is not None and torch is not None:

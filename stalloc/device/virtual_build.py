@@ -31,7 +31,9 @@ _NVIDIA_LIBRARY = re.compile(
 _NVIDIA_SYMBOL = re.compile(
     r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|curand|cusparse|cusolver|cutensor|p?nccl[A-Z]|nvshmem|nvrtc|nvJitLink|nvml)"
 )
-_ALWAYS = ("libcuda.so.1", "libcudart.so.12", "libcudart.so.13", "libnvrtc.so.12", "libnvrtc.so.13")
+# Loaded by name at run time, so no file asks for them.
+_BY_NAME = ("cudart", "nvrtc", "nvJitLink")
+_ALWAYS = ("libcuda.so.1", *(f"lib{name}.so.{major}" for major in (12, 13) for name in _BY_NAME))
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def build() -> Path:
                     raise
     except OSError as error:
         raise SetupError(
-            f"the virtual GPU cannot be kept in {folder.parent} ({error.strerror}): set XDG_CACHE_HOME to a writable directory."
+            f"the virtual GPU cannot be kept in {folder.parent} ({error.strerror}): "
+            "set XDG_CACHE_HOME to a writable directory."
         ) from error
     return folder

@@ -6,13 +6,8 @@ links to the runtime (conda-forge) needs nothing: the loader finds the virtual G
 """
 
 import ctypes
-import importlib.abc
 import os
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 from stalloc.device.elf import ElfFile
 from stalloc.device.virtual_build import package_directory
@@ -68,16 +63,3 @@ def _address(function: object) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
-
-
-class RedirectOnImport(importlib.abc.MetaPathFinder):
-    """Redirects when CuPy is about to be imported for the first time, so that programs without CuPy pay nothing."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name in ("cupy", "cupy_backends"):
-            sys.meta_path.remove(self)
-            redirect(self._library)
-        return None

@@ -87,7 +87,7 @@ Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes) {
 Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
     Block block;
     if (!memory_find((void *)address, &block)) return INVALID_VALUE;
-    if (start) *start = address - address % SLOT_BYTES; // blocks start at a slot; only the first slot is exact
+    if (start) *start = (Address)memory_start(&block);
     if (size) *size = block.size_bytes;
     return SUCCESS;
 }

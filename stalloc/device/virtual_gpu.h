@@ -48,6 +48,7 @@ void count(int which);
 int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted);
 int memory_free(void *address);
 bool memory_find(const void *address, Block *found); // the block that holds `address`
+void *memory_start(const Block *block);
 size_t memory_used_bytes(int device);
 bool memory_charge(int device, size_t size_bytes);   // false when the device has too little left
 void memory_refund(int device, size_t size_bytes);

@@ -1,0 +1,124 @@
+"""Show what stalloc finds here: versions, GPUs, the virtual GPU, and the allocator settings in force.
+
+It is what a report of a problem should contain. Nothing is changed, and neither torch nor CuPy is imported.
+"""
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
+from stalloc.device.driver import driver_version, gpus
+from stalloc.device.virtual_build import built_directory, compiler
+
+_PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
+_CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
+_SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
+# torch reads the first of these that is set
+_TORCH_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--json` only."""
+    add_json_argument(parser)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    from stalloc import __version__
+
+    cupy = next((f"{version} ({wheel})" for wheel in _CUPY_WHEELS if (version := _version(wheel))), None)
+    found: dict[str, str | None] = {"stalloc": __version__, "python": platform.python_version()}
+    return found | {"cupy": cupy} | {package: _version(package) for package in _PACKAGES}
+
+
+def torch_allocator_settings(environment: dict[str, str]) -> dict[str, str]:
+    """The options in torch's allocator variable, by name: of the first variable that is set, as torch reads them."""
+    text = next((environment[name] for name in _TORCH_ALLOCATOR_SETTINGS if environment.get(name)), "")
+    options, depth, start = [], 0, 0
+    for position, letter in enumerate(text + ","):
+        depth += {"[": 1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:  # a comma inside [...] belongs to a value
+            options.append(text[start:position])
+            start = position + 1
+    pairs = (option.partition(":") for option in options if option.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def collect() -> dict[str, Any]:
+    """All that `stalloc info` shows, as plain values; sizes in bytes."""
+    environment = dict(os.environ)
+    built, command = built_directory(), compiler()
+    listed = [
+        name
+        for name in sorted(environment)
+        if name.startswith(_SETTING_PREFIXES) or name in _SETTINGS
+    ]  # fmt: skip
+    return {
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "driver_cuda_version": driver_version(),
+        "gpus": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in gpus()],
+        "virtual_gpu": {
+            "compiler": " ".join(command) if command else None,
+            "built": built is not None,
+            "directory": str(built) if built else None,
+            "default": DEFAULT_GPU.name,
+            "known": list(KNOWN_GPUS),
+        },
+        "settings": {name: environment[name] for name in listed},
+        "torch_allocator": torch_allocator_settings(environment),
+    }
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        _table("Versions", [(name, version or "not installed") for name, version in found["versions"].items()])
+    )
+    if found["gpus"]:
+        rows = [
+            (f"GPU {i}", f"{gpu['name']}, {human_bytes(gpu['total_bytes'])}") for i, gpu in enumerate(found["gpus"])
+        ]
+        console.print(_table(f"\nGPUs (driver for CUDA {found['driver_cuda_version']})", rows))
+    else:
+        console.print(_table("\nGPUs", [("none", "no NVIDIA driver with a GPU is here; the virtual GPU needs none")]))
+    virtual = found["virtual_gpu"]
+    state = f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"
+    rows = [("compiler", virtual["compiler"] or "none: install gcc, or set CC"), ("library", state)]
+    console.print(_table("\nVirtual GPU", [*rows, ("stands in for", ", ".join(virtual["known"]))]))
+    settings = list(found["settings"].items()) or [("none", "torch and CuPy use their defaults")]
+    console.print(_table("\nSettings (environment)", settings))
+    if found["torch_allocator"]:
+        console.print(_table("\ntorch allocator", list(found["torch_allocator"].items())))
+    target = "run" if found["gpus"] else "dryrun"
+    console.print(f"\nNext: stalloc {target} PROGRAM.py", markup=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write what was found; always 0."""
+    found = collect()
+    if wants_text(args):
+        _print(found)
+    write_json(args, found)
+    return 0

@@ -1,0 +1,47 @@
+"""The NVIDIA driver of this machine, asked directly: what it offers before any library has touched it.
+
+Contract: imports neither torch nor CuPy, creates no context on a GPU, and has empty answers where there is no
+driver.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PhysicalGPU:
+    """A GPU that the driver lists."""
+
+    name: str
+    total_bytes: int
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def driver_version() -> str | None:
+    """The newest CUDA version that the driver supports, such as "13.0"; None without a driver or a GPU."""
+    driver, version = _driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def gpus() -> list[PhysicalGPU]:
+    """The GPUs that the driver lists, in its order; empty without a driver."""
+    driver, num = _driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(num)) != 0:
+        return []
+    found = []
+    for index in range(num.value):
+        device, total, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceGetName(name, len(name), device)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        found.append(PhysicalGPU(name.value.decode(errors="replace"), total.value))
+    return found
