@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
@@ -86,8 +87,10 @@ def collect() -> dict[str, Any]:
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))  # as they are: a setting may contain what looks like markup
     return table
 
 

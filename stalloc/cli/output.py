@@ -13,7 +13,9 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, which every verb has."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as one JSON object to FILE (- for standard output)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as one JSON object to FILE (- for standard output)"
+    )
 
 
 def wants_text(args: argparse.Namespace) -> bool:

@@ -5,6 +5,7 @@ answer (statistics, peaks) is answered here from the runtime's counters.
 """
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,6 @@ def check_untouched() -> None:
 def install(runtime: Runtime, stepped: Callable[[], None]) -> None:
     """Make stalloc torch's CUDA allocator; `stepped` is called after every step of any torch optimizer."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if not torch.backends.cuda.is_built():
         return  # a CPU build: nothing to serve
@@ -40,27 +40,62 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> None:
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     _answer_statistics(torch, runtime)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped())
+    _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
 
 
+def _watch_optimizers(runtime: Runtime, stepped: Callable[[], None]) -> None:
+    """Let every optimizer mark steps, and say as soon as there is one that marks will come."""
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped())
+    make = Optimizer.__init__
+
+    @functools.wraps(make)
+    def make_and_expect(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        runtime.expect_marks()
+
+    Optimizer.__init__ = make_and_expect
+
+
 def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
-    """record_stream and empty_cache: rare, so they may be Python."""
+    """What torch asks for besides memory; all of it rare, so it may be Python."""
+    controllers = runtime.controllers
 
     def record_stream(address: int | None, stream: int | None) -> None:
         if address:
-            for controller in runtime.controllers:
+            for controller in controllers:
                 controller.share(address, stream or 0)
 
     def empty_cache() -> None:
-        for controller in runtime.controllers:
+        for controller in controllers:
             controller.release_unused()
 
-    share = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(record_stream)
-    reset = ctypes.CFUNCTYPE(None)(empty_cache)
-    _keep.extend((share, reset))
-    allocator.set_record_stream_fn(ctypes.cast(share, ctypes.c_void_p).value)
-    allocator.set_reset_fn(ctypes.cast(reset, ctypes.c_void_p).value)
+    def begin_capture(device: int, first: int, second: int, stream_filter: int | None) -> None:
+        controllers[device].begin_capture((first, second))
+
+    def end_capture(device: int, first: int, second: int) -> None:
+        controllers[device].end_capture()
+
+    def release_capture(device: int, first: int, second: int) -> None:
+        controllers[device].release_capture((first, second))
+
+    def limit(fraction: float, device: int) -> None:
+        controllers[device].limit(fraction)
+
+    integer, pointer, pool_id = ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong
+    for setter, function, arguments in (
+        (allocator.set_record_stream_fn, record_stream, (pointer, pointer)),
+        (allocator.set_reset_fn, empty_cache, ()),
+        (allocator.set_begin_allocate_to_pool, begin_capture, (integer, pool_id, pool_id, pointer)),
+        (allocator.set_end_allocate_to_pool_fn, end_capture, (integer, pool_id, pool_id)),
+        (allocator.set_release_pool, release_capture, (integer, pool_id, pool_id)),
+        (allocator.set_memory_fraction_fn, limit, (ctypes.c_double, integer)),
+    ):
+        callback = ctypes.CFUNCTYPE(None, *arguments)(function)
+        _keep.append(callback)
+        setter(ctypes.cast(callback, ctypes.c_void_p).value)
 
 
 def _answer_statistics(torch: Any, runtime: Runtime) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
 
 
+MARK_STEP = 0  # as in stalloc.trace
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 
 
@@ -90,8 +91,12 @@ class Controller:
         self._segments: dict[int, Any] = {}  # base address -> what keeps it
         self._arena: Any = None
         self._making: _Making | None = None
+        self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
+        self._num_private = 0
         self._deferred = Deferred(self.state.address)
         self._lock = threading.RLock()
+        self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
+        self._min_period = 4  # requests; shorter repetitions are none, or have misled already
         self._began = time.monotonic()
         self._release_at_boundaries = 0
         self._observe()
@@ -124,12 +129,55 @@ class Controller:
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
         with self._lock:
-            self.marks.append((self.state["NUM_EVENTS"], kind, name))
-            if kind == 0:
+            if kind == MARK_STEP:
                 self.step_times_ns.append(time.monotonic_ns())
+                self._doubt_unmarked_plan()
+            self.marks.append((self.state["NUM_EVENTS"], kind, name))
+            if kind == MARK_STEP:
                 self.look()
 
+    def _doubt_unmarked_plan(self) -> None:
+        """At a mark: a plan that was made before there were any, and that does not follow the steps, goes."""
+        if self.marks or not self.settings.plan:
+            return
+        if self.phase is Phase.PLANNING:
+            self.state.drop_tape()
+            self.phase, self._making = Phase.OBSERVING, None
+        elif self.phase is Phase.PLANNED and 10 * self.state["MISSES"] > self.state["HITS"]:
+            self._drop_plan("the first plan did not follow the steps that are marked now")
+
+    # --- CUDA graphs
+
+    def begin_capture(self, graph_pool: tuple[int, int]) -> None:
+        """A graph is being captured into a pool of torch's: serve everything from a private pool until end_capture."""
+        with self._lock:
+            kind, users = self._private.get(graph_pool, (layout.PRIVATE_KINDS + self._num_private, 0))
+            self._num_private += users == 0
+            self._private[graph_pool] = kind, users + 1
+            self.state["PRIVATE"] = kind
+
+    def end_capture(self) -> None:
+        """The capture is over; what it allocated stays where it is."""
+        self.state["PRIVATE"] = 0
+
+    def release_capture(self, graph_pool: tuple[int, int]) -> None:
+        """A graph is gone; with the last one of its pool the pool's memory may be given back."""
+        with self._lock:
+            kind, users = self._private.get(graph_pool, (0, 0))
+            if users > 1:
+                self._private[graph_pool] = kind, users - 1
+            elif users == 1:
+                del self._private[graph_pool]
+                core.release_private(self.state.address, kind)
+
     # --- memory from the device
+
+    def limit(self, fraction: float) -> None:
+        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            self.pool.set_limit(size=int(fraction * self.device.total_bytes))
 
     def _malloc(self, size_bytes: int) -> Any:
         """Memory from the pool, None if the device has no more, even after everything unused was given back."""
@@ -223,10 +271,10 @@ class Controller:
         if self.phase is not Phase.OBSERVING or not self.settings.plan:
             return
         state = self.state
-        num_steps = sum(kind == 0 for _, kind, _ in self.marks)
+        num_steps = sum(kind == MARK_STEP for _, kind, _ in self.marks)
         # marks come at the right moments; without them, look again when the record has grown by a quarter
-        state["CHECK_AT"] = 0 if self.marks else state["NUM_SIZABLE"] * 5 // 4 + 64
-        if num_steps < self.settings.observe_steps:
+        state["CHECK_AT"] = 0 if self.marks or self.expects_marks else state["NUM_SIZABLE"] * 5 // 4 + 64
+        if num_steps < self.settings.observe_steps or (self.expects_marks and not self.marks):
             return
         if not state["RECORDING"]:
             self._rest("no repeating step was found before the record's table was full")
@@ -236,15 +284,17 @@ class Controller:
         self._start_planning()
 
     def _start_planning(self) -> None:
+        from stalloc.lifespans.periods import find_step_period
         from stalloc.lifespans.tape import fold
 
         trace = self.trace()
-        tape = fold(trace, with_prologue=False)
+        sizable = np.flatnonzero(trace.size > layout.TINY)
+        # layers and microbatches repeat too: without marks only what fills most of the record is a step
+        strict = {} if self.marks else {"min_repeats": 3, "min_share": _COVERAGE, "min_length": self._min_period}
+        period = find_step_period(trace, **strict)
+        tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is None:
             return
-        sizable = np.flatnonzero(trace.size > layout.TINY)
-        if not self.marks and tape.covered_requests < max(3 * tape.period_requests, _COVERAGE * len(sizable)):
-            return  # layers and microbatches repeat too: without marks only what fills the record is a step
         self.release_arena()
         self.phase, self._making = Phase.PLANNING, _Making(tape)
         self.observed_trace = trace
@@ -368,6 +418,7 @@ class Controller:
         if self.phase is not Phase.PLANNED:
             return
         self.state.drop_tape()
+        self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
         if self.num_plans >= self.settings.max_plans or not self.settings.plan:
             self._rest(f"{note} (after {self.num_plans} plans)")
             return

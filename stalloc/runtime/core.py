@@ -20,6 +20,7 @@ from stalloc.runtime.heap import (
     heap_desperate,
     heap_free,
     take_free_segments,
+    unpin_pools,
 )
 from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
 from stalloc.runtime.words import call3, lock, now_ns, peek, poke, unlock
@@ -294,7 +295,7 @@ def _try_allocate(state, stream, size, requested, way):
     """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
     if way == WAY_FIRST and peek(state, NUM_DEFERRED) > 0 and peek(state, NUM_ALLOCS) & 31 == 0:
         return -POLL
-    if size > TINY and way != WAY_HEAP:
+    if size > TINY and way != WAY_HEAP and peek(state, PRIVATE) == 0:
         if peek(state, MODE) != MODE_HEAP:
             key = size << STREAM_BITS | stream
             if way == WAY_FIRST and peek(state, ASK_AT_BOUNDARY) == 1 and _at_boundary(state, key):
@@ -526,6 +527,14 @@ def forget_arena(state):
 
 
 @njit(cache=True)
+def release_private(state, kind):
+    """Unpin the pools of a private kind."""
+    lock(state)
+    unpin_pools(state, kind)
+    unlock(state)
+
+
+@njit(cache=True)
 def reserve(state, size):
     """Count an arena of `size` bytes that came from the device (negative: went back)."""
     lock(state)
@@ -539,7 +548,7 @@ def largest_free(state):
     lock(state)
     largest, table = 0, peek(state, POOLS)
     for pool in range(peek(state, POOLS_MASK) + 1):
-        if peek(table, pool * POOL_ROW + P_USED) == 1:
+        if peek(table, pool * POOL_ROW + P_USED) == POOL_USED:
             current = peek(table, pool * POOL_ROW + P_ROOT)
             while current != 0:
                 largest = max(largest, block(state, current, B_SIZE))

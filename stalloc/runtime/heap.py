@@ -7,7 +7,8 @@ the lowest address costs O(log n).
 
 A pool is a stream and a kind: small requests share segments; while observing, each large size has segments of its
 own, so that what turns out to be transient leaves whole segments behind and goes back to the device when the plan
-takes over; afterwards large requests split general segments, as a caching allocator does.
+takes over; afterwards large requests split general segments, as a caching allocator does. While a CUDA graph is
+captured everything comes from a private pool, whose memory nobody else gets as long as the graph can be replayed.
 """
 
 from numba import njit
@@ -197,7 +198,7 @@ def find_pool(state, stream, kind, create):
             if not create or used >= mask or (kind > GENERAL_KIND and used >= mask - (mask >> 3)):
                 return -1
             poke(state, POOLS_USED, used + 1)
-            poke(table, i * POOL_ROW + P_USED, 1)
+            poke(table, i * POOL_ROW + P_USED, POOL_PINNED if kind >= PRIVATE_KINDS else POOL_USED)
             poke(table, i * POOL_ROW + P_STREAM, stream)
             poke(table, i * POOL_ROW + P_KIND, kind)
             return i
@@ -246,6 +247,10 @@ def add_segment(state, pool, base, size):
 @njit(cache=True)
 def _choose(state, stream, size):
     """The pool that serves a request and its best block; block 0 if the pool needs a segment."""
+    private = peek(state, PRIVATE)
+    if private != 0:
+        pool = find_pool(state, stream, private, True)
+        return pool, _best_fit(state, pool, size) if pool >= 0 else 0
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         return pool, _best_fit(state, pool, size) if pool >= 0 else 0
@@ -309,7 +314,7 @@ def heap_desperate(state, stream, size, requested):
     table = peek(state, POOLS)
     best = 0
     for pool in range(peek(state, POOLS_MASK) + 1):
-        if peek(table, pool * POOL_ROW + P_USED) == 1 and peek(table, pool * POOL_ROW + P_STREAM) == stream:
+        if peek(table, pool * POOL_ROW + P_USED) == POOL_USED and peek(table, pool * POOL_ROW + P_STREAM) == stream:
             found = _best_fit(state, pool, size)
             if found != 0 and (best == 0 or _before(state, found, best)):
                 best = found
@@ -346,6 +351,15 @@ def _absorb(state, index, following):
 
 
 @njit(cache=True)
+def unpin_pools(state, kind):
+    """The graphs that a private kind of pool served are gone: its free segments may go back to the device."""
+    table = peek(state, POOLS)
+    for pool in range(peek(state, POOLS_MASK) + 1):
+        if peek(table, pool * POOL_ROW + P_USED) == POOL_PINNED and peek(table, pool * POOL_ROW + P_KIND) == kind:
+            poke(table, pool * POOL_ROW + P_USED, POOL_USED)
+
+
+@njit(cache=True)
 def take_free_segments(state, bases, sizes, limit):
     """Take segments without live blocks out of the heap; writes their bases and sizes (bytes), returns how many."""
     table, count = peek(state, CHUNKS), 0
@@ -354,6 +368,8 @@ def take_free_segments(state, bases, sizes, limit):
         if base == 0 or peek(table, chunk * CHUNK_ROW + C_LIVE) != 0 or count >= limit:
             continue
         index = peek(table, chunk * CHUNK_ROW + C_FIRST)
+        if peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_USED) == POOL_PINNED:
+            continue
         _remove_free(state, index)
         _give_row(state, index)
         poke(bases, count, base)

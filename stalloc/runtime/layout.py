@@ -14,6 +14,7 @@ RANDOM = 11  # state of the generator that gives free blocks their treap priorit
 SCRATCH = 12  # two words for the clock
 EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
 CLOSED = 15  # 1: the interpreter is going down, Python must not be entered
+PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
 
 # tables (addresses) and their fill
 BLOCKS, BLOCKS_USED, BLOCKS_CAPACITY, BLOCKS_SPARE = 16, 17, 18, 19
@@ -50,7 +51,8 @@ STATE_WORDS = 96
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
 TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
-SMALL_KIND, GENERAL_KIND = 0, 1  # kinds of pools; any other kind is the one size that the pool serves
+SMALL_KIND, GENERAL_KIND = 0, 1  # kinds of pools; any other kind is the one size that the pool serves,
+PRIVATE_KINDS = 1 << 50  # or, from here on, a pool that belongs to CUDA graphs
 
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
 
@@ -75,6 +77,7 @@ C_BASE, C_SIZE, C_LIVE, C_FIRST = range(4)
 
 POOL_ROW = 4
 P_USED, P_STREAM, P_KIND, P_ROOT = range(4)
+POOL_USED, POOL_PINNED = 1, 2  # pinned: its memory belongs to graphs, live or not
 
 LIVE_ROW = 2
 L_ADDRESS, L_BLOCK = range(2)

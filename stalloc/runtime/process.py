@@ -68,6 +68,11 @@ class Runtime:
             if controller.state["NUM_ALLOCS"]:
                 controller.mark(kind, name)
 
+    def expect_marks(self) -> None:
+        """The program will mark its steps: look for them at the marks only."""
+        for controller in self.controllers:
+            controller.expects_marks = True
+
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""
         return [report(controller) for controller in self.controllers if controller.state["NUM_ALLOCS"]]

@@ -4,7 +4,7 @@ Contract: a segment is a multiple of 2 MiB, the granularity in which the driver 
 counted as reserved is what the device really gives up.
 """
 
-from stalloc.runtime.layout import GENERAL_KIND, SMALL_KIND
+from stalloc.runtime.layout import GENERAL_KIND, PRIVATE_KINDS, SMALL_KIND, SMALL_LIMIT
 
 GRANULE = 2 << 20  # bytes
 _GENERAL = 20 << 20  # bytes; general segments for requests below half of this
@@ -20,6 +20,8 @@ def round_up(size_bytes: int) -> int:
 
 def segment_bytes(kind: int, size_bytes: int) -> int:
     """The size of a new segment for a pool of `kind` that lacks room for a request of `size_bytes` (rounded)."""
+    if kind >= PRIVATE_KINDS:
+        kind = SMALL_KIND if size_bytes <= SMALL_LIMIT else GENERAL_KIND
     if kind == SMALL_KIND:
         return GRANULE
     if kind == GENERAL_KIND:
