@@ -1,0 +1,122 @@
+"""stalloc stats: what it says of real and of tiny traces, as text and as JSON."""
+
+import json
+import pickle
+
+import pytest
+
+from stalloc.cli import main
+from stalloc.cli.stats import describe
+from stalloc.trace import load_traces
+
+ADDRESS = 0x7F00_0000_0000
+
+
+def event(action, place, size):
+    return {"action": action, "addr": ADDRESS + place, "size": size, "stream": 0, "time_us": 0}
+
+
+def write_snapshot(path):
+    """Two requests of 600 and 1000 bytes in a segment of 4096, the first of them freed."""
+    history = [
+        event("segment_alloc", 0, 4096),
+        event("alloc", 0, 600),
+        event("alloc", 1024, 1000),
+        event("free_requested", 0, 600),
+        event("free_completed", 0, 600),
+    ]
+    blocks = [
+        {"size": 1024, "state": "inactive"},
+        {"size": 1024, "requested_size": 1000, "state": "active_allocated"},
+        {"size": 2048, "state": "inactive"},
+    ]
+    segments = [{"device": 0, "address": ADDRESS, "total_size": 4096, "stream": 0, "blocks": blocks}]
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [history]}))
+    return str(path)
+
+
+def test_json_holds_the_figures_of_each_device(tmp_path, capsys):
+    file = write_snapshot(tmp_path / "s.pickle")
+    assert main(["stats", file, "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["files"] == [file]
+    (device,) = result["devices"]
+    expected = {
+        "file": file,
+        "device": 0,
+        "events": 5,
+        "requests": 2,
+        "baseline_requests": 0,
+        "distinct_sizes": 2,
+        "lower_bound_bytes": 2048,
+        "allocated_peak_bytes": 2048,
+        "allocated_peak_event": 2,
+        "allocated_peak_requested_bytes": 1600,
+        "reserved_peak_bytes": 4096,
+        "reserved_peak_event": 2,
+        "fragmentation": 0.5,
+        "streams": 1,
+        "period_requests": None,
+    }
+    assert {name: device[name] for name in expected} == expected
+    assert sum(device["classes"][name]["requests"] for name in ("persistent", "scoped", "transient")) == 2
+
+
+def test_alignment_changes_what_is_rounded(tmp_path, capsys):
+    file = write_snapshot(tmp_path / "s.pickle")
+    assert main(["stats", file, "--align", "1", "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert device["lower_bound_bytes"] == 1600
+    assert main(["stats", file, "--align", "0"]) == 2
+    assert "--align is 0" in capsys.readouterr().err
+
+
+def test_text_shows_the_figures_and_the_next_command(tmp_path, capsys):
+    file = write_snapshot(tmp_path / "[red]s.pickle")  # a name with markup is shown as it is
+    assert main(["stats", file]) == 0
+    shown = capsys.readouterr().out
+    for text in ("[red]s.pickle, device 0", "2 in 5 events", "50.00% at the reserved peak", "none confirmed"):
+        assert text in shown
+    assert shown.rstrip().endswith(f"stalloc plan {file}")
+
+
+def test_planning_csv_has_no_reserved_and_several_files_are_listed(tmp_path, capsys):
+    (tmp_path / "p.csv").write_text("id,lower,upper,size\n0,0,9,100\n1,3,5,1000\n")
+    files = [str(tmp_path / "p.csv"), write_snapshot(tmp_path / "s.pickle")]
+    assert main(["stats", *files, "--json", str(tmp_path / "out.json")]) == 0
+    assert "reserved peak   4096 B" in capsys.readouterr().out
+    first, second = json.loads((tmp_path / "out.json").read_text())["devices"]
+    assert (first["reserved_peak_bytes"], first["fragmentation"]) == (None, None)
+    assert (first["lower_bound_bytes"], first["events"]) == (512 + 1024, 4)
+    assert second["file"] == files[1]
+
+
+def test_bad_input_is_one_sentence_and_code_2(tmp_path, capsys):
+    (tmp_path / "empty.pickle").touch()
+    assert main(["stats", str(tmp_path / "empty.pickle")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stalloc: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fragmentation", "period"),
+    [
+        ("resnet50_pytorch_blog", 1 - 521831936 / 589299712, 613),
+        ("lm_fwd_ctx200", 1 - 879668224 / 945815552, 240),
+        ("lm27b_ctx128_fullstep", 1 - 54802668032 / 61111009280, None),
+    ],
+)
+def test_real_snapshots(shared_traces, name, fragmentation, period):
+    file = str(shared_traces / f"{name}.pickle.gz")
+    (trace,) = load_traces(file)
+    device = describe(file, trace, 512)
+    assert device["fragmentation"] == pytest.approx(fragmentation, abs=1e-6)
+    assert device["period_requests"] == period
+
+
+def test_a_peak_before_the_first_event_is_seen(shared_traces):
+    file = str(shared_traces / "lm27b_compiled_fwd.pickle.gz")
+    (trace,) = load_traces(file)
+    device = describe(file, trace, 512)
+    assert (device["reserved_peak_bytes"], device["reserved_peak_event"]) == (51849986048, -1)
