@@ -12,9 +12,12 @@ GUIDED = ("EW", "SW", "WA", "AW", "ZW", "ZE")
 PLAIN = ("Z", "A", "W")
 
 
-def ranks(problem: Problem, order: str, noise: float = 0.0, seed: int = 0) -> Column:
-    """(n,) rank of each request, 0 first. `noise` stretches W, A and Z by random factors up to e**noise."""
-    span = (problem.end - problem.start).astype(np.float64)
+def ranks(problem: Problem, order: str, noise: float = 0.0, seed: int = 0, span: Column | None = None) -> Column:
+    """(n,) rank of each request, 0 first. `noise` stretches W, A and Z by random factors up to e**noise.
+
+    `span` is (n,) how long each is live, if that is not end - start.
+    """
+    span = (problem.end - problem.start if span is None else span).astype(np.float64)
     if noise:
         factor = np.exp(np.random.default_rng(seed).uniform(-noise, noise, len(span)))
     else:

@@ -155,7 +155,7 @@ def sweep(start, end, size, rank, floor, target, guided):
 
 
 @njit(cache=True, nogil=True)
-def pack(start, end, size, rank, floor, target):
+def pack(start, end, start2, end2, size, rank, floor, target):
     """Slack-guided placement at a target height: the epoch with the most unplaced bytes is served first.
 
     There, the best request whose lifespan lies between the walls (epochs with a higher floor) goes on the floor; if
@@ -163,13 +163,20 @@ def pack(start, end, size, rank, floor, target):
     below. Floor + unplaced bytes never exceeds the target anywhere, so a finished packing keeps it. The order follows
     the idea of tightest sections first in MiniMalloc (Moffitt, ASPLOS 2023).
 
+    A request is live during [start, end) and, if it wraps round, during [start2, end2), which is empty for most.
+
     Returns (offset, peak); peak -1: some epoch has no request that keeps the target.
     """
     count, num_epochs = len(start), len(floor)
-    by_start = np.argsort(start, kind="mergesort")
-    starts_below = _counts_below(start, num_epochs)
+    once = np.flatnonzero(start2 >= end2)
+    twice = np.flatnonzero(start2 < end2)  # few: looked at one by one
+    num_twice = len(twice)
+    by_start = once[np.argsort(start[once], kind="mergesort")]
+    starts_below = _counts_below(start[once], num_epochs)
     first_end, last_end, best_rank = build_requests(end[by_start], rank[by_start])
     load, pending = build_load(start, end, size, num_epochs)
+    for i in twice:
+        add_load(load, pending, start2[i], end2[i], size[i])
     cover, top = build_floor(floor)
     stack = np.empty((96, 3), np.int64)
     offset = np.zeros(count, np.int64)
@@ -179,26 +186,44 @@ def pack(start, end, size, rank, floor, target):
         level = highest_floor(cover, top, epoch, epoch + 1)
         if level + most > target:
             return offset, np.int64(-1)
-        found = -1
+        chosen, position, place = np.int64(-1), np.int64(-1), np.int64(-1)
         for reach in (level, target - most):
             begin = nearest_wall(cover, top, epoch, reach, 0) + 1
             stop = nearest_wall(cover, top, epoch, reach, 1)
             if stop < 0:
                 stop = num_epochs
-            found = best_request(
+            position = best_request(
                 first_end, last_end, best_rank, starts_below[begin], starts_below[epoch + 1], epoch, stop, stack
             )
-            if found >= 0:
+            if position >= 0:
+                chosen = by_start[position]
+            for k in range(num_twice):
+                i = twice[k]
+                if chosen >= 0 and rank[i] > rank[chosen]:
+                    continue
+                if not (start[i] <= epoch < end[i] or start2[i] <= epoch < end2[i]):
+                    continue
+                under = highest_floor(cover, top, start[i], end[i])
+                if max(under, highest_floor(cover, top, start2[i], end2[i])) <= reach:
+                    chosen, place = i, np.int64(k)
+            if chosen >= 0:
                 break
-        if found < 0:
+        if chosen < 0:
             return offset, np.int64(-1)
-        i = by_start[found]
-        offset[i] = highest_floor(cover, top, start[i], end[i])
-        new = offset[i] + size[i]
+        offset[chosen] = highest_floor(cover, top, start[chosen], end[chosen])
+        if place >= 0:
+            offset[chosen] = max(offset[chosen], highest_floor(cover, top, start2[chosen], end2[chosen]))
+            num_twice -= 1
+            twice[place] = twice[num_twice]
+        else:
+            remove_request(first_end, last_end, best_rank, position)
+        new = offset[chosen] + size[chosen]
         peak = max(peak, new)
-        remove_request(first_end, last_end, best_rank, found)
-        add_load(load, pending, start[i], end[i], -size[i])
-        raise_floor(cover, top, start[i], end[i], new)
+        add_load(load, pending, start[chosen], end[chosen], -size[chosen])
+        raise_floor(cover, top, start[chosen], end[chosen], new)
+        if place >= 0:
+            add_load(load, pending, start2[chosen], end2[chosen], -size[chosen])
+            raise_floor(cover, top, start2[chosen], end2[chosen], new)
     return offset, peak
 
 

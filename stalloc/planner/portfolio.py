@@ -74,12 +74,13 @@ def _guided(
 ) -> Iterator[tuple[Packing | None, int]]:
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
     share = len(problem.size) // 8 + 100
+    none = np.zeros(len(problem.size), np.int64)
     for order in orders:
         for backwards in (False, True):
             turned = problem.reversed() if backwards else problem
             rank = ranks(turned, order, noise, seed)
             method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
-            offset, peak = pack(turned.start, turned.end, turned.size, rank, turned.floor, target)
+            offset, peak = pack(turned.start, turned.end, none, none, turned.size, rank, turned.floor, target)
             yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), share
             offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
             yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), share

@@ -7,8 +7,9 @@ that wrap round from the pass before are live as well. The bound is the maximum 
 import numpy as np
 
 from stalloc.planner.line import Layout, place_line, told
-from stalloc.planner.placement import fill_holes
-from stalloc.planner.portfolio import HOLES_LIMIT, Packing, solve
+from stalloc.planner.orders import GUIDED, ranks
+from stalloc.planner.placement import fill_holes, pack
+from stalloc.planner.portfolio import FRACTIONS, HOLES_LIMIT, Packing, solve
 from stalloc.planner.problem import Column, Problem, epochs, load_curve, split_at_cuts
 
 
@@ -95,47 +96,84 @@ def ring_bound(start: Column, end: Column, size: Column, ring_start: int, ring_e
     return int(load_curve(a, b, np.concatenate([size, size[again]]), num_epochs).max())
 
 
+#: shares of the bound up to which a request that wraps is kept in place all round instead of being stacked
+KEPT_SHARES = (0.0, 0.001, 0.02, 1.0)
+
+
 def _above_wrapping(
     a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int
 ) -> tuple[Column, int, str]:
-    """(offset, peak, method): what wraps is stacked at the bottom, the rest is placed above it or in its holes."""
-    lasting = np.flatnonzero((b == num_epochs) & (b2 == 0))
-    lasting = lasting[np.lexsort((-size[lasting], a[lasting]))]  # by birth: then no hole lies below them
-    wrapping = np.flatnonzero(b2 > 0)
-    best: tuple[Column, int, str] | None = None
-    gap = a2 - b
-    for name, keys in (
-        ("by gap", (-size[wrapping], gap[wrapping])),
-        ("by return", (-b[wrapping], a2[wrapping])),
-        ("by leave", (a2[wrapping], -b[wrapping])),
-        ("by size", (gap[wrapping], -size[wrapping])),
-    ):
-        stack = np.concatenate([lasting, wrapping[np.lexsort(keys)]])
-        offset, floor = _stacked(stack, a, b, a2, b2, size, num_epochs)
+    """(offset, peak, method) of intervals [a, b) and, for what wraps, [a2, b2) as well.
+
+    First all together at the bound; failing that, what wraps is stacked at the bottom, the shortest absence lowest, and
+    the rest is placed above it or in its holes; last, all together at targets between the bound and the best so far.
+    """
+    wraps = b2 > 0
+    # what wraps without a partner is counted in the first pass too: the target may have to be above the bound
+    load = load_curve(a, b, size, num_epochs) + load_curve(a2, b2, size, num_epochs)
+    bound = max(bound, int(load.max()))
+    whole = _whole(a, b, a2, b2, size, num_epochs, bound, 0.0)
+    if whole is not None:
+        return whole
+    tried: set[bytes] = set()
+    found: list[tuple[int, Column, str]] = []
+    for share in KEPT_SHARES:
+        kept = wraps & (size <= share * bound)
+        lasts = np.where(kept, num_epochs, b)
+        lasting = np.flatnonzero((lasts == num_epochs) & (kept | ~wraps))
+        lasting = lasting[np.lexsort((-size[lasting], a[lasting]))]  # by birth: then no hole lies below them
+        wrapping = np.flatnonzero(wraps & ~kept)
+        by_absence = wrapping[np.lexsort((-size[wrapping], (a2 - b)[wrapping]))]
+        stack = np.concatenate([lasting, by_absence])
+        if stack.tobytes() in tried:
+            continue
+        tried.add(stack.tobytes())
+        offset, floor = _stacked(stack, a, lasts, a2, b2, size, num_epochs)
         rest = np.setdiff1d(np.arange(len(size)), stack)
         method = _place_rest(rest, a, b, size, offset, floor, bound)
-        peak = int((offset + size).max())
-        if best is None or peak < best[1]:
-            best = offset, peak, f"ring {name}, {method}"
-        if peak > bound and len(size) <= HOLES_LIMIT:
+        found.append((int((offset + size).max()), offset, f"ring stacked, {method}"))
+        if found[-1][0] <= bound:
+            break
+        if len(size) <= HOLES_LIMIT:
+            repaired = offset.copy()
             high = np.flatnonzero(offset + size > bound)
-            offset = offset.copy()
-            offset[high] = -1
-            high = high[np.argsort(-size[high], kind="stable")]
-            peak = int(fill_holes(a, b, a2, b2, size, offset, high, False))
-            if peak < best[1]:
-                best = offset, peak, f"ring {name}, {method}, repaired"
-        if best[1] <= bound:
-            return best
-    assert best is not None
-    if len(size) <= HOLES_LIMIT:
+            repaired[high] = -1
+            peak = fill_holes(a, b, a2, b2, size, repaired, high[np.argsort(-size[high], kind="stable")], False)
+            found.append((int(peak), repaired, f"ring stacked, {method}, repaired"))
+    if min(peak for peak, _, _ in found) > bound and len(size) <= HOLES_LIMIT:
         span = (b - a) + (b2 - a2)
         for name, key in (("size", size), ("area", size * span.astype(np.float64)), ("lifetime", span)):
             offset = np.full(len(size), -1, np.int64)
-            peak = int(fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False))
-            if peak < best[1]:
-                best = offset, peak, f"ring first fit by {name}"
-    return best
+            peak = fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False)
+            found.append((int(peak), offset, f"ring first fit by {name}"))
+    peak, offset, method = min(found, key=lambda entry: entry[0])
+    for fraction in FRACTIONS[1:]:
+        aim = bound + int((peak - bound) * fraction)
+        whole = _whole(a, b, a2, b2, size, num_epochs, aim, 0.1)
+        if whole is not None and whole[1] < peak:
+            return whole
+    return offset, peak, method
+
+
+def _whole(
+    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, target: int, noise: float
+) -> tuple[Column, int, str] | None:
+    """(offset, peak, method) of all requests placed together, those that wrap among them, or None."""
+    span = (b - a) + (b2 - a2)
+    floor = np.zeros(num_epochs, np.int64)
+    wraps = b2 > 0
+    for backwards in (False, True):
+        if backwards:
+            first, last = num_epochs - np.where(wraps, b2, b), num_epochs - np.where(wraps, a2, a)
+            first2, last2 = np.where(wraps, num_epochs - b, 0), np.where(wraps, num_epochs - a, 0)
+        else:
+            first, last, first2, last2 = a, b, a2, b2
+        for order in GUIDED:
+            rank = ranks(Problem(first, np.maximum(last, last2), size, floor), order, noise, 0, span)
+            offset, peak = pack(first, last, first2, last2, size, rank, floor, target)
+            if peak >= 0:
+                return offset, int(peak), f"ring tightest first, {order}{' backwards' if backwards else ''}"
+    return None
 
 
 def _stacked(
