@@ -18,19 +18,38 @@ from stalloc.cli.program import add_program_arguments, chosen_gpu, program_comma
 from stalloc.errors import SetupError, StallocError
 
 
-def compare(options: list[str], command: list[str]) -> dict[str, Any]:
-    """Run a program natively in a new process and return what it wrote. Raises SetupError if it wrote nothing."""
+def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:
+    """Run a program natively in a new process and return what it wrote.
+
+    `quiet`: show what the program printed only if it fails for another reason than memory.
+    Raises SetupError if nothing was written.
+    """
+    result = run_apart(["-m", "stalloc.cli.native", "--result"], [*options, *command], quiet=quiet)
+    if quiet and result["exit_code"] != 0 and not result["out_of_memory"]:
+        sys.stderr.write(result["output"])
+    return result
+
+
+def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[str, Any]:
+    """Run `python ENTRY FILE ARGUMENTS` in a new process and return the JSON object it wrote to FILE.
+
+    With `quiet` what it printed is kept under "output" instead of being shown. Raises SetupError if FILE is missing.
+    """
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        result = Path(folder) / "native.json"
-        ending = subprocess.run(
-            [sys.executable, "-m", "stalloc.cli.native", "--result", str(result), *options, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            check=False,
-        )
-        if not result.exists():
-            raise SetupError(f"the native run ended with code {ending.returncode} before it could report: see its output above.")
-        return json.loads(result.read_text(encoding="utf-8"))
+        file, log = Path(folder) / "result.json", Path(folder) / "output"
+        with log.open("w+b") as output:
+            ending = subprocess.run(
+                [sys.executable, *entry, str(file), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output if quiet else sys.stderr,
+                stderr=output if quiet else None,
+                check=False,
+            )
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if not file.exists():
+            sys.stderr.write(text)
+            raise SetupError(f"the program ended with code {ending.returncode} before it could report: see its output above.")
+        return {**json.loads(file.read_text(encoding="utf-8")), "output": text}
 
 
 def _measure(step_times: list[float]) -> dict[str, Any]:
@@ -63,6 +82,18 @@ def _measure(step_times: list[float]) -> dict[str, Any]:
     }
 
 
+def _ran_out(kind: str) -> bool:
+    """Whether the device refused an allocation."""
+    if kind == "virtual":
+        from stalloc.device import virtual
+
+        return virtual.statistics()["out_of_memory"] > 0
+    torch = sys.modules.get("torch")
+    return torch is not None and any(
+        torch.cuda.memory_stats(index).get("num_ooms", 0) > 0 for index in range(torch.cuda.device_count())
+    )
+
+
 def main() -> int:
     """Run the program and write the result; the program's exit code."""
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
@@ -90,7 +121,7 @@ def main() -> int:
 
     after_import("torch", watch_torch)
     code = run_program(command)
-    result = {"exit_code": code, **_measure(step_times)}
+    result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times)}
     Path(args.result).write_text(json.dumps(result), encoding="utf-8")
     return code
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from stalloc.cli.output import human_bytes
 from stalloc.device import VirtualGPU, find_gpu, parse_memory
 from stalloc.errors import BadInputError
 
@@ -63,7 +64,8 @@ def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
     if args.gpu:
         return find_gpu(args.gpu)
     if args.memory:
-        return VirtualGPU(name=f"virtual GPU of {args.memory}", total_bytes=parse_memory(args.memory))
+        total = parse_memory(args.memory)
+        return VirtualGPU(name=f"virtual GPU of {human_bytes(total)}", total_bytes=total)
     return None
 
 
