@@ -20,14 +20,18 @@ def lifespan_graph(trace: Trace, classes: Classes) -> nx.Graph:
     """The groups of a trace and their overlaps.
 
     Nodes are (birth phase, death phase, size in bytes) with attributes `requests`, `bytes` (the sum), `peak_requests`
-    and `peak_bytes` (live at a time) and `rows` (of the trace). With more than 2048 groups, sizes are first rounded up
-    to powers of two. Edges have no attributes; a group has no edge to itself.
+    and `peak_bytes` (live at a time) and `rows` (of the trace). With more than 2048 groups, sizes are rounded up to
+    powers of two, then neighbouring phases are taken together in pairs until there are few enough. Edges have no
+    attributes; a group has no edge to itself.
     """
-    size = trace.size
-    keys, group = _groups(classes, size)
+    birth, death, size = classes.birth_phase, classes.death_phase, trace.size
+    keys, group = _groups(birth, death, size)
     if len(keys) > _MAX_GROUPS:
         size = 1 << np.ceil(np.log2(np.maximum(size, 1))).astype(np.int64)
-        keys, group = _groups(classes, size)
+        keys, group = _groups(birth, death, size)
+    while len(keys) > _MAX_GROUPS:
+        birth, death = birth >> 1, death >> 1
+        keys, group = _groups(birth, death, size)
     graph = nx.Graph()
     members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=len(keys)))[:-1])
     nodes = [tuple(int(value) for value in key) for key in keys]
@@ -67,9 +71,9 @@ def cut_events(trace: Trace, classes: Classes, most_live: float = 0.02) -> Colum
     return np.array(cuts, np.int64)
 
 
-def _groups(classes: Classes, size: Column) -> tuple[Column, Column]:
+def _groups(birth: Column, death: Column, size: Column) -> tuple[Column, Column]:
     """(g, 3) keys and the (n,) group of each request."""
-    rows = np.stack([classes.birth_phase, classes.death_phase, size], axis=1)
+    rows = np.stack([birth, death, size], axis=1)
     if not len(rows):
         return rows, np.empty(0, np.int64)
     keys, group = np.unique(rows, axis=0, return_inverse=True)

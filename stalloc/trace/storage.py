@@ -53,13 +53,13 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
             members[f"d{trace.device}.extra.{name}"] = trace.extra[name]
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, column in members.items():
                 buffer = io.BytesIO()
                 np.lib.format.write_array(buffer, np.ascontiguousarray(column), allow_pickle=False)
                 entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
                 entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, buffer.getvalue())
+                archive.writestr(entry, buffer.getvalue(), compresslevel=1)
         scratch.replace(path)
     except OSError as error:
         raise BadInputError(f"cannot write {path}: {error.strerror}: choose another place.") from error
