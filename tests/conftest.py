@@ -1,7 +1,13 @@
-"""Where tests find what is not in the repository."""
+"""What tests share: where the shared data is, and running a program in a fresh interpreter."""
 
+import importlib.util
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +36,50 @@ def shared_traces() -> Path:
 def shared_instances() -> Path:
     """The directory of published packing instances; the test is skipped where it is absent."""
     return _shared("instances")
+
+
+def _package_file(package: str, path: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return bool(places) and (Path(next(iter(places))) / path).exists()
+
+
+@pytest.fixture(scope="session")
+def cuda_torch() -> None:
+    """Skips the test unless a CUDA build of torch is installed; nothing is imported."""
+    if not _package_file("torch", "lib/libtorch_cuda.so"):
+        pytest.skip("no CUDA build of torch is installed")
+
+
+@pytest.fixture(scope="session")
+def cupy_installed() -> None:
+    """Skips the test unless CuPy is installed; nothing is imported."""
+    if not _package_file("cupy", "__init__.py"):
+        pytest.skip("CuPy is not installed")
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python source in a fresh interpreter: a process can choose its devices only once.
+
+    `run_program(source, *arguments, **environment)` returns the finished process; a variable given as None is unset.
+    """
+
+    def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+        variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
+        command = [sys.executable, "-c", source, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_checks(run_program: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., dict[str, Any]]:
+    """Run a program whose last line of output is a JSON object, and return that; a failure shows what it printed."""
+
+    def run(source: str, *arguments: str, **environment: str | None) -> dict[str, Any]:
+        done = run_program(source, *arguments, **environment)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

@@ -1,0 +1,55 @@
+"""`stalloc info`: what it reports, in text and as JSON."""
+
+import json
+
+import pytest
+
+from stalloc.cli import main
+from stalloc.cli.info import torch_allocator_settings
+
+
+def test_json_holds_versions_gpus_and_settings(capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", "50%")
+    assert main(["info", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"stalloc", "python", "torch", "cupy", "numba", "numpy", "networkx", "triton"} <= set(found["versions"])
+    assert found["versions"]["numpy"]
+    assert found["settings"]["CUPY_GPU_MEMORY_LIMIT"] == "50%"
+    assert found["torch_allocator"] == {"expandable_segments": "True"}
+    assert isinstance(found["gpus"], list)
+    assert "H100" in found["virtual_gpu"]["known"]
+
+
+def test_text_shows_settings_as_they_are_and_ends_with_the_next_command(capsys, monkeypatch):
+    monkeypatch.setenv("STALLOC_EXAMPLE", "[bold]as written[/bold]")
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "[bold]as written[/bold]" in text
+    assert text.rstrip().splitlines()[-1].startswith("Next: stalloc ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        ({}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, {"max_split_size_mb": "128"}),
+        (
+            {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            {"backend": "native"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2], expandable_segments:True"},
+            {"roundup_power2_divisions": "[256:1,512:2]", "expandable_segments": "True"},
+        ),
+    ],
+)
+def test_torch_allocator_settings_are_those_that_torch_reads(environment, options):
+    assert torch_allocator_settings(environment) == options
+
+
+def test_info_imports_neither_torch_nor_cupy(run_program):
+    done = run_program(
+        "import sys; from stalloc.cli.info import collect; collect(); print({'torch', 'cupy'} & set(sys.modules))"
+    )
+    assert done.stdout.strip() == "set()"
