@@ -11,6 +11,7 @@ import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Trace, empty_columns
+from stalloc.trace.streams import index_streams
 
 _REQUIRED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("offset", "stream")
@@ -61,7 +62,7 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
     if "offset" in columns:
         extra["offset"] = columns["offset"][order]
     raw_stream = columns.get("stream", np.zeros(len(ids), np.int64))[order]
-    streams, stream = first_appearance(raw_stream)
+    streams, stream = index_streams(raw_stream)
     return Trace(
         device=0,
         start=columns["lower"][order],
@@ -76,14 +77,6 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
         info={"source": "planning csv", "file": path.name, "complete": True, "notes": []},
         extra=extra,
     )
-
-
-def first_appearance(raw: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-    """Distinct values in order of first appearance, and the index into them of each value."""
-    distinct, first, inverse = np.unique(raw, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first))
-    ordered = distinct[np.argsort(first)]
-    return tuple(int(value) for value in ordered), rank[inverse].astype(np.int64)
 
 
 def _id_column(ids: list[str]) -> np.ndarray:

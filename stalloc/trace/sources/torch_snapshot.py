@@ -16,8 +16,8 @@ import numpy as np
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
-from stalloc.trace.sources.planning_csv import first_appearance
 from stalloc.trace.sources.unpickle import load_plain_pickle
+from stalloc.trace.streams import index_streams
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
@@ -99,7 +99,7 @@ def _read_device(
     action, address, size, raw_stream, time_us = _event_columns(where, history)
     end_state = _segment_columns(budget, segments)
     raw = np.concatenate([raw_stream, end_state.stream, end_state.block_stream])
-    streams, stream_index = first_appearance(raw)
+    streams, stream_index = index_streams(raw)
     event_stream, segment_stream, block_stream = np.split(
         stream_index, np.cumsum([len(raw_stream), len(end_state.stream)])
     )
