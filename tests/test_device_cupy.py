@@ -157,8 +157,8 @@ def test_pool_gives_back_cached_blocks_before_it_fails(results):
 def test_programs_run_with_the_right_shapes(results):
     assert results["programs"] == {
         "elementwise": [1000], "reduction": [48], "total": [], "cumsum": [1000], "index": [2], "mask": [0],
-        "sort": [1000], "fused": [1000], "matmul": [5, 7], "einsum": [64, 64], "fft": [64, 25], "random": [3, 4], "filter": [64, 48],
-        "zoom": [128, 96], "convolve": [68, 52], "solve": [4], "sparse": [4],
+        "sort": [1000], "fused": [1000], "matmul": [5, 7], "einsum": [64, 64], "fft": [64, 25], "random": [3, 4],
+        "filter": [64, 48], "zoom": [128, 96], "convolve": [68, 52], "solve": [4], "sparse": [4],
     }  # fmt: skip
 
 

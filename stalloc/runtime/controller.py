@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MARK_STEP = 0  # as in stalloc.trace
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
+_PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
 class Phase(enum.Enum):
@@ -226,7 +227,7 @@ class Controller:
     # --- watching
 
     def _observe(self) -> None:
-        self.phase = Phase.OBSERVING
+        self.phase, self._patience = Phase.OBSERVING, _PATIENCE
         self.marks.clear()
         self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
 
@@ -294,6 +295,9 @@ class Controller:
         period = find_step_period(trace, **strict)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is None:
+            return
+        if not tape.planned.all() and self._patience > 0:
+            self._patience -= 1  # another step may show how long the rest lives
             return
         self.release_arena()
         self.phase, self._making = Phase.PLANNING, _Making(tape)

@@ -9,8 +9,7 @@ Contract, upheld under one lock a device:
   device, a look at what was recorded, the switch to a plan.
 """
 
-from numba import cfunc, njit, types
-
+from stalloc.compiled import cfunc, njit
 from stalloc.runtime.heap import (
     _home,
     add_segment,
@@ -32,12 +31,12 @@ _WIDE_EVERY = 8  # misses between two searches of the whole tape
 _SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _add(state, word, amount):
     poke(state, word, peek(state, word) + amount)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _raise_to(state, word, value):
     if value > peek(state, word):
         poke(state, word, value)
@@ -46,7 +45,7 @@ def _raise_to(state, word, value):
 # --- streams and the record --------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@njit()
 def _new_stream(state, stream):
     table, count = peek(state, STREAMS), peek(state, NUM_STREAMS)
     index = count
@@ -64,14 +63,14 @@ def _new_stream(state, stream):
     return index
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _stream_index(state, stream):
     if peek(state, LAST_STREAM) == stream:
         return peek(state, LAST_STREAM_INDEX)
     return _new_stream(state, stream)
 
 
-@njit(cache=True)
+@njit()
 def record(state, action, stream, address, size):
     """Add an event to the record; a full table ends the recording."""
     count = peek(state, NUM_EVENTS)
@@ -89,18 +88,18 @@ def record(state, action, stream, address, size):
 # --- the tape ----------------------------------------------------------------------------------------------------
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _key_at(state, position):
     return peek(peek(state, TAPE), position * TAPE_ROW + T_KEY)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _next(state, position):
     position += 1
     return position if position < peek(state, TAPE_LENGTH) else peek(state, RING_START)
 
 
-@njit(cache=True)
+@njit()
 def _matches_history(state, position):
     """Whether the last requests, this one included, are the tape's entries up to `position`."""
     count = peek(state, HISTORY_COUNT)
@@ -118,7 +117,7 @@ def _matches_history(state, position):
     return True
 
 
-@njit(cache=True)
+@njit()
 def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
 
@@ -150,7 +149,7 @@ def _realign(state, key):
     return -1
 
 
-@njit(cache=True)
+@njit()
 def _end_step(state):
     """The ring begins again: write the log's row and start counting anew."""
     count = peek(state, STEP_COUNT)
@@ -169,7 +168,7 @@ def _end_step(state):
     poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
 
 
-@njit(cache=True)
+@njit()
 def _at_boundary(state, key):
     """Whether this request begins the ring anew, after enough matches in a row to be sure of the place."""
     start = peek(state, RING_START)
@@ -178,7 +177,7 @@ def _at_boundary(state, key):
     return peek(state, MATCH_RUN) >= min(peek(state, TAPE_LENGTH) - start, _SURE)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _cells_empty(cells, low, high):
     first, last = low >> 6, (high - 1) >> 6
     for word in range(first, last + 1):
@@ -192,7 +191,7 @@ def _cells_empty(cells, low, high):
     return True
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _flip_cells(cells, low, high):
     first, last = low >> 6, (high - 1) >> 6
     for word in range(first, last + 1):
@@ -204,7 +203,7 @@ def _flip_cells(cells, low, high):
         poke(cells, word, peek(cells, word) ^ mask)
 
 
-@njit(cache=True)
+@njit()
 def _replay(state, key, requested):
     """Follow the tape with one request: its address in the arena, or 0 if the heap is to serve it."""
     count = peek(state, HISTORY_COUNT)
@@ -250,7 +249,7 @@ def _replay(state, key, requested):
     return peek(state, ARENA) + offset
 
 
-@njit(cache=True)
+@njit()
 def _find_slot(state, address):
     """The address of the slot's row for an address in the arena; 0 if nobody lives there."""
     offset = address - peek(state, ARENA)
@@ -265,7 +264,7 @@ def _find_slot(state, address):
         i = (i + 1) & mask
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _in_arena(state, address):
     base = peek(state, ARENA)
     return base <= address < base + peek(state, ARENA_BYTES)
@@ -274,7 +273,7 @@ def _in_arena(state, address):
 # --- allocate and free -------------------------------------------------------------------------------------------
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _count_alloc(state, stream, address, size, requested):
     allocated = peek(state, ALLOCATED) + size
     poke(state, ALLOCATED, allocated)
@@ -290,7 +289,7 @@ def _count_alloc(state, stream, address, size, requested):
             _add(state, NUM_SIZABLE, 1)
 
 
-@njit(cache=True)
+@njit()
 def _try_allocate(state, stream, size, requested, way):
     """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
     if way == WAY_FIRST and peek(state, NUM_DEFERRED) > 0 and peek(state, NUM_ALLOCS) & 31 == 0:
@@ -313,7 +312,7 @@ def _try_allocate(state, stream, size, requested, way):
     return heap_allocate(state, stream, size, requested)
 
 
-@njit(cache=True)
+@njit()
 def allocate_on(state, requested, raw_stream):
     """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
     if requested <= 0:
@@ -341,7 +340,7 @@ def allocate_on(state, requested, raw_stream):
             return _last_resort(state, stream, size, requested)
 
 
-@njit(cache=True)
+@njit()
 def _last_resort(state, stream, size, requested):
     lock(state)
     address = heap_desperate(state, stream, size, requested) if stream >= 0 else 0
@@ -355,7 +354,7 @@ def _last_resort(state, stream, size, requested):
     return address
 
 
-@njit(cache=True)
+@njit()
 def _state_word(state, address):
     """The address of the word that holds the BLOCK_ state of what lives at an address; 0 if nothing does."""
     if _in_arena(state, address):
@@ -365,7 +364,7 @@ def _state_word(state, address):
     return peek(state, BLOCKS) + (index * BLOCK_ROW + B_STATE) * 8 if index != 0 else 0
 
 
-@njit(cache=True)
+@njit()
 def _release(state, address):
     """Free what lives at an address."""
     if _in_arena(state, address):
@@ -390,7 +389,7 @@ def _release(state, address):
         record(state, ACTION_FREE_COMPLETED, stream, address, requested)
 
 
-@njit(cache=True)
+@njit()
 def free_on(state, address):
     """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
     if address == 0:
@@ -412,7 +411,7 @@ def free_on(state, address):
         call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), DEFER, address)
 
 
-@njit(cache=True)
+@njit()
 def share(state, address):
     """Note that another stream uses a block: True if that is the first one; False too if nothing lives there."""
     lock(state)
@@ -424,7 +423,7 @@ def share(state, address):
     return first
 
 
-@njit(cache=True)
+@njit()
 def finish_deferred(state, address):
     """Free a block whose other streams are done with it."""
     lock(state)
@@ -438,7 +437,7 @@ def finish_deferred(state, address):
 # --- entry points for Python, each under the lock ----------------------------------------------------------------
 
 
-@njit(cache=True)
+@njit()
 def give_segment(state, pool, base, size):
     """Add a segment of `size` bytes to a pool; False if the tables are full."""
     lock(state)
@@ -453,7 +452,7 @@ def give_segment(state, pool, base, size):
     return done
 
 
-@njit(cache=True)
+@njit()
 def take_segments(state, bases, sizes, limit):
     """Take up to `limit` free segments back; writes bases and sizes (bytes) to two tables, returns how many."""
     lock(state)
@@ -467,7 +466,7 @@ def take_segments(state, bases, sizes, limit):
     return count
 
 
-@njit(cache=True)
+@njit()
 def count_reserved(state, size):
     """Count bytes that came from the device (negative: went back). With the lock held."""
     reserved = peek(state, RESERVED) + size
@@ -476,7 +475,7 @@ def count_reserved(state, size):
     _raise_to(state, STEP_RESERVED_PEAK, reserved)
 
 
-@njit(cache=True)
+@njit()
 def write_words(state, words, values):
     """Write several words of the state at once."""
     lock(state)
@@ -485,7 +484,7 @@ def write_words(state, words, values):
     unlock(state)
 
 
-@njit(cache=True)
+@njit()
 def serve_arena(state, arena, arena_bytes):
     """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     lock(state)
@@ -501,7 +500,7 @@ def serve_arena(state, arena, arena_bytes):
     unlock(state)
 
 
-@njit(cache=True)
+@njit()
 def reset_peaks(state):
     """Let the peaks that the program asks for begin anew."""
     lock(state)
@@ -511,7 +510,7 @@ def reset_peaks(state):
     unlock(state)
 
 
-@njit(cache=True)
+@njit()
 def forget_arena(state):
     """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay."""
     lock(state)
@@ -526,7 +525,7 @@ def forget_arena(state):
     return arena_bytes
 
 
-@njit(cache=True)
+@njit()
 def release_private(state, kind):
     """Unpin the pools of a private kind."""
     lock(state)
@@ -534,7 +533,7 @@ def release_private(state, kind):
     unlock(state)
 
 
-@njit(cache=True)
+@njit()
 def reserve(state, size):
     """Count an arena of `size` bytes that came from the device (negative: went back)."""
     lock(state)
@@ -542,7 +541,7 @@ def reserve(state, size):
     unlock(state)
 
 
-@njit(cache=True)
+@njit()
 def largest_free(state):
     """The largest free block of the heap, bytes."""
     lock(state)
@@ -557,7 +556,7 @@ def largest_free(state):
     return largest
 
 
-@njit(cache=True)
+@njit()
 def copy_live(state, addresses, sizes):
     """Copy the heap's live blocks (address, requested bytes) as far as the columns go; how many there are."""
     lock(state)
@@ -572,7 +571,7 @@ def copy_live(state, addresses, sizes):
     return count
 
 
-@njit(cache=True)
+@njit()
 def make_slots(slots, mask, offsets, rows):
     """Fill an empty slot table with distinct offsets (bytes); `rows[i]` becomes the row of `offsets[i]`."""
     for i in range(len(offsets)):
@@ -583,5 +582,5 @@ def make_slots(slots, mask, offsets, rows):
         rows[i] = row
 
 
-allocate_entry = cfunc("int64(int64, int64, int64)", cache=True)(allocate_on.py_func)
-free_entry = cfunc("void(int64, int64)", cache=True)(free_on.py_func)
+allocate_entry = cfunc("int64(int64, int64, int64)")(allocate_on.py_func)
+free_entry = cfunc("void(int64, int64)")(free_on.py_func)

@@ -11,8 +11,7 @@ takes over; afterwards large requests split general segments, as a caching alloc
 captured everything comes from a private pool, whose memory nobody else gets as long as the graph can be replayed.
 """
 
-from numba import njit
-
+from stalloc.compiled import njit
 from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
 from stalloc.runtime.words import peek, poke
 
@@ -20,19 +19,19 @@ _HASH = 0x1E3779B97F4A7C15
 _SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder, or it would crumble
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def block(state, index, field):
     """A field of a block."""
     return peek(peek(state, BLOCKS), index * BLOCK_ROW + field)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def set_block(state, index, field, value):
     """Write a field of a block."""
     poke(peek(state, BLOCKS), index * BLOCK_ROW + field, value)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _link(state, index, field):
     return peek(state, BLOCKS) + (index * BLOCK_ROW + field) * 8
 
@@ -40,18 +39,18 @@ def _link(state, index, field):
 # --- free blocks of a pool: a treap ------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@njit()
 def _before(state, a, b):
     size_a, size_b = block(state, a, B_SIZE), block(state, b, B_SIZE)
     return size_a < size_b or (size_a == size_b and block(state, a, B_ADDRESS) < block(state, b, B_ADDRESS))
 
 
-@njit(cache=True)
+@njit()
 def _root_link(state, pool):
     return peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
 
 
-@njit(cache=True)
+@njit()
 def _insert_free(state, index):
     x = peek(state, RANDOM)
     x ^= x << 13
@@ -79,7 +78,7 @@ def _insert_free(state, index):
     poke(right, 0, 0)
 
 
-@njit(cache=True)
+@njit()
 def _remove_free(state, index):
     link = _root_link(state, block(state, index, B_POOL))
     current = peek(link, 0)
@@ -99,7 +98,7 @@ def _remove_free(state, index):
     poke(link, 0, a if a != 0 else b)
 
 
-@njit(cache=True)
+@njit()
 def _best_fit(state, pool, size):
     best, current = 0, peek(_root_link(state, pool), 0)
     while current != 0:
@@ -113,12 +112,12 @@ def _best_fit(state, pool, size):
 # --- live blocks: address -> block, linear probing ---------------------------------------------------------------
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _home(address, mask):
     return ((address >> 9) * _HASH >> 24) & mask
 
 
-@njit(cache=True)
+@njit()
 def find_live(state, address):
     """The live or deferred block at an address, 0 if there is none."""
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
@@ -132,7 +131,7 @@ def find_live(state, address):
         i = (i + 1) & mask
 
 
-@njit(cache=True)
+@njit()
 def _add_live(state, address, index):
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
     i = _home(address, mask)
@@ -143,7 +142,7 @@ def _add_live(state, address, index):
     poke(state, LIVE_COUNT, peek(state, LIVE_COUNT) + 1)
 
 
-@njit(cache=True)
+@njit()
 def _drop_live(state, address):
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
     i = _home(address, mask)
@@ -167,7 +166,7 @@ def _drop_live(state, address):
 # --- blocks, pools and segments ----------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@njit()
 def _take_row(state):
     spare = peek(state, BLOCKS_SPARE)
     if spare != 0:
@@ -180,13 +179,13 @@ def _take_row(state):
     return used
 
 
-@njit(cache=True)
+@njit()
 def _give_row(state, index):
     set_block(state, index, B_NEXT, peek(state, BLOCKS_SPARE))
     poke(state, BLOCKS_SPARE, index)
 
 
-@njit(cache=True)
+@njit()
 def find_pool(state, stream, kind, create):
     """The row of the pool for a stream and a kind; -1 if there is none and none is made."""
     table, mask = peek(state, POOLS), peek(state, POOLS_MASK)
@@ -207,13 +206,13 @@ def find_pool(state, stream, kind, create):
         i = (i + 1) & mask
 
 
-@njit(cache=True)
+@njit()
 def pool_kind(state, pool):
     """The kind of a pool: SMALL_KIND, GENERAL_KIND or the one size that it serves."""
     return peek(peek(state, POOLS), pool * POOL_ROW + P_KIND)
 
 
-@njit(cache=True)
+@njit()
 def add_segment(state, pool, base, size):
     """Give a pool a segment from the device; False if the tables are full."""
     spare = peek(state, CHUNKS_FREE)
@@ -244,7 +243,7 @@ def add_segment(state, pool, base, size):
     return True
 
 
-@njit(cache=True)
+@njit()
 def _choose(state, stream, size):
     """The pool that serves a request and its best block; block 0 if the pool needs a segment."""
     private = peek(state, PRIVATE)
@@ -265,7 +264,7 @@ def _choose(state, stream, size):
     return pool, _best_fit(state, pool, size) if pool >= 0 else 0
 
 
-@njit(cache=True)
+@njit()
 def _take(state, index, size, requested):
     """Make a free block live, giving back what it has too much; its address."""
     _remove_free(state, index)
@@ -297,7 +296,7 @@ def _take(state, index, size, requested):
     return address
 
 
-@njit(cache=True)
+@njit()
 def heap_allocate(state, stream, size, requested):
     """Serve a request of `size` (rounded) bytes: its address, or -(reason | pool << REASON_BITS) if Python must help."""
     pool, index = _choose(state, stream, size)
@@ -308,7 +307,7 @@ def heap_allocate(state, stream, size, requested):
     return _take(state, index, size, requested)
 
 
-@njit(cache=True)
+@njit()
 def heap_desperate(state, stream, size, requested):
     """The last resort before an out-of-memory error: any free block of the stream, whatever its pool; 0 if none."""
     table = peek(state, POOLS)
@@ -321,7 +320,7 @@ def heap_desperate(state, stream, size, requested):
     return _take(state, best, size, requested) if best != 0 else 0
 
 
-@njit(cache=True)
+@njit()
 def heap_free(state, index):
     """Free a live block and merge it with its free neighbours."""
     _drop_live(state, block(state, index, B_ADDRESS))
@@ -340,7 +339,7 @@ def heap_free(state, index):
     _insert_free(state, index)
 
 
-@njit(cache=True)
+@njit()
 def _absorb(state, index, following):
     after = block(state, following, B_NEXT)
     set_block(state, index, B_SIZE, block(state, index, B_SIZE) + block(state, following, B_SIZE))
@@ -350,7 +349,7 @@ def _absorb(state, index, following):
     _give_row(state, following)
 
 
-@njit(cache=True)
+@njit()
 def unpin_pools(state, kind):
     """The graphs that a private kind of pool served are gone: its free segments may go back to the device."""
     table = peek(state, POOLS)
@@ -359,7 +358,7 @@ def unpin_pools(state, kind):
             poke(table, pool * POOL_ROW + P_USED, POOL_USED)
 
 
-@njit(cache=True)
+@njit()
 def take_free_segments(state, bases, sizes, limit):
     """Take segments without live blocks out of the heap; writes their bases and sizes (bytes), returns how many."""
     table, count = peek(state, CHUNKS), 0

@@ -8,9 +8,11 @@ numba's code generator aborts on it; LLVM's own intrinsics do the same work.
 import platform
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from stalloc.compiled import njit
 
 _WORD = ir.IntType(64)
 
