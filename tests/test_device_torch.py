@@ -271,3 +271,8 @@ def test_a_full_gpu_leaves_host_memory_untouched(run_checks):
     allocated_bytes, grown_bytes = run_checks(_LARGE)
     assert allocated_bytes == 7 * (10 << 30)
     assert grown_bytes < 200 << 20
+
+
+def test_visible_devices_of_real_gpus_are_ignored(run_checks):
+    program = _PROLOGUE + "print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
+    assert run_checks(program, CUDA_VISIBLE_DEVICES="") == [True, 2]

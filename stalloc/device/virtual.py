@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.virtual_build import MAIN_LIBRARY, build, built_directory
+from stalloc.device.virtual_build import MAIN_LIBRARY, build, built_directory, scan
 from stalloc.device.virtual_cupy import redirect
 from stalloc.errors import BadInputError, SetupError
 
@@ -58,15 +58,22 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
             f"{' and '.join(early)} was imported before the virtual GPU: activate it first, or start the program with "
             "`stalloc dryrun`."
         )
-    folder = build()
+    surface = scan()
+    folder = build(surface)
     library = _load(folder)
     limit = ctypes.c_size_t(-1).value if gpu.copy_limit_bytes is None else gpu.copy_limit_bytes
     status = library.stalloc_virtual_configure(
-        gpu.name.encode(), ctypes.c_size_t(gpu.total_bytes), *gpu.compute_capability, gpu.num_multiprocessors,
-        gpu.num_devices, ctypes.c_size_t(limit),
-    )  # fmt: skip
+        gpu.name.encode(),
+        ctypes.c_size_t(gpu.total_bytes),
+        *gpu.compute_capability,
+        gpu.num_multiprocessors,
+        gpu.num_devices,
+        surface.cuda_version,
+        ctypes.c_size_t(limit),
+    )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
     sys.meta_path.insert(0, _OnImport(library))

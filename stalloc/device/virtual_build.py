@@ -24,7 +24,14 @@ from stalloc.device.elf import ElfFile
 from stalloc.errors import SetupError
 
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
-_SOURCES = ("virtual_gpu.h", "virtual_gpu.c", "virtual_runtime.c", "virtual_driver.c", "virtual_libraries.c")
+_SOURCES = (
+    "virtual_gpu.h",
+    "virtual_gpu.c",
+    "virtual_runtime.c",
+    "virtual_driver.c",
+    "virtual_libraries.c",
+    "virtual_nvml.c",
+)
 _NVIDIA_LIBRARY = re.compile(
     r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
 )
@@ -33,7 +40,7 @@ _NVIDIA_SYMBOL = re.compile(
 )
 # Loaded by name at run time, so no file asks for them.
 _BY_NAME = ("cudart", "nvrtc", "nvJitLink")
-_ALWAYS = ("libcuda.so.1", *(f"lib{name}.so.{major}" for major in (12, 13) for name in _BY_NAME))
+_ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1", *(f"lib{name}.so.{major}" for major in (12, 13) for name in _BY_NAME))
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,12 @@ class Surface:
 
     symbols: tuple[str, ...]
     libraries: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def cuda_version(self) -> int:
+        """The CUDA version that suits it, as CUDA writes it: 13000, or 12080 where everything is built for CUDA 12."""
+        names = [name for name, _ in self.libraries]
+        return 12080 if "libcublas.so.12" in names and "libcublas.so.13" not in names else 13000
 
 
 def package_directory(name: str) -> Path | None:
@@ -148,12 +161,12 @@ def built_directory() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def build() -> Path:
-    """Build the libraries, or find them built; returns their directory.
+def build(surface: Surface | None = None) -> Path:
+    """Build the libraries for `surface` (by default what is installed), or find them built; returns their directory.
 
     Raises SetupError if there is no C compiler, if it fails, or if the cache cannot be written.
     """
-    surface, command = scan(), compiler()
+    surface, command = surface or scan(), compiler()
     folder = cache_directory() / _key(surface, command or [])
     if folder.is_dir():
         return folder

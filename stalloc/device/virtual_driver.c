@@ -15,7 +15,7 @@ typedef uintptr_t Address;
 // --- the driver itself, devices, contexts
 
 Result cuInit(unsigned flags) { (void)flags; return SUCCESS; }
-Result cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+Result cuDriverGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
 Result cuGetErrorString(Result error, const char **text) {
     *text = error == SUCCESS ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : error == NOT_SUPPORTED
             ? "operation not supported (by the virtual GPU)" : "invalid argument";
@@ -280,7 +280,7 @@ typedef struct Program {
 } Program;
 
 const char *nvrtcGetErrorString(Result error) { return error == SUCCESS ? "NVRTC_SUCCESS" : "NVRTC_ERROR_INVALID_INPUT"; }
-Result nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return SUCCESS; }
+Result nvrtcVersion(int *major, int *minor) { *major = gpu.cuda_version / 1000; *minor = gpu.cuda_version % 1000 / 10; return SUCCESS; }
 
 static const int architectures[] = {70, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
 enum { NUM_ARCHITECTURES = sizeof architectures / sizeof *architectures };

@@ -26,7 +26,7 @@
 
 Configuration gpu = {
     .name = "Virtual GPU", .total_bytes = (size_t)80 << 30, .major = 9, .minor = 0,
-    .num_multiprocessors = 132, .num_devices = 1, .copy_limit_bytes = (size_t)1 << 20,
+    .num_multiprocessors = 132, .num_devices = 1, .cuda_version = 13000, .copy_limit_bytes = (size_t)1 << 20,
 };
 __thread int current_device;
 
@@ -38,7 +38,7 @@ void count(int which) { atomic_fetch_add_explicit(&counts[which], 1, memory_orde
 // --- called by Python
 
 int stalloc_virtual_configure(const char *name, size_t total_bytes, int major, int minor, int num_multiprocessors,
-                              int num_devices, size_t copy_limit_bytes) {
+                              int num_devices, int cuda_version, size_t copy_limit_bytes) {
     if (num_devices < 1 || num_devices > MAX_DEVICES || total_bytes == 0) return INVALID_VALUE;
     snprintf(gpu.name, sizeof gpu.name, "%s", name);
     gpu.total_bytes = total_bytes;
@@ -46,6 +46,7 @@ int stalloc_virtual_configure(const char *name, size_t total_bytes, int major, i
     gpu.minor = minor;
     gpu.num_multiprocessors = num_multiprocessors;
     gpu.num_devices = num_devices;
+    gpu.cuda_version = cuda_version;
     gpu.copy_limit_bytes = copy_limit_bytes;
     return SUCCESS;
 }

@@ -35,6 +35,7 @@ typedef struct {
     int major, minor;
     int num_multiprocessors;
     int num_devices;
+    int cuda_version;        // 1000 * major + 10 * minor, of driver, runtime and compiler
     size_t copy_limit_bytes; // larger writes to device memory are skipped, so its pages stay untouched
 } Configuration;
 

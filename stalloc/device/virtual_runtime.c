@@ -184,8 +184,8 @@ Error cudaDeviceGetByPCIBusId(int *device, const char *text) {
     *device = (int)bus - 1;
     return SUCCESS;
 }
-Error cudaDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
-Error cudaRuntimeGetVersion(int *version) { *version = 13000; return SUCCESS; }
+Error cudaDriverGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
+Error cudaRuntimeGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
 Error cudaProfilerStart(void) { return SUCCESS; }
 Error cudaProfilerStop(void) { return SUCCESS; }
 
