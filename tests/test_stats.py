@@ -57,6 +57,8 @@ def test_json_holds_the_figures_of_each_device(tmp_path, capsys):
         "fragmentation": 0.5,
         "streams": 1,
         "period_requests": None,
+        "step_requests": None,
+        "step_repeats": None,
     }
     assert {name: device[name] for name in expected} == expected
     assert sum(device["classes"][name]["requests"] for name in ("persistent", "scoped", "transient")) == 2
@@ -100,19 +102,25 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "fragmentation", "period"),
+    ("name", "fragmentation", "period", "step"),
     [
-        ("resnet50_pytorch_blog", 1 - 521831936 / 589299712, 613),
-        ("lm_fwd_ctx200", 1 - 879668224 / 945815552, 240),
-        ("lm27b_ctx128_fullstep", 1 - 54802668032 / 61111009280, None),
+        ("resnet50_pytorch_blog", 1 - 521831936 / 589299712, 679, 613),
+        ("lm_fwd_ctx200", 1 - 879668224 / 945815552, None, 240),
+        ("lm27b_ctx128_fullstep", 1 - 54802668032 / 61111009280, None, None),
+        ("cnn_counterfactuals", None, 193, None),
+        ("tiny_transformer", None, 42, None),
+        ("llm_quantize_sqattn", None, 104, None),
     ],
 )
-def test_real_snapshots(shared_traces, name, fragmentation, period):
+def test_real_snapshots(shared_traces, name, fragmentation, period, step):
     file = str(shared_traces / f"{name}.pickle.gz")
     (trace,) = load_traces(file)
     device = describe(file, trace, 512)
-    assert device["fragmentation"] == pytest.approx(fragmentation, abs=1e-6)
+    if fragmentation is not None:
+        assert device["fragmentation"] == pytest.approx(fragmentation, abs=1e-6)
     assert device["period_requests"] == period
+    if step is not None:
+        assert device["step_requests"] == step
 
 
 def test_a_peak_before_the_first_event_is_seen(shared_traces):

@@ -4,8 +4,9 @@ FILE is a trace of any kind that stalloc reads: a memory snapshot of torch (a pi
 `stalloc record` (.trace.npz), a planning CSV.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
-lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved. The period is the number
-of requests in one step, where steps repeat exactly; requests of up to 512 bytes do not count there.
+lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved. The period is that of the
+sequence of all requests at the end of the record, if it repeats exactly; a step is what the runtime would plan: a
+repetition of the requests over 512 bytes that fills the record and after which memory is back at its level.
 """
 
 import argparse
@@ -18,8 +19,18 @@ from rich.markup import escape
 
 from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
 from stalloc.errors import BadInputError
-from stalloc.lifespans import classify, find_step_period, fold, load_curve
+from stalloc.lifespans import (
+    classify,
+    find_period,
+    find_step_period,
+    fold,
+    load_curve,
+    sequence_keys,
+    sequence_rows,
+)
 from stalloc.trace import Trace, load_traces
+
+_MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal layers are shorter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +60,10 @@ def describe(file: str, trace: Trace, alignment: int) -> dict[str, Any]:
     events, live = load_curve(start, trace.end, size)
     at_peak = int(np.argmax(live)) if len(live) else 0
     peak = int(live.max(initial=0))
-    period = find_step_period(trace)
-    tape = fold(trace, period=period) if period else None
+    everything = sequence_keys(trace, sequence_rows(trace, 0))
+    period = find_period(everything, _MIN_REPEATS, _MIN_PERIOD, at_end=True)
+    step = find_step_period(trace)
+    tape = fold(trace, period=step) if step else None
     return {
         "file": file,
         "device": trace.device,
@@ -68,6 +81,8 @@ def describe(file: str, trace: Trace, alignment: int) -> dict[str, Any]:
         "streams": len(trace.streams),
         "period_requests": period.length if period else None,
         "period_repeats": period.repeats if period else None,
+        "step_requests": step.length if step else None,
+        "step_repeats": step.repeats if step else None,
         "classes": classify(trace, tape).totals(trace.size),
         "notes": list(trace.info.get("notes", [])),
     }
@@ -129,13 +144,12 @@ def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
             ("fragmentation", f"{entry['fragmentation']:.2%} at the reserved peak"),
         ]
     lines.append(("streams", str(entry["streams"])))
-    if entry["period_requests"]:
-        lines.append(("period", f"{entry['period_requests']:,} requests, {entry['period_repeats']} times"))
-    else:
-        lines.append(("period", "none confirmed: no step repeats exactly"))
+    for name, nothing in (("period", "none: the sequence does not repeat exactly"), ("step", "none confirmed")):
+        found = entry[f"{name}_requests"]
+        lines.append((name, f"{found:,} requests, {entry[f'{name}_repeats']} times" if found else nothing))
     classes = entry["classes"]
     names = ["persistent", "scoped", "transient"]
-    if entry["period_requests"]:
+    if entry["step_requests"]:
         names += ["static", "dynamic"]
     lines += [(name, f"{classes[name]['requests']:,}, {human_bytes(classes[name]['bytes'])} in all") for name in names]
     lines += [("note", note) for note in entry["notes"]]
