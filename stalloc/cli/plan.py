@@ -11,6 +11,7 @@ equals it is optimal.
 import argparse
 import dataclasses
 import hashlib
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -134,10 +135,10 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
     if refused:
         return
     if not args.output:
-        console.print(f"\nTo keep the plan: stalloc plan {escape(args.files[0])} -o step.plan.npz")
+        console.print(f"\nTo keep the plan: stalloc plan {escape(shlex.quote(args.files[0]))} -o step.plan.npz")
         return
     console.print(f"\nWritten: {escape(args.output)}")
     if all(entry["kind"] == "program" for entry in devices):
-        console.print(f"Next: stalloc run --plan {escape(args.output)} SCRIPT")
+        console.print(f"Next: stalloc run --plan {escape(shlex.quote(args.output))} SCRIPT")
     else:
-        console.print(f"Next: stalloc validate {escape(args.output)} {escape(args.files[0])}")
+        console.print(f"Next: stalloc validate {escape(shlex.join([args.output, args.files[0]]))}")

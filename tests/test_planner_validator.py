@@ -1,0 +1,171 @@
+"""The naive validator: each way a plan can be wrong has its name, and a quadratic check agrees with it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stalloc.planner import Plan, plan_arrays, validate
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def plan_of(requests: list[tuple[int, int, int]], offset: np.ndarray | None = None, alignment: int = 512) -> Plan:
+    start, end, size = (column(*values) for values in zip(*requests, strict=True))
+    layout = plan_arrays(start, end, size, alignment=alignment)
+    if offset is None:
+        offset = layout.offset
+    return Plan(
+        offset=offset,
+        size=size,
+        start=start,
+        end=end,
+        stream=np.zeros(len(size), np.int64),
+        device=0,
+        alignment=alignment,
+        peak_bytes=int((offset + size).max()) if len(size) else 0,
+        lower_bound_bytes=layout.lower_bound_bytes,
+        optimal=False,
+        method="",
+        kind="trace",
+        provenance={},
+    )
+
+
+THREE = [(0, 4, 512), (2, 6, 512), (4, 8, 512)]
+
+
+def program(**changes) -> Plan:
+    """Ring [10, 20): entry 0 stays for ever, 1 is the prologue's, 2 wraps round, 3 does not."""
+    tape = {
+        "tape_start": column(1, 2, 18, 13),
+        "tape_end": column(30, 12, 22, 17),
+        "tape_size": column(512, 512, 512, 512),
+        "tape_stream": column(0, 0, 0, 0),
+        "tape_offset": column(0, 512, 512, 512),
+        "tape_row": column(0, 1, 2, 3),
+    }
+    tape |= {name: value for name, value in changes.items() if name in tape}
+    plan = Plan(
+        offset=tape["tape_offset"],
+        size=tape["tape_size"],
+        start=tape["tape_start"],
+        end=tape["tape_end"],
+        stream=tape["tape_stream"],
+        device=0,
+        alignment=512,
+        peak_bytes=1024,
+        lower_bound_bytes=1024,
+        optimal=True,
+        method="",
+        kind="program",
+        provenance={},
+        num_prologue=2,
+        ring_start=10,
+        ring_end=20,
+        **tape,
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def test_a_good_plan_passes():
+    plan = plan_of(THREE)
+    assert validate(plan).ok
+    assert validate(plan, plan).ok
+
+
+def test_a_good_program_passes():
+    assert validate(program()).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"offset": column(0, 0, 0)}, "overlap"),
+        ({"offset": column(0, 500, 0)}, "misaligned"),
+        ({"offset": column(0, -512, 0)}, "negative-offset"),
+        ({"peak_bytes": 1023}, "beyond-peak"),
+        ({"lower_bound_bytes": 512}, "wrong-lower-bound"),
+    ],
+)
+def test_each_wrong_plan_is_named(changes, reason):
+    verdict = validate(dataclasses.replace(plan_of(THREE), **changes))
+    assert (verdict.ok, verdict.reason) == (False, reason)
+    assert verdict.detail
+
+
+def test_an_overlap_names_rows_bytes_and_events():
+    detail = validate(plan_of(THREE, column(0, 0, 512))).detail
+    assert detail == "requests 0 and 1 share bytes [0, 512) during events [2, 4)"
+
+
+@pytest.mark.parametrize("name", ["size", "start", "end"])
+def test_a_plan_of_another_trace_is_a_mismatch(name):
+    plan = plan_of(THREE)
+    trace = dataclasses.replace(plan, **{name: getattr(plan, name) + column(0, 0, 1)})
+    verdict = validate(plan, trace)
+    assert verdict.reason == "trace-mismatch"
+    assert "request 2" in verdict.detail
+
+
+def test_fewer_rows_than_the_trace_are_a_mismatch():
+    assert validate(plan_of(THREE), plan_of(THREE[:2])).reason == "trace-mismatch"
+
+
+def test_requests_that_are_not_planned_are_not_judged():
+    plan = plan_of(THREE, column(0, -1, 0))
+    assert validate(dataclasses.replace(plan, peak_bytes=512, lower_bound_bytes=512)).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tape_end": column(30, 12, 24, 17)}, "overlap"),  # what wraps meets the ring's other one in the next pass
+        ({"tape_end": column(30, 14, 22, 17)}, "overlap"),  # what the prologue leaves meets it in the first
+        ({"tape_end": column(20, 12, 22, 17), "lower_bound_bytes": 1024}, ""),
+        ({"tape_end": column(25, 12, 22, 17)}, "bad-tape"),
+        ({"tape_start": column(1, 2, 20, 13), "tape_end": column(30, 12, 22, 17)}, "bad-tape"),
+        ({"tape_end": column(30, 12, 29, 17)}, "bad-tape"),
+        ({"ring_end": 10}, "bad-tape"),
+        ({"offset": column(0, 512, 0, 512)}, "bad-tape"),
+        ({"tape_row": column(0, 1, 2, 4)}, "bad-tape"),
+        ({"tape_stream": column(0, 0, 1, 0)}, "shared-by-streams"),
+        ({"tape_offset": column(0, 512, 1024, 512)}, "beyond-peak"),
+        ({"lower_bound_bytes": 1536}, "wrong-lower-bound"),
+    ],
+)
+def test_each_wrong_program_is_named(changes, reason):
+    assert validate(program(**changes)).reason == reason
+
+
+REQUEST = st.tuples(st.integers(0, 12), st.integers(1, 8), st.integers(0, 3), st.integers(0, 5))
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.lists(REQUEST, min_size=1, max_size=8))
+def test_it_agrees_with_looking_at_every_pair(requests):
+    rows = [(start, start + lasts, size) for start, lasts, size, _ in requests]
+    plan = plan_of(rows, column(*(low for *_, low in requests)), alignment=1)
+    clash = any(
+        max(one[0], two[0]) < min(one[0] + one[1], two[0] + two[1])
+        and max(one[3], two[3]) < min(one[3] + one[2], two[3] + two[2])
+        for one, two in itertools.combinations(requests, 2)
+    )
+    assert validate(plan).reason == ("overlap" if clash else "")
+
+
+def test_a_single_overlap_among_twenty_thousand_is_found():
+    count = 20_000
+    rows = [(i, i + 50, 512) for i in range(count)]
+    good = plan_of(rows)
+    assert validate(good).ok
+    offset = good.offset.copy()
+    offset[12_345] = offset[12_344]
+    verdict = validate(dataclasses.replace(good, offset=offset))
+    assert verdict.reason == "overlap"
+    assert "12344 and 12345" in verdict.detail
