@@ -65,7 +65,9 @@ def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
     fits = tried["exit_code"] == 0
     ran_out = tried.pop("out_of_memory")
     if not fits and not ran_out:
-        raise SetupError(f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above.")
+        raise SetupError(
+            f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
+        )
     if ran_out and not fits:
         tried = measure(_PLENTY, command)
         tried.pop("out_of_memory")

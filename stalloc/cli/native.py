@@ -5,6 +5,7 @@ caching allocator and CuPy's pool reserved, and the host time of the steps, time
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -48,7 +49,9 @@ def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[st
         text = log.read_text(encoding="utf-8", errors="replace")
         if not file.exists():
             sys.stderr.write(text)
-            raise SetupError(f"the program ended with code {ending.returncode} before it could report: see its output above.")
+            raise SetupError(
+                f"the program ended with code {ending.returncode} before it could report: see its output above."
+            )
         return {**json.loads(file.read_text(encoding="utf-8")), "output": text}
 
 
@@ -75,7 +78,7 @@ def _measure(step_times: list[float]) -> dict[str, Any]:
                 devices.append({"device": len(devices), "allocated_peak_bytes": 0, "reserved_peak_bytes": 0})
             # CuPy keeps no peak; its pool only grows unless the program empties it
             devices[index]["reserved_peak_bytes"] += total
-    gaps = [b - a for a, b in zip(step_times, step_times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(step_times)]
     return {
         "devices": [entry for entry in devices if entry["reserved_peak_bytes"]],
         "step_ms": statistics.median(gaps[len(gaps) // 2 :]) * 1e3 if gaps else None,

@@ -16,17 +16,25 @@ from stalloc.errors import BadInputError
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 
 
-def add_program_arguments(parser: argparse.ArgumentParser, *, devices: tuple[str, ...] = ("auto", "cuda", "virtual")) -> None:
+def add_program_arguments(
+    parser: argparse.ArgumentParser, *, devices: tuple[str, ...] = ("auto", "cuda", "virtual")
+) -> None:
     """Add the device options and SCRIPT [ARGS…] | -m MODULE [ARGS…]."""
     if len(devices) > 1:
         parser.add_argument(
             "--device", choices=devices, default=devices[0], help="auto (default): the real GPU where there is one"
         )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB")
+    size.add_argument(
+        "--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB"
+    )
     size.add_argument("--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS…]", help="the program, with its arguments")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS…]", help="the program, with its arguments"
+    )
 
 
 def program_command(args: argparse.Namespace) -> list[str]:

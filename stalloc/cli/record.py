@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
     traces = [controller.trace() for controller in used]
     if not traces:
-        raise BadInputError(f"the program allocated no GPU memory, so {args.output} was not written: does it use the GPU?")
+        raise BadInputError(
+            f"the program allocated no GPU memory, so {args.output} was not written: does it use the GPU?"
+        )
     save_traces(args.output, traces)
     devices = [
         {

@@ -36,9 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
     parser.add_argument(
-        "--observe-steps", type=int, default=0, metavar="N", help="watch at least N steps before planning (default: as few as do)"
+        "--observe-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="watch at least N steps before planning (default: as few as do)",
     )
-    parser.add_argument("--compare-native", action="store_true", help="run the program under its own allocators first, to compare")
+    parser.add_argument(
+        "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
+    )
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -50,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.observe_steps < 0:
         raise BadInputError(f"--observe-steps is {args.observe_steps}: give a count of steps.")
     if args.plan and args.save_plan:
-        raise BadInputError("--plan and --save-plan exclude each other: a run from a plan does not observe the program.")
+        raise BadInputError(
+            "--plan and --save-plan exclude each other: a run from a plan does not observe the program."
+        )
     native = compare(device_options(args), command) if args.compare_native else None
 
     from stalloc import integrations
@@ -74,7 +82,9 @@ def _result(reports: list[dict[str, Any]], native: dict[str, Any] | None, code: 
         reserved = report["reserved_peak_bytes"]
         report["fragmentation"] = 1 - report["allocated_peak_bytes"] / reserved if reserved else 0.0
         if native is not None:
-            peer = next((entry for entry in native["devices"] if entry["device"] == report["device"]), {})
+            peer: dict[str, Any] = next(
+                (entry for entry in native["devices"] if entry["device"] == report["device"]), {}
+            )
             report["native_reserved_peak_bytes"] = peer.get("reserved_peak_bytes")
             report["native_allocated_peak_bytes"] = peer.get("allocated_peak_bytes")
             report["native_step_ms"] = native["step_ms"]
@@ -102,14 +112,18 @@ def _print(result: dict[str, Any], args: argparse.Namespace) -> None:
         console.print("stalloc: the program allocated no GPU memory.", highlight=False)
         return
     for report in result["devices"]:
-        table = Table(title=f"device {report['device']}: {report['device_name']}", title_justify="left", show_header=False)
+        table = Table(
+            title=f"device {report['device']}: {report['device_name']}", title_justify="left", show_header=False
+        )
         for label, value in _rows(report):
             table.add_row(label, value)
         console.print(table)
     if not args.plan and not args.save_plan and result.get("plans_made"):
         console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run", highlight=False)
     elif not result.get("plans_made"):
-        console.print("next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats", highlight=False)
+        console.print(
+            "next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats", highlight=False
+        )
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -120,7 +134,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests a step", f"{report['requests_per_step']} over 512 bytes"),
         ("hit rate", "-" if rate is None else f"{100 * rate:.3f} % from the second planned step on"),
         ("allocated peak", human_bytes(report["allocated_peak_bytes"])),
-        ("reserved peak", f"{human_bytes(report['reserved_peak_bytes'])}, fragmentation {100 * report['fragmentation']:.2f} %"),
+        (
+            "reserved peak",
+            f"{human_bytes(report['reserved_peak_bytes'])}, fragmentation {100 * report['fragmentation']:.2f} %",
+        ),
     ]
     if report["observed_reserved_peak_bytes"] is not None:
         rows.append(("reserved peak before the plan", human_bytes(report["observed_reserved_peak_bytes"])))

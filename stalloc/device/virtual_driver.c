@@ -1,18 +1,13 @@
-// The CUDA driver's functions over the virtual GPU, its virtual memory management, and a run-time compiler (NVRTC)
-// that accepts every program and compiles it to nothing.
+// The CUDA driver's functions over the virtual GPU: devices, contexts, plain memory, modules and kernels.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
 
-#include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef int Result;
 typedef void *Handle;
 typedef uintptr_t Address;
-
-// --- the driver itself, devices, contexts
 
 Result cuInit(unsigned flags) { (void)flags; return SUCCESS; }
 Result cuDriverGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
@@ -67,8 +62,6 @@ Result cuGetProcAddress_v2(const char *name, void **function, int version, uint6
     return *function ? SUCCESS : NOT_FOUND;
 }
 
-// --- memory
-
 Result cuMemAlloc_v2(Address *address, size_t size) {
     Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, true);
     if (result == SUCCESS) count(COUNT_MALLOC);
@@ -121,111 +114,6 @@ Result cuPointerGetAttribute(void *value, int attribute, Address address) {
     return SUCCESS;
 }
 
-// Virtual memory management: addresses are reserved like any block but not charged; physical handles are charged to
-// their device until they are both released and unmapped, as the driver does it.
-typedef struct Physical {
-    size_t size_bytes;
-    int device, num_mapped;
-    bool released;
-} Physical;
-
-typedef struct Mapping {
-    Address address;
-    Physical *physical;
-    struct Mapping *next;
-} Mapping;
-
-static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
-enum { NUM_BUCKETS = 4096 };
-static Mapping *mappings[NUM_BUCKETS]; // by slot of the address; under mapping_lock
-
-typedef struct { int type, handle_types, location_type, location_id; } PhysicalProperties; // the head that matters
-
-static void forget_if_unused(Physical *physical) {
-    if (!physical->released || physical->num_mapped) return;
-    memory_refund(physical->device, physical->size_bytes);
-    free(physical);
-}
-
-Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) {
-    (void)properties; (void)option;
-    *bytes = SLOT_BYTES;
-    return SUCCESS;
-}
-Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
-    (void)alignment; (void)wanted; (void)flags;
-    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, false);
-}
-Result cuMemAddressFree(Address address, size_t size) { (void)size; return memory_free((void *)address); }
-Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {
-    (void)flags;
-    int device = properties->location_id;
-    if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
-    if (size == 0 || size % SLOT_BYTES) return INVALID_VALUE;
-    if (!memory_charge(device, size)) return OUT_OF_MEMORY;
-    Physical *physical = malloc(sizeof *physical);
-    if (!physical) {
-        memory_refund(device, size);
-        return OUT_OF_MEMORY;
-    }
-    *physical = (Physical){size, device, 0, false};
-    *made = physical;
-    count(COUNT_MALLOC);
-    return SUCCESS;
-}
-Result cuMemRelease(Handle handle) {
-    if (!handle) return INVALID_VALUE;
-    pthread_mutex_lock(&mapping_lock);
-    ((Physical *)handle)->released = true;
-    forget_if_unused(handle);
-    pthread_mutex_unlock(&mapping_lock);
-    count(COUNT_FREE);
-    return SUCCESS;
-}
-Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
-    (void)size; (void)offset; (void)flags;
-    Mapping *mapping = malloc(sizeof *mapping);
-    if (!mapping || !handle) {
-        free(mapping);
-        return handle ? OUT_OF_MEMORY : INVALID_VALUE;
-    }
-    pthread_mutex_lock(&mapping_lock);
-    Mapping **bucket = &mappings[address / SLOT_BYTES % NUM_BUCKETS];
-    *mapping = (Mapping){address, handle, *bucket};
-    *bucket = mapping;
-    mapping->physical->num_mapped++;
-    pthread_mutex_unlock(&mapping_lock);
-    return SUCCESS;
-}
-Result cuMemUnmap(Address address, size_t size) {
-    pthread_mutex_lock(&mapping_lock);
-    for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
-        for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {
-            Mapping *mapping = *link;
-            if (mapping->address != slot) {
-                link = &mapping->next;
-                continue;
-            }
-            *link = mapping->next;
-            mapping->physical->num_mapped--;
-            forget_if_unused(mapping->physical);
-            free(mapping);
-        }
-    }
-    pthread_mutex_unlock(&mapping_lock);
-    memory_drop_pages((void *)address, size);
-    return SUCCESS;
-}
-Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num) {
-    (void)address; (void)size; (void)list; (void)num;
-    return SUCCESS;
-}
-Result cuMemExportToShareableHandle(void) { return NOT_SUPPORTED; }
-Result cuMemImportFromShareableHandle(void) { return NOT_SUPPORTED; }
-Result cuMulticastCreate(void) { return NOT_SUPPORTED; }
-
-// --- modules and kernels
-
 Result cuModuleLoad(Handle *module, const char *path) { (void)path; *module = new_handle(); return SUCCESS; }
 Result cuModuleLoadData(Handle *module, const void *image) { (void)image; *module = new_handle(); return SUCCESS; }
 Result cuModuleLoadDataEx(Handle *module, const void *image) { return cuModuleLoadData(module, image); }
@@ -271,58 +159,3 @@ Result cuLinkAddFile_v2(void) { return SUCCESS; }
 Result cuLinkAddFile(void) { return SUCCESS; }
 Result cuLinkComplete(Handle state, const void **binary, size_t *size) { (void)state; *binary = nothing; *size = sizeof nothing; return SUCCESS; }
 Result cuLinkDestroy(Handle state) { (void)state; return SUCCESS; }
-
-// --- NVRTC: a program keeps the names that it was asked for, since callers want their lowered form back
-
-typedef struct Program {
-    char *expressions[1024];
-    int num_expressions;
-} Program;
-
-const char *nvrtcGetErrorString(Result error) { return error == SUCCESS ? "NVRTC_SUCCESS" : "NVRTC_ERROR_INVALID_INPUT"; }
-Result nvrtcVersion(int *major, int *minor) { *major = gpu.cuda_version / 1000; *minor = gpu.cuda_version % 1000 / 10; return SUCCESS; }
-
-static const int architectures[] = {70, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
-enum { NUM_ARCHITECTURES = sizeof architectures / sizeof *architectures };
-
-Result nvrtcGetNumSupportedArchs(int *num) { *num = NUM_ARCHITECTURES; return SUCCESS; }
-Result nvrtcGetSupportedArchs(int *list) { memcpy(list, architectures, sizeof architectures); return SUCCESS; }
-Result nvrtcCreateProgram(Program **program) {
-    *program = calloc(1, sizeof **program);
-    return *program ? SUCCESS : 1;
-}
-Result nvrtcDestroyProgram(Program **program) {
-    for (int i = 0; *program && i < (*program)->num_expressions; i++) free((*program)->expressions[i]);
-    free(*program);
-    *program = NULL;
-    return SUCCESS;
-}
-Result nvrtcCompileProgram(Program *program, int num_options, const char *const *options) {
-    (void)program; (void)num_options; (void)options;
-    return SUCCESS;
-}
-Result nvrtcAddNameExpression(Program *program, const char *expression) {
-    if (program->num_expressions == 1024) return 1;
-    program->expressions[program->num_expressions++] = strdup(expression);
-    return SUCCESS;
-}
-Result nvrtcGetLoweredName(Program *program, const char *expression, const char **lowered) {
-    for (int i = 0; i < program->num_expressions; i++) {
-        if (strcmp(program->expressions[i], expression)) continue;
-        *lowered = program->expressions[i];
-        return SUCCESS;
-    }
-    return 10; // no such expression
-}
-static Result code_size(size_t *size) { *size = sizeof nothing; return SUCCESS; }
-static Result code(char *into) { memcpy(into, nothing, sizeof nothing); return SUCCESS; }
-Result nvrtcGetPTXSize(Program *program, size_t *size) { (void)program; return code_size(size); }
-Result nvrtcGetPTX(Program *program, char *into) { (void)program; return code(into); }
-Result nvrtcGetCUBINSize(Program *program, size_t *size) { (void)program; return code_size(size); }
-Result nvrtcGetCUBIN(Program *program, char *into) { (void)program; return code(into); }
-Result nvrtcGetLTOIRSize(Program *program, size_t *size) { (void)program; return code_size(size); }
-Result nvrtcGetLTOIR(Program *program, char *into) { (void)program; return code(into); }
-Result nvrtcGetNVVMSize(Program *program, size_t *size) { (void)program; return code_size(size); }
-Result nvrtcGetNVVM(Program *program, char *into) { (void)program; return code(into); }
-Result nvrtcGetProgramLogSize(Program *program, size_t *size) { (void)program; *size = 1; return SUCCESS; }
-Result nvrtcGetProgramLog(Program *program, char *into) { (void)program; *into = 0; return SUCCESS; }

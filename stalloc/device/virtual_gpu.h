@@ -44,6 +44,7 @@ extern __thread int current_device;
 
 enum { COUNT_MALLOC, COUNT_FREE, COUNT_LAUNCH, COUNT_COPY, COUNT_COPY_SKIPPED, COUNT_MEMSET, COUNT_OOM, NUM_COUNTS };
 void count(int which);
+int failed(int error); // keeps it for cudaGetLastError and returns it
 
 // Memory.  All of these are thread safe; they return one of the error numbers above.
 int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted);

@@ -10,8 +10,6 @@
 typedef int Status;
 typedef void *Handle;
 
-// --- cuBLAS and cuBLASLt
-
 typedef struct { Handle stream; int pointer_mode, math_mode; } Blas;
 static __thread Blas blas; // what was set last is what is read back
 
@@ -47,8 +45,7 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle handle, Handle operation, Handle a,
     return 0;
 }
 
-// --- functions that hand back one thing: a fresh handle, a version, or the size of a workspace (none is needed)
-
+// Functions that hand back one thing: a fresh handle, a version, or the size of a workspace (none is needed).
 // Callers pass up to twenty words, of which one is the address to fill; the others are of no interest.  On the
 // machines that CUDA supports, integers and pointers travel one a word, so reading argument k needs no prototype.
 #define ARGUMENTS                                                                                                          \

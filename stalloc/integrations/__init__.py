@@ -6,6 +6,7 @@ memory; torch is served from the moment it is imported.
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 from stalloc import device as devices
 from stalloc.device import VirtualGPU
@@ -23,7 +24,7 @@ _explicit_steps = False
 def install(
     *,
     plan: str | Path | None = None,
-    device: str = "auto",
+    device: Literal["auto", "cuda", "virtual"] = "auto",
     gpu: VirtualGPU | None = None,
     torch: bool = True,
     cupy: bool = True,

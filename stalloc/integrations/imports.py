@@ -32,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._name = name
         self._action = action
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):
         if name != self._name:
             return None
         sys.meta_path.remove(self)

@@ -291,8 +291,10 @@ class Controller:
         trace = self.trace()
         sizable = np.flatnonzero(trace.size > layout.TINY)
         # layers and microbatches repeat too: without marks only what fills most of the record is a step
-        strict = {} if self.marks else {"min_repeats": 3, "min_share": _COVERAGE, "min_length": self._min_period}
-        period = find_step_period(trace, **strict)
+        if self.marks:
+            period = find_step_period(trace)
+        else:
+            period = find_step_period(trace, min_repeats=3, min_share=_COVERAGE, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is None:
             return
@@ -368,7 +370,8 @@ class Controller:
         state.write(EXACT=0, RECORDING=int(self.settings.keep_recording))
         if not self._begin(plan, ring_only=True):
             self._rest(
-                f"an arena of {plan.peak_bytes} bytes does not fit beside the {state['RESERVED']} bytes that hold live blocks"
+                f"an arena of {plan.peak_bytes} bytes does not fit beside the {state['RESERVED']} bytes "
+                "that hold live blocks"
             )
 
     def _begin(self, plan: "Plan", *, ring_only: bool) -> bool:
@@ -382,8 +385,8 @@ class Controller:
         state.drop_tape()
         core.reserve(state.address, arena_bytes)
         first = plan.num_prologue if ring_only else 0
-        columns = (column[first:] for column in (plan.tape_size, plan.tape_stream, plan.tape_offset))
-        state.install_tape(*columns, plan.num_prologue - first, 0)
+        size, stream, offset = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:]
+        state.install_tape(size, stream, offset, plan.num_prologue - first, 0)
         ring_length = len(plan.tape_size) - plan.num_prologue
         state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024
         state.serve_arena(memory.ptr, arena_bytes)

@@ -21,7 +21,7 @@ from stalloc.runtime.heap import (
     take_free_segments,
     unpin_pools,
 )
-from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
+from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import call3, lock, now_ns, peek, poke, unlock
 
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
@@ -332,7 +332,7 @@ def allocate_on(state, requested, raw_stream):
         helped = False
         if address < 0 and peek(state, CLOSED) == 0:
             helped = call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), -address, size) == 1
-        if reason == AT_BOUNDARY or reason == POLL or reason == CHECK:
+        if reason in (AT_BOUNDARY, POLL, CHECK):
             way = WAY_AFTER_ASKING  # the tape has not moved yet
         elif reason == STALE or helped:
             way = WAY_HEAP  # the tape has moved past this request

@@ -12,7 +12,7 @@ captured everything comes from a private pool, whose memory nobody else gets as 
 """
 
 from stalloc.compiled import njit
-from stalloc.runtime.layout import *  # noqa: F403  (the layout's names are constants to the compiler)
+from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import peek, poke
 
 _HASH = 0x1E3779B97F4A7C15
@@ -298,7 +298,7 @@ def _take(state, index, size, requested):
 
 @njit()
 def heap_allocate(state, stream, size, requested):
-    """Serve a request of `size` (rounded) bytes: its address, or -(reason | pool << REASON_BITS) if Python must help."""
+    """Serve a request of `size` (rounded) bytes: its address, -(reason | pool << REASON_BITS) for help, 0 for failure."""
     pool, index = _choose(state, stream, size)
     if pool < 0 or 2 * peek(state, LIVE_COUNT) > peek(state, LIVE_MASK):
         return 0

@@ -1,5 +1,6 @@
 """What a run was like, in numbers: for reports, for errors, and for the statistics that torch is asked for."""
 
+import itertools
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class Report:
 
     @property
     def fragmentation(self) -> float:
-        """1 − allocated / reserved, at their peaks."""
+        """1 - allocated / reserved, at their peaks."""
         return 1 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
 
 
@@ -61,7 +62,7 @@ def _planned_steps(controller: "Controller") -> list[Step]:
 
 
 def _median_ms(times_ns: list[int]) -> float | None:
-    gaps = [(b - a) / 1e6 for a, b in zip(times_ns, times_ns[1:], strict=False)]
+    gaps = [(b - a) / 1e6 for a, b in itertools.pairwise(times_ns)]
     return statistics.median(gaps) if gaps else None
 
 
@@ -118,7 +119,8 @@ def out_of_memory_text(controller: "Controller", size_bytes: int) -> str:
     largest = ", ".join(f"{size / GIB:.2f} GiB" for _, size in state.live_blocks(5))
     arena = f", {state['ARENA_BYTES'] / GIB:.2f} GiB of it the plan's arena" if state["ARENA_BYTES"] else ""
     return (
-        f"stalloc: out of memory on device {controller.device.index} ({controller.device.name}, {total / GIB:.2f} GiB): "
+        f"stalloc: out of memory on device {controller.device.index} "
+        f"({controller.device.name}, {total / GIB:.2f} GiB): "
         f"tried to allocate {size_bytes / GIB:.2f} GiB ({size_bytes} bytes). "
         f"Allocated {state['ALLOCATED'] / GIB:.2f} GiB, reserved {state['RESERVED'] / GIB:.2f} GiB{arena}, "
         f"free on the device {free / GIB:.2f} GiB, largest free block {state.largest_free_bytes() / GIB:.2f} GiB"
@@ -172,5 +174,3 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
         "num_device_alloc": state["NUM_SEGMENT_ALLOCS"],
         "num_device_free": state["NUM_SEGMENT_FREES"],
     }
-
-
