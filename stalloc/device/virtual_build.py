@@ -24,14 +24,7 @@ from stalloc.device.elf import ElfFile
 from stalloc.errors import SetupError
 
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
-_SOURCES = (
-    "virtual_gpu.h",
-    "virtual_gpu.c",
-    "virtual_runtime.c",
-    "virtual_driver.c",
-    "virtual_libraries.c",
-    "virtual_nvml.c",
-)
+_SOURCES = sorted(Path(__file__).parent.glob("virtual_*.[ch]"))
 _NVIDIA_LIBRARY = re.compile(
     r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
 )
@@ -118,10 +111,9 @@ def _run(command: list[str], what: str) -> None:
 
 
 def _compile(surface: Surface, command: list[str], folder: Path) -> None:
-    source = Path(__file__).parent
     weak = "".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in surface.symbols)
     (folder / "stubs.c").write_text(weak, encoding="ascii")
-    parts = [str(source / name) for name in _SOURCES if name.endswith(".c")] + [str(folder / "stubs.c")]
+    parts = [str(source) for source in _SOURCES if source.suffix == ".c"] + [str(folder / "stubs.c")]
     shared = [*command, "-shared", "-fPIC"]
     # -fno-builtin: a stub may share its name with nothing the compiler knows, but never let it guess a signature
     main = [
@@ -147,10 +139,9 @@ def _compile(surface: Surface, command: list[str], folder: Path) -> None:
 
 
 def _key(surface: Surface, command: list[str]) -> str:
-    source = Path(__file__).parent
     digest = hashlib.sha256(repr((surface, command, os.uname().machine)).encode())
-    for name in _SOURCES:
-        digest.update((source / name).read_bytes())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:20]
 

@@ -9,54 +9,94 @@ typedef int Result;
 typedef void *Handle;
 typedef uintptr_t Address;
 
-Result cuInit(unsigned flags) { (void)flags; return SUCCESS; }
-Result cuDriverGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
+Result cuInit(unsigned flags) { return SUCCESS; }
+Result cuDriverGetVersion(int *version) {
+    *version = gpu.cuda_version;
+    return SUCCESS;
+}
 Result cuGetErrorString(Result error, const char **text) {
-    *text = error == SUCCESS ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : error == NOT_SUPPORTED
-            ? "operation not supported (by the virtual GPU)" : "invalid argument";
+    *text = error == SUCCESS         ? "no error"
+            : error == OUT_OF_MEMORY ? "out of memory"
+            : error == NOT_SUPPORTED ? "operation not supported (by the virtual GPU)"
+                                     : "invalid argument";
     return SUCCESS;
 }
 Result cuGetErrorName(Result error, const char **name) {
-    *name = error == SUCCESS ? "CUDA_SUCCESS" : error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : error == NOT_SUPPORTED
-            ? "CUDA_ERROR_NOT_SUPPORTED" : "CUDA_ERROR_INVALID_VALUE";
+    *name = error == SUCCESS         ? "CUDA_SUCCESS"
+            : error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : error == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED"
+                                     : "CUDA_ERROR_INVALID_VALUE";
     return SUCCESS;
 }
-Result cuDeviceGetCount(int *num) { *num = gpu.num_devices; return SUCCESS; }
+Result cuDeviceGetCount(int *num) {
+    *num = gpu.num_devices;
+    return SUCCESS;
+}
 Result cuDeviceGet(int *device, int ordinal) {
     if (ordinal < 0 || ordinal >= gpu.num_devices) return INVALID_DEVICE;
     *device = ordinal;
     return SUCCESS;
 }
-Result cuDeviceGetName(char *name, int length, int device) { (void)device; snprintf(name, (size_t)length, "%s", gpu.name); return SUCCESS; }
-Result cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = gpu.total_bytes; return SUCCESS; }
-Result cuDeviceGetAttribute(int *value, int attribute, int device) { return device_attribute(value, attribute, device); }
-Result cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 0, 16); snprintf(uuid, 16, "stalloc-vgpu-%02d", device); return SUCCESS; }
+Result cuDeviceGetName(char *name, int length, int device) {
+    snprintf(name, (size_t)length, "%s", gpu.name);
+    return SUCCESS;
+}
+Result cuDeviceTotalMem_v2(size_t *bytes, int device) {
+    *bytes = gpu.total_bytes;
+    return SUCCESS;
+}
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    return device_attribute(value, attribute, device);
+}
+Result cuDeviceGetUuid(char *uuid, int device) {
+    memset(uuid, 0, 16);
+    snprintf(uuid, 16, "stalloc-vgpu-%02d", device);
+    return SUCCESS;
+}
 Result cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 
 // A device's primary context is its number plus 0x1000: never null.
 static Handle context_of(int device) { return (Handle)(uintptr_t)(0x1000 + device); }
 
-Result cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { (void)device; *flags = 0; *active = 1; return SUCCESS; }
-Result cuDevicePrimaryCtxRetain(Handle *context, int device) { *context = context_of(device); return SUCCESS; }
-Result cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return SUCCESS; }
+Result cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    *flags = 0;
+    *active = 1;
+    return SUCCESS;
+}
+Result cuDevicePrimaryCtxRetain(Handle *context, int device) {
+    *context = context_of(device);
+    return SUCCESS;
+}
+Result cuDevicePrimaryCtxRelease_v2(int device) { return SUCCESS; }
 Result cuDevicePrimaryCtxRelease(int device) { return cuDevicePrimaryCtxRelease_v2(device); }
-Result cuCtxGetCurrent(Handle *context) { *context = context_of(current_device); return SUCCESS; }
+Result cuCtxGetCurrent(Handle *context) {
+    *context = context_of(current_device);
+    return SUCCESS;
+}
 Result cuCtxSetCurrent(Handle context) {
     uintptr_t device = (uintptr_t)context - 0x1000;
     if (device < (uintptr_t)gpu.num_devices) current_device = (int)device;
     return SUCCESS;
 }
-Result cuCtxGetDevice(int *device) { *device = current_device; return SUCCESS; }
-Result cuCtxCreate(Handle *context) { *context = context_of(current_device); return SUCCESS; }
+Result cuCtxGetDevice(int *device) {
+    *device = current_device;
+    return SUCCESS;
+}
+Result cuCtxCreate(Handle *context) {
+    *context = context_of(current_device);
+    return SUCCESS;
+}
 Result cuCtxCreate_v2(Handle *context) { return cuCtxCreate(context); }
-Result cuCtxDestroy_v2(Handle context) { (void)context; return SUCCESS; }
+Result cuCtxDestroy_v2(Handle context) { return SUCCESS; }
 Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
 Result cuCtxSynchronize(void) { return SUCCESS; }
-Result cuCtxGetLimit(size_t *value, int limit) { (void)limit; *value = (size_t)1 << 20; return SUCCESS; }
-Result cuCtxSetLimit(int limit, size_t value) { (void)limit; (void)value; return SUCCESS; }
-Result cuStreamGetCtx(Handle stream, Handle *context) { (void)stream; return cuCtxGetCurrent(context); }
+Result cuCtxGetLimit(size_t *value, int limit) {
+    *value = (size_t)1 << 20;
+    return SUCCESS;
+}
+Result cuCtxSetLimit(int limit, size_t value) { return SUCCESS; }
+Result cuStreamGetCtx(Handle stream, Handle *context) { return cuCtxGetCurrent(context); }
 Result cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
-    (void)version; (void)flags;
     *function = find_function(name);
     if (status) *status = *function ? 0 : 1;
     return *function ? SUCCESS : NOT_FOUND;
@@ -84,14 +124,28 @@ Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
     if (size) *size = block.size_bytes;
     return SUCCESS;
 }
-Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size) { memory_copy((void *)to, from, size); return SUCCESS; }
-Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) { memory_copy(to, (void *)from, size); return SUCCESS; }
-Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) { (void)stream; return cuMemcpyHtoD_v2(to, from, size); }
-Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) { (void)stream; return cuMemcpyDtoH_v2(to, from, size); }
-Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) { memory_set((void *)address, value, num); return SUCCESS; }
-Result cuMemsetD8Async(Address address, unsigned char value, size_t num, Handle stream) { (void)stream; return cuMemsetD8_v2(address, value, num); }
+Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size) {
+    memory_copy((void *)to, from, size);
+    return SUCCESS;
+}
+Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) {
+    memory_copy(to, (void *)from, size);
+    return SUCCESS;
+}
+Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
+    return cuMemcpyHtoD_v2(to, from, size);
+}
+Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
+    return cuMemcpyDtoH_v2(to, from, size);
+}
+Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) {
+    memory_set((void *)address, value, num);
+    return SUCCESS;
+}
+Result cuMemsetD8Async(Address address, unsigned char value, size_t num, Handle stream) {
+    return cuMemsetD8_v2(address, value, num);
+}
 Result cuMemsetD32Async(Address address, unsigned value, size_t num, Handle stream) {
-    (void)stream;
     if (value == 0) {
         memory_set((void *)address, 0, 4 * num);
     } else if (4 * num <= gpu.copy_limit_bytes) {
@@ -114,13 +168,21 @@ Result cuPointerGetAttribute(void *value, int attribute, Address address) {
     return SUCCESS;
 }
 
-Result cuModuleLoad(Handle *module, const char *path) { (void)path; *module = new_handle(); return SUCCESS; }
-Result cuModuleLoadData(Handle *module, const void *image) { (void)image; *module = new_handle(); return SUCCESS; }
+Result cuModuleLoad(Handle *module, const char *path) {
+    *module = new_handle();
+    return SUCCESS;
+}
+Result cuModuleLoadData(Handle *module, const void *image) {
+    *module = new_handle();
+    return SUCCESS;
+}
 Result cuModuleLoadDataEx(Handle *module, const void *image) { return cuModuleLoadData(module, image); }
-Result cuModuleUnload(Handle module) { (void)module; return SUCCESS; }
-Result cuModuleGetFunction(Handle *function, Handle module, const char *name) { (void)module; (void)name; *function = new_handle(); return SUCCESS; }
+Result cuModuleUnload(Handle module) { return SUCCESS; }
+Result cuModuleGetFunction(Handle *function, Handle module, const char *name) {
+    *function = new_handle();
+    return SUCCESS;
+}
 Result cuModuleGetGlobal_v2(Address *address, size_t *size, Handle module, const char *name) {
-    (void)module; (void)name;
     if (address) *address = (Address)memory_scratch();
     if (size) *size = SLOT_BYTES;
     return SUCCESS;
@@ -128,21 +190,44 @@ Result cuModuleGetGlobal_v2(Address *address, size_t *size, Handle module, const
 Result cuModuleGetGlobal(Address *address, size_t *size, Handle module, const char *name) {
     return cuModuleGetGlobal_v2(address, size, module, name);
 }
-Result cuLibraryLoadData(Handle *library) { *library = new_handle(); return SUCCESS; }
-Result cuLibraryGetKernel(Handle *kernel) { *kernel = new_handle(); return SUCCESS; }
-Result cuLaunchKernel(void) { count(COUNT_LAUNCH); return SUCCESS; }
-Result cuLaunchKernelEx(void) { count(COUNT_LAUNCH); return SUCCESS; }
-Result cuLaunchCooperativeKernel(void) { count(COUNT_LAUNCH); return SUCCESS; }
+Result cuLibraryLoadData(Handle *library) {
+    *library = new_handle();
+    return SUCCESS;
+}
+Result cuLibraryGetKernel(Handle *kernel) {
+    *kernel = new_handle();
+    return SUCCESS;
+}
+Result cuLaunchKernel(void) {
+    count(COUNT_LAUNCH);
+    return SUCCESS;
+}
+Result cuLaunchKernelEx(void) {
+    count(COUNT_LAUNCH);
+    return SUCCESS;
+}
+Result cuLaunchCooperativeKernel(void) {
+    count(COUNT_LAUNCH);
+    return SUCCESS;
+}
 Result cuFuncGetAttribute(int *value, int attribute, Handle function) {
-    (void)function;
     *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // threads in a block, registers
     return SUCCESS;
 }
 Result cuFuncSetAttribute(void) { return SUCCESS; }
 Result cuFuncSetCacheConfig(void) { return SUCCESS; }
-Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int *num) { *num = 2; return SUCCESS; }
-Result cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *num) { *num = 2; return SUCCESS; }
-Result cuOccupancyMaxActiveClusters(int *num) { *num = 1; return SUCCESS; }
+Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int *num) {
+    *num = 2;
+    return SUCCESS;
+}
+Result cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *num) {
+    *num = 2;
+    return SUCCESS;
+}
+Result cuOccupancyMaxActiveClusters(int *num) {
+    *num = 1;
+    return SUCCESS;
+}
 Result cuOccupancyMaxPotentialBlockSize(int *grid, int *block) {
     *grid = 2 * gpu.num_multiprocessors;
     *block = 512;
@@ -151,11 +236,20 @@ Result cuOccupancyMaxPotentialBlockSize(int *grid, int *block) {
 
 static const char nothing[] = "stalloc virtual GPU: a program compiled to nothing";
 
-Result cuLinkCreate_v2(unsigned num, void *options, void *values, Handle *state) { (void)num; (void)options; (void)values; *state = new_handle(); return SUCCESS; }
-Result cuLinkCreate(unsigned num, void *options, void *values, Handle *state) { return cuLinkCreate_v2(num, options, values, state); }
+Result cuLinkCreate_v2(unsigned num, void *options, void *values, Handle *state) {
+    *state = new_handle();
+    return SUCCESS;
+}
+Result cuLinkCreate(unsigned num, void *options, void *values, Handle *state) {
+    return cuLinkCreate_v2(num, options, values, state);
+}
 Result cuLinkAddData_v2(void) { return SUCCESS; }
 Result cuLinkAddData(void) { return SUCCESS; }
 Result cuLinkAddFile_v2(void) { return SUCCESS; }
 Result cuLinkAddFile(void) { return SUCCESS; }
-Result cuLinkComplete(Handle state, const void **binary, size_t *size) { (void)state; *binary = nothing; *size = sizeof nothing; return SUCCESS; }
-Result cuLinkDestroy(Handle state) { (void)state; return SUCCESS; }
+Result cuLinkComplete(Handle state, const void **binary, size_t *size) {
+    *binary = nothing;
+    *size = sizeof nothing;
+    return SUCCESS;
+}
+Result cuLinkDestroy(Handle state) { return SUCCESS; }

@@ -14,8 +14,14 @@
 #include <stdio.h>
 
 Configuration gpu = {
-    .name = "Virtual GPU", .total_bytes = (size_t)80 << 30, .major = 9, .minor = 0,
-    .num_multiprocessors = 132, .num_devices = 1, .cuda_version = 13000, .copy_limit_bytes = (size_t)1 << 20,
+    .name = "Virtual GPU",
+    .total_bytes = (size_t)80 << 30,
+    .major = 9,
+    .minor = 0,
+    .num_multiprocessors = 132,
+    .num_devices = 1,
+    .cuda_version = 13000,
+    .copy_limit_bytes = (size_t)1 << 20,
 };
 __thread int current_device;
 
@@ -64,47 +70,63 @@ int device_attribute(int *value, int attribute, int device) {
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     int capability = 10 * gpu.major + gpu.minor;
     bool small_core = capability == 75 || capability == 86 || capability == 89 || capability == 120;
-    int shared_optin = capability >= 120 ? 101376 : capability >= 90 ? 232448 : capability == 86 || capability == 89 ? 101376
-                       : capability >= 80 ? 166912 : capability == 75 ? 65536 : 98304;
+    int shared_optin = capability >= 120                      ? 101376
+                       : capability >= 90                     ? 232448
+                       : capability == 86 || capability == 89 ? 101376
+                       : capability >= 80                     ? 166912
+                       : capability == 75                     ? 65536
+                                                              : 98304;
     switch (attribute) {
-    case 1: *value = 1024; break;               // threads in a block
-    case 2: case 3: *value = 1024; break;       // block x, y
-    case 4: *value = 64; break;                 // block z
-    case 5: *value = 2147483647; break;         // grid x
-    case 6: case 7: *value = 65535; break;      // grid y, z
-    case 8: *value = 49152; break;              // shared memory of a block
-    case 9: *value = 65536; break;              // constant memory
-    case 10: *value = 32; break;                // warp
-    case 11: *value = 2147483647; break;        // pitch
-    case 12: case 82: *value = 65536; break;    // registers of a block, of a multiprocessor
-    case 13: *value = 1980000; break;           // clock, kHz
-    case 14: *value = 512; break;               // texture alignment
-    case 15: *value = 1; break;                 // overlap
+    case 1: *value = 1024; break; // threads in a block
+    case 2:
+    case 3: *value = 1024; break;       // block x, y
+    case 4: *value = 64; break;         // block z
+    case 5: *value = 2147483647; break; // grid x
+    case 6:
+    case 7: *value = 65535; break;       // grid y, z
+    case 8: *value = 49152; break;       // shared memory of a block
+    case 9: *value = 65536; break;       // constant memory
+    case 10: *value = 32; break;         // warp
+    case 11: *value = 2147483647; break; // pitch
+    case 12:
+    case 82: *value = 65536; break;   // registers of a block, of a multiprocessor
+    case 13: *value = 1980000; break; // clock, kHz
+    case 14: *value = 512; break;     // texture alignment
+    case 15: *value = 1; break;       // overlap
     case 16: *value = gpu.num_multiprocessors; break;
-    case 19: *value = 1; break;                 // can map host memory
-    case 31: *value = 1; break;                 // concurrent kernels
-    case 33: *value = 1 + device; break;        // PCI bus
-    case 36: *value = 2619000; break;           // memory clock, kHz
-    case 37: *value = 5120; break;              // memory bus, bits
-    case 38: *value = 50 << 20; break;          // L2 cache
+    case 19: *value = 1; break;                                                  // can map host memory
+    case 31: *value = 1; break;                                                  // concurrent kernels
+    case 33: *value = 1 + device; break;                                         // PCI bus
+    case 36: *value = 2619000; break;                                            // memory clock, kHz
+    case 37: *value = 5120; break;                                               // memory bus, bits
+    case 38: *value = 50 << 20; break;                                           // L2 cache
     case 39: *value = capability == 75 ? 1024 : small_core ? 1536 : 2048; break; // threads of a multiprocessor
-    case 40: *value = 3; break;                 // copy engines
-    case 41: *value = 1; break;                 // unified addressing
+    case 40: *value = 3; break;                                                  // copy engines
+    case 41: *value = 1; break;                                                  // unified addressing
     case 75: *value = gpu.major; break;
     case 76: *value = gpu.minor; break;
-    case 78: case 79: case 80: *value = 1; break; // stream priorities, caches
+    case 78:
+    case 79:
+    case 80: *value = 1; break;                   // stream priorities, caches
     case 81: *value = shared_optin + 1024; break; // shared memory of a multiprocessor
-    case 83: *value = 1; break;                 // managed memory
-    case 89: case 90: *value = 1; break;        // concurrent managed access, compute preemption
-    case 95: *value = 1; break;                 // cooperative launch
+    case 83: *value = 1; break;                   // managed memory
+    case 89:
+    case 90: *value = 1; break; // concurrent managed access, compute preemption
+    case 95: *value = 1; break; // cooperative launch
     case 97: *value = shared_optin; break;
-    case 99: *value = 1; break;                 // host registration
-    case 102: *value = 1; break;                // virtual memory management
+    case 99: *value = 1; break;                     // host registration
+    case 102: *value = 1; break;                    // virtual memory management
     case 106: *value = small_core ? 16 : 32; break; // blocks of a multiprocessor
-    case 111: *value = 1024; break;             // reserved shared memory of a block
-    case 115: *value = 1; break;                // memory pools
-    case 120: *value = capability >= 90; break; // clusters
+    case 111: *value = 1024; break;                 // reserved shared memory of a block
+    case 115: *value = 1; break;                    // memory pools
+    case 120: *value = capability >= 90; break;     // clusters
     default: *value = 0;
     }
     return SUCCESS;
+}
+
+int attribute_of(int attribute, int device) {
+    int value = 0;
+    device_attribute(&value, attribute, device);
+    return value;
 }

@@ -1,6 +1,7 @@
 // What the parts of the virtual GPU share: devices, memory and streams live in virtual_gpu.c; the other files
 // only dress them in NVIDIA's names.  Nothing here comes from, or needs, the CUDA headers: the few constants and
 // structures that cross the interface are declared by hand, with the numbers that CUDA 12 and 13 document.
+// Parameters that a function takes only to match its caller are left unused: compile with -Wno-unused-parameter.
 #ifndef STALLOC_VIRTUAL_GPU_H
 #define STALLOC_VIRTUAL_GPU_H
 
@@ -14,8 +15,16 @@
 
 // cudaError_t and CUresult share these numbers.
 enum {
-    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, STREAM_CAPTURE_INVALIDATED = 901,
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_INVALIDATED = 901,
 };
 
 // cudaMemoryType; kind 0 marks an unused record.
@@ -23,10 +32,10 @@ enum { MEMORY_UNREGISTERED = 0, MEMORY_HOST = 1, MEMORY_DEVICE = 2, MEMORY_MANAG
 
 typedef struct {
     size_t first_slot, num_slots;
-    size_t size_bytes;  // what the caller asked for
+    size_t size_bytes; // what the caller asked for
     int device;
-    int kind;           // MEMORY_*
-    bool counted;       // takes part in the device's used bytes
+    int kind;     // MEMORY_*
+    bool counted; // takes part in the device's used bytes
 } Block;
 
 typedef struct {
@@ -46,13 +55,15 @@ enum { COUNT_MALLOC, COUNT_FREE, COUNT_LAUNCH, COUNT_COPY, COUNT_COPY_SKIPPED, C
 void count(int which);
 int failed(int error); // keeps it for cudaGetLastError and returns it
 
+static inline size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
 // Memory.  All of these are thread safe; they return one of the error numbers above.
 int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted);
 int memory_free(void *address);
 bool memory_find(const void *address, Block *found); // the block that holds `address`
 void *memory_start(const Block *block);
 size_t memory_used_bytes(int device);
-bool memory_charge(int device, size_t size_bytes);   // false when the device has too little left
+bool memory_charge(int device, size_t size_bytes); // false when the device has too little left
 void memory_refund(int device, size_t size_bytes);
 void memory_drop_pages(void *address, size_t size_bytes);
 void memory_copy(void *to, const void *from, size_t size_bytes);
@@ -75,5 +86,6 @@ uint64_t capture_id(void *stream); // 0: not capturing
 void *find_function(const char *name);
 
 int device_attribute(int *value, int attribute, int device);
+int attribute_of(int attribute, int device); // 0 for a device that is not there
 
 #endif

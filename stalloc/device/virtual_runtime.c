@@ -27,7 +27,10 @@ Error cudaGetLastError(void) {
 }
 Error cudaPeekAtLastError(void) { return last_error; }
 
-static const struct { Error error; const char *name, *text; } error_texts[] = {
+static const struct {
+    Error error;
+    const char *name, *text;
+} error_texts[] = {
     {SUCCESS, "cudaSuccess", "no error"},
     {INVALID_VALUE, "cudaErrorInvalidValue", "invalid argument"},
     {OUT_OF_MEMORY, "cudaErrorMemoryAllocation", "out of memory"},
@@ -56,11 +59,6 @@ Error stalloc_virtual_not_supported(void) { return failed(NOT_SUPPORTED); }
 // cudaDeviceProp of CUDA 13, by offset: 1008 bytes, of which a caller reads these.
 static void put_int(char *at, size_t offset, int value) { memcpy(at + offset, &value, sizeof value); }
 static void put_size(char *at, size_t offset, size_t value) { memcpy(at + offset, &value, sizeof value); }
-static int attribute_of(int attribute, int device) {
-    int value = 0;
-    device_attribute(&value, attribute, device);
-    return value;
-}
 
 static void identify(char *p, int device) { // name, uuid: the same offsets in CUDA 12 and 13
     snprintf(p, 256, "%s", gpu.name);
@@ -77,10 +75,10 @@ static void identify(char *p, int device) { // name, uuid: the same offsets in C
 
 // The tail of the structure, from concurrentKernels on, has one order in both versions but starts elsewhere.
 static void describe(char *p, size_t start, int device) {
-    put_int(p, start, 1);                          // concurrent kernels
-    put_int(p, start + 8, 1 + device);             // PCI bus
-    put_int(p, start + 24, 3);                     // copy engines
-    put_int(p, start + 28, 1);                     // unified addressing
+    put_int(p, start, 1);              // concurrent kernels
+    put_int(p, start + 8, 1 + device); // PCI bus
+    put_int(p, start + 24, 3);         // copy engines
+    put_int(p, start + 28, 1);         // unified addressing
 }
 
 Error cudaGetDeviceProperties(void *properties, int device) {
@@ -146,8 +144,14 @@ Error cudaGetDeviceProperties_v2(void *properties, int device) {
 Error cudaDeviceGetAttribute(int *value, int attribute, int device) {
     return failed(device_attribute(value, attribute, device));
 }
-Error cudaGetDeviceCount(int *num) { *num = gpu.num_devices; return SUCCESS; }
-Error cudaGetDevice(int *device) { *device = current_device; return SUCCESS; }
+Error cudaGetDeviceCount(int *num) {
+    *num = gpu.num_devices;
+    return SUCCESS;
+}
+Error cudaGetDevice(int *device) {
+    *device = current_device;
+    return SUCCESS;
+}
 Error cudaSetDevice(int device) {
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
     current_device = device;
@@ -155,12 +159,22 @@ Error cudaSetDevice(int device) {
 }
 Error cudaDeviceSynchronize(void) { return SUCCESS; }
 Error cudaDeviceReset(void) { return SUCCESS; }
-Error cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = device != peer; return SUCCESS; }
-Error cudaDeviceEnablePeerAccess(int peer, unsigned flags) { (void)peer; (void)flags; return SUCCESS; }
-Error cudaDeviceDisablePeerAccess(int peer) { (void)peer; return SUCCESS; }
-Error cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
-Error cudaDeviceGetLimit(size_t *value, int limit) { *value = limit == 0 ? 1024 : (size_t)8 << 20; return SUCCESS; }
-Error cudaDeviceSetLimit(int limit, size_t value) { (void)limit; (void)value; return SUCCESS; }
+Error cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    *can = device != peer;
+    return SUCCESS;
+}
+Error cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return SUCCESS; }
+Error cudaDeviceDisablePeerAccess(int peer) { return SUCCESS; }
+Error cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0;
+    *greatest = -5;
+    return SUCCESS;
+}
+Error cudaDeviceGetLimit(size_t *value, int limit) {
+    *value = limit == 0 ? 1024 : (size_t)8 << 20;
+    return SUCCESS;
+}
+Error cudaDeviceSetLimit(int limit, size_t value) { return SUCCESS; }
 Error cudaDeviceGetPCIBusId(char *text, int length, int device) {
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
     snprintf(text, (size_t)length, "0000:%02x:00.0", 1 + device);
@@ -168,25 +182,38 @@ Error cudaDeviceGetPCIBusId(char *text, int length, int device) {
 }
 Error cudaDeviceGetByPCIBusId(int *device, const char *text) {
     unsigned domain = 0, bus = 0;
-    if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus < 1 || (int)bus > gpu.num_devices) return failed(INVALID_DEVICE);
+    if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus < 1 || (int)bus > gpu.num_devices)
+        return failed(INVALID_DEVICE);
     *device = (int)bus - 1;
     return SUCCESS;
 }
-Error cudaDriverGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
-Error cudaRuntimeGetVersion(int *version) { *version = gpu.cuda_version; return SUCCESS; }
+Error cudaDriverGetVersion(int *version) {
+    *version = gpu.cuda_version;
+    return SUCCESS;
+}
+Error cudaRuntimeGetVersion(int *version) {
+    *version = gpu.cuda_version;
+    return SUCCESS;
+}
 Error cudaProfilerStart(void) { return SUCCESS; }
 Error cudaProfilerStop(void) { return SUCCESS; }
 
-Error cudaIpcGetMemHandle(void *handle, void *address) { (void)handle; (void)address; return failed(NOT_SUPPORTED); }
-Error cudaIpcOpenMemHandle(void **address) { *address = NULL; return failed(NOT_SUPPORTED); }
-Error cudaIpcCloseMemHandle(void *address) { (void)address; return SUCCESS; }
-Error cudaIpcGetEventHandle(void *handle, Handle event) { (void)handle; (void)event; return failed(NOT_SUPPORTED); }
-Error cudaIpcOpenEventHandle(Handle *event) { *event = NULL; return failed(NOT_SUPPORTED); }
+Error cudaIpcGetMemHandle(void *handle, void *address) { return failed(NOT_SUPPORTED); }
+Error cudaIpcOpenMemHandle(void **address) {
+    *address = NULL;
+    return failed(NOT_SUPPORTED);
+}
+Error cudaIpcCloseMemHandle(void *address) { return SUCCESS; }
+Error cudaIpcGetEventHandle(void *handle, Handle event) { return failed(NOT_SUPPORTED); }
+Error cudaIpcOpenEventHandle(Handle *event) {
+    *event = NULL;
+    return failed(NOT_SUPPORTED);
+}
 
 static Error succeed(void) { return SUCCESS; }
 
-Error cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *status) {
-    (void)version; (void)flags;
+Error cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+                                       int *status) {
     *function = find_function(name);
     if (!*function) *function = (void *)&succeed;
     if (status) *status = 0;

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 MARK_STEP = 0  # as in stalloc.trace
+_DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
+_EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -46,7 +48,9 @@ class Settings:
 
     observe_steps: int = 0  #: step marks to see before a plan is made; 0: as soon as a period is confirmed
     plan: bool = True  #: False: only record
-    plan_wait_seconds: float = 20.0  #: how long a step boundary may wait for the planner, once, so that short runs gain
+    plan_wait_seconds: float = (
+        20.0  #: how long a step boundary waits for the planner, once a plan, so that short runs gain
+    )
     max_plans: int = 8  #: plans made in one run before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
 
@@ -97,6 +101,8 @@ class Controller:
         self._deferred = Deferred(self.state.address)
         self._lock = threading.RLock()
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
+        self._wait_seconds = 0.0
+        self.observed_steps = 0
         self._min_period = 4  # requests; shorter repetitions are none, or have misled already
         self._began = time.monotonic()
         self._release_at_boundaries = 0
@@ -227,7 +233,7 @@ class Controller:
     # --- watching
 
     def _observe(self) -> None:
-        self.phase, self._patience = Phase.OBSERVING, _PATIENCE
+        self.phase, self._patience, self._look_at = Phase.OBSERVING, _PATIENCE, 0
         self.marks.clear()
         self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
 
@@ -236,6 +242,7 @@ class Controller:
         self.phase, self.note = Phase.RESTING, note
         self.state.drop_tape()
         self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        self.release_unused()  # segments of one size serve nobody else
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
@@ -273,9 +280,12 @@ class Controller:
             return
         state = self.state
         num_steps = sum(kind == MARK_STEP for _, kind, _ in self.marks)
+        if num_steps > _EAGER_MARKS and state["NUM_SIZABLE"] < self._look_at:
+            return
+        self._look_at = state["NUM_SIZABLE"] * 5 // 4
         # marks come at the right moments; without them, look again when the record has grown by a quarter
         state["CHECK_AT"] = 0 if self.marks or self.expects_marks else state["NUM_SIZABLE"] * 5 // 4 + 64
-        if num_steps < self.settings.observe_steps or (self.expects_marks and not self.marks):
+        if (self.marks and num_steps < self.settings.observe_steps) or (self.expects_marks and not self.marks):
             return
         if not state["RECORDING"]:
             self._rest("no repeating step was found before the record's table was full")
@@ -294,7 +304,8 @@ class Controller:
         if self.marks:
             period = find_step_period(trace)
         else:
-            period = find_step_period(trace, min_repeats=3, min_share=_COVERAGE, min_length=self._min_period)
+            repeats = max(3, self.settings.observe_steps)
+            period = find_step_period(trace, min_repeats=repeats, min_share=_COVERAGE, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is None:
             return
@@ -303,6 +314,8 @@ class Controller:
             return
         self.release_arena()
         self.phase, self._making = Phase.PLANNING, _Making(tape)
+        self._wait_seconds = self.settings.plan_wait_seconds
+        self.observed_steps = tape.covered_requests // tape.period_requests
         self.observed_trace = trace
         threading.Thread(target=self._make_plan, args=(self._making,), name="stalloc planner", daemon=True).start()
         # until the plan is there, follow the tape without serving it, so that its boundary is known
@@ -341,6 +354,7 @@ class Controller:
     def _at_boundary(self) -> None:
         if self.phase is Phase.PLANNED:
             # what the switch left behind in the old segments has died meanwhile
+            self.state["ASK_AFTER_MISSES"] = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
             self._release_at_boundaries -= 1
             self.release_unused()
             self.state["ASK_AT_BOUNDARY"] = int(self._release_at_boundaries > 0)
@@ -348,7 +362,8 @@ class Controller:
         making = self._making
         if self.phase is not Phase.PLANNING or making is None:
             return
-        if not making.done.wait(self.settings.plan_wait_seconds):
+        wait, self._wait_seconds = self._wait_seconds, 0.0
+        if not making.done.wait(wait):
             self.state["ASK_AT_BOUNDARY"] = 1
             return
         self._making = None
@@ -388,7 +403,9 @@ class Controller:
         size, stream, offset = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:]
         state.install_tape(size, stream, offset, plan.num_prologue - first, 0)
         ring_length = len(plan.tape_size) - plan.num_prologue
-        state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024
+        # a plan that was just made has to be far off before it goes; one from a file is given up sooner, before much
+        # of another program lives in its arena
+        state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024 if ring_only else _DOUBT
         state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries = 3
         state["ASK_AT_BOUNDARY"] = 1

@@ -298,7 +298,7 @@ def _take(state, index, size, requested):
 
 @njit()
 def heap_allocate(state, stream, size, requested):
-    """Serve a request of `size` (rounded) bytes: its address, -(reason | pool << REASON_BITS) for help, 0 for failure."""
+    """Serve a request of `size` (rounded) bytes: its address, -(reason | pool << REASON_BITS) for help, 0 if full."""
     pool, index = _choose(state, stream, size)
     if pool < 0 or 2 * peek(state, LIVE_COUNT) > peek(state, LIVE_MASK):
         return 0

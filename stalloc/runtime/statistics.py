@@ -87,7 +87,7 @@ def report(controller: "Controller") -> Report:
         device_name=controller.device.name,
         phase=controller.phase.value,
         note=controller.note,
-        steps=len(marks) or len(steps) * per_ring,
+        steps=len(marks) or controller.observed_steps + len(steps) * per_ring,
         planned_steps=len(steps) * per_ring,
         requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
         hit_rate=served / asked if asked else None,
