@@ -1,0 +1,275 @@
+// The CUDA runtime's functions for memory, copies, arrays (textures) and stream-ordered pools.
+#define _GNU_SOURCE
+#include "virtual_gpu.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int Error;
+typedef void *Handle; // streams, events, graphs, pools, kernels, arrays
+typedef struct {
+    size_t width, height, depth;
+} Extent;
+typedef struct {
+    void *pointer;
+    size_t pitch, width, height;
+} PitchedPointer;
+typedef struct {
+    size_t x, y, z;
+} Position;
+typedef struct {
+    int x, y, z, w, kind;
+} ChannelFormat;
+
+Error cudaMalloc(void **address, size_t size) {
+    Error error = memory_allocate(address, size, MEMORY_DEVICE, current_device, true);
+    if (error == SUCCESS) count(COUNT_MALLOC);
+    return failed(error);
+}
+Error cudaFree(void *address) {
+    Error error = memory_free(address);
+    if (error == SUCCESS && address) count(COUNT_FREE);
+    return failed(error);
+}
+Error cudaMallocManaged(void **address, size_t size, unsigned flags) {
+    return failed(memory_allocate(address, size, MEMORY_MANAGED, current_device, false));
+}
+Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height) {
+    *pitch = (width + 511) & ~(size_t)511;
+    return cudaMalloc(address, *pitch * height);
+}
+Error cudaHostAlloc(void **address, size_t size, unsigned flags) {
+    return failed(memory_allocate(address, size, MEMORY_HOST, current_device, false));
+}
+Error cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size, 0); }
+Error cudaFreeHost(void *address) { return failed(memory_free(address)); }
+Error cudaHostGetDevicePointer(void **device_address, void *address, unsigned flags) {
+    *device_address = address;
+    return SUCCESS;
+}
+Error cudaHostRegister(void *address, size_t size, unsigned flags) { return SUCCESS; }
+Error cudaHostUnregister(void *address) { return SUCCESS; }
+Error cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    *total_bytes = gpu.total_bytes;
+    *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
+    return SUCCESS;
+}
+
+typedef struct {
+    int type, device;
+    void *device_address, *host_address;
+} PointerAttributes; // common head of 12 and 13
+
+Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *address) {
+    Block block;
+    if (!memory_find(address, &block)) {
+        *attributes = (PointerAttributes){MEMORY_UNREGISTERED, 0, NULL, NULL};
+    } else {
+        bool on_host = block.kind != MEMORY_DEVICE;
+        *attributes = (PointerAttributes){block.kind, block.device, (void *)address, on_host ? (void *)address : NULL};
+    }
+    return SUCCESS;
+}
+
+Error cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+    memory_copy(to, from, size);
+    return SUCCESS;
+}
+Error cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Handle stream) {
+    return cudaMemcpy(to, from, size, kind);
+}
+Error cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t size) {
+    return cudaMemcpy(to, from, size, 4);
+}
+Error cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size, Handle stream) {
+    return cudaMemcpyPeer(to, to_device, from, from_device, size);
+}
+Error cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                   int kind) {
+    memory_copy_rows(to, to_pitch, from, from_pitch, width, height);
+    return SUCCESS;
+}
+Error cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                        int kind, Handle stream) {
+    return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
+}
+Error cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind) { return SUCCESS; }
+Error cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset, int kind,
+                              Handle stream) {
+    return cudaMemcpyToSymbol(symbol, from, size, offset, kind);
+}
+Error cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset, int kind) {
+    memset(to, 0, size);
+    return SUCCESS;
+}
+Error cudaGetSymbolAddress(void **address, const void *symbol) {
+    *address = memory_scratch();
+    return SUCCESS;
+}
+Error cudaGetSymbolSize(size_t *size, const void *symbol) {
+    *size = SLOT_BYTES;
+    return SUCCESS;
+}
+Error cudaMemset(void *address, int byte, size_t size) {
+    memory_set(address, byte, size);
+    return SUCCESS;
+}
+Error cudaMemsetAsync(void *address, int byte, size_t size, Handle stream) { return cudaMemset(address, byte, size); }
+Error cudaMemset2D(void *address, size_t pitch, int byte, size_t width, size_t height) {
+    for (size_t row = 0; row < height; row++) memory_set((char *)address + row * pitch, byte, width);
+    return SUCCESS;
+}
+Error cudaMemset2DAsync(void *address, size_t pitch, int byte, size_t width, size_t height, Handle stream) {
+    return cudaMemset2D(address, pitch, byte, width, height);
+}
+
+// Arrays (textures) are linear memory with a note of their shape; only copies and frees look at them.
+typedef struct {
+    void *data;
+    size_t row_bytes, height, depth;
+} Array;
+
+Error cudaMalloc3DArray(Handle *made, const ChannelFormat *format, Extent extent, unsigned flags) {
+    size_t texel = (size_t)(format->x + format->y + format->z + format->w) / 8;
+    Array *array = calloc(1, sizeof *array);
+    *made = array;
+    if (!array) return failed(OUT_OF_MEMORY);
+    *array = (Array){NULL, texel * extent.width, extent.height ? extent.height : 1, extent.depth ? extent.depth : 1};
+    Error error = cudaMalloc(&array->data, array->row_bytes * array->height * array->depth);
+    if (error != SUCCESS) {
+        free(array);
+        *made = NULL;
+    }
+    return error;
+}
+Error cudaMallocArray(Handle *made, const ChannelFormat *format, size_t width, size_t height, unsigned flags) {
+    return cudaMalloc3DArray(made, format, (Extent){width, height, 0}, flags);
+}
+Error cudaFreeArray(Handle handle) {
+    Array *array = handle;
+    Error error = array ? cudaFree(array->data) : SUCCESS;
+    free(array);
+    return error;
+}
+Error cudaMemcpy2DToArray(Handle to, size_t x, size_t y, const void *from, size_t pitch, size_t width, size_t height,
+                          int kind) {
+    Array *array = to;
+    return cudaMemcpy2D((char *)array->data + y * array->row_bytes + x, array->row_bytes, from, pitch, width, height,
+                        kind);
+}
+Error cudaMemcpy2DToArrayAsync(Handle to, size_t x, size_t y, const void *from, size_t pitch, size_t width,
+                               size_t height, int kind, Handle stream) {
+    return cudaMemcpy2DToArray(to, x, y, from, pitch, width, height, kind);
+}
+Error cudaMemcpy2DFromArray(void *to, size_t pitch, Handle from, size_t x, size_t y, size_t width, size_t height,
+                            int kind) {
+    Array *array = from;
+    return cudaMemcpy2D(to, pitch, (char *)array->data + y * array->row_bytes + x, array->row_bytes, width, height,
+                        kind);
+}
+Error cudaMemcpy2DFromArrayAsync(void *to, size_t pitch, Handle from, size_t x, size_t y, size_t width, size_t height,
+                                 int kind, Handle stream) {
+    return cudaMemcpy2DFromArray(to, pitch, from, x, y, width, height, kind);
+}
+
+typedef struct {
+    Array *from_array;
+    Position from_position;
+    PitchedPointer from;
+    Array *to_array;
+    Position to_position;
+    PitchedPointer to;
+    Extent extent;
+    int kind;
+} Copy3D;
+
+Error cudaMemcpy3D(const Copy3D *c) {
+    for (size_t z = 0; z < c->extent.depth; z++) {
+        size_t from_pitch = c->from_array ? c->from_array->row_bytes : c->from.pitch;
+        size_t to_pitch = c->to_array ? c->to_array->row_bytes : c->to.pitch;
+        size_t from_rows = c->from_array ? c->from_array->height : c->from.height;
+        size_t to_rows = c->to_array ? c->to_array->height : c->to.height;
+        const char *from = c->from_array ? c->from_array->data : c->from.pointer;
+        char *to = c->to_array ? c->to_array->data : c->to.pointer;
+        size_t width = c->extent.width; // bytes, or texels where an array takes part: never more than a row holds
+        if (c->to_array || c->from_array) width = c->to_array ? to_pitch : from_pitch;
+        if (from_pitch && width > from_pitch) width = from_pitch;
+        memory_copy_rows(to + z * to_rows * to_pitch, to_pitch, from + z * from_rows * from_pitch, from_pitch, width,
+                         c->extent.height);
+    }
+    return SUCCESS;
+}
+Error cudaMemcpy3DAsync(const Copy3D *c, Handle stream) { return cudaMemcpy3D(c); }
+Error cudaCreateTextureObject(unsigned long long *made, const void *resource, const void *texture, const void *view) {
+    *made = (unsigned long long)(uintptr_t)new_handle();
+    return SUCCESS;
+}
+Error cudaCreateSurfaceObject(unsigned long long *made, const void *resource) {
+    return cudaCreateTextureObject(made, resource, NULL, NULL);
+}
+Error cudaDestroyTextureObject(unsigned long long object) { return SUCCESS; }
+Error cudaDestroySurfaceObject(unsigned long long object) { return SUCCESS; }
+Error cudaMemAdvise(void) { return SUCCESS; }
+Error cudaMemPrefetchAsync(void) { return SUCCESS; }
+
+// Stream-ordered pools: one account a device; nothing is cached, so reserved equals used.
+static atomic_size_t pool_used[MAX_DEVICES], pool_high[MAX_DEVICES];
+static atomic_size_t pool_threshold[MAX_DEVICES];
+
+static int device_of_pool(Handle pool) {
+    uintptr_t index = (uintptr_t)pool - 1;
+    return index < MAX_DEVICES ? (int)index : current_device;
+}
+
+Error cudaMallocAsync(void **address, size_t size, Handle stream) {
+    Error error = cudaMalloc(address, size);
+    if (error == SUCCESS) {
+        size_t now = atomic_fetch_add(&pool_used[current_device], size) + size, high = pool_high[current_device];
+        while (now > high && !atomic_compare_exchange_weak(&pool_high[current_device], &high, now)) {}
+    }
+    return error;
+}
+Error cudaMallocFromPoolAsync(void **address, size_t size, Handle pool, Handle stream) {
+    return cudaMallocAsync(address, size, stream);
+}
+Error cudaFreeAsync(void *address, Handle stream) {
+    Block block;
+    if (address && memory_find(address, &block)) atomic_fetch_sub(&pool_used[block.device], block.size_bytes);
+    return cudaFree(address);
+}
+Error cudaDeviceGetDefaultMemPool(Handle *pool, int device) {
+    if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
+    *pool = (Handle)(uintptr_t)(1 + device);
+    return SUCCESS;
+}
+Error cudaDeviceGetMemPool(Handle *pool, int device) { return cudaDeviceGetDefaultMemPool(pool, device); }
+Error cudaDeviceSetMemPool(int device, Handle pool) { return SUCCESS; }
+Error cudaMemPoolCreate(Handle *pool, const void *properties) {
+    *pool = new_handle();
+    return SUCCESS;
+}
+Error cudaMemPoolDestroy(Handle pool) { return SUCCESS; }
+Error cudaMemPoolTrimTo(Handle pool, size_t keep) { return SUCCESS; }
+Error cudaMemPoolSetAccess(Handle pool, const void *list, size_t num) { return SUCCESS; }
+Error cudaMemPoolGetAttribute(Handle pool, int attribute, void *value) {
+    int device = device_of_pool(pool);
+    switch (attribute) {
+    case 1:
+    case 2:
+    case 3: *(int *)value = 1; break; // reuse policies
+    case 4: *(uint64_t *)value = pool_threshold[device]; break;
+    case 5:
+    case 7: *(uint64_t *)value = pool_used[device]; break;
+    case 6:
+    case 8: *(uint64_t *)value = pool_high[device]; break;
+    default: return failed(INVALID_VALUE);
+    }
+    return SUCCESS;
+}
+Error cudaMemPoolSetAttribute(Handle pool, int attribute, const void *value) {
+    int device = device_of_pool(pool);
+    if (attribute == 4) pool_threshold[device] = *(const uint64_t *)value;
+    if (attribute == 6 || attribute == 8) pool_high[device] = pool_used[device];
+    return SUCCESS;
+}
