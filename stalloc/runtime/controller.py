@@ -410,7 +410,7 @@ class Controller:
         self._release_at_boundaries = 3
         state["ASK_AT_BOUNDARY"] = 1
         self.plan, self.phase, self.num_plans = plan, Phase.PLANNED, self.num_plans + 1
-        self.planned_since_ns = time.monotonic_ns()
+        self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -442,7 +442,8 @@ class Controller:
         if self.phase is not Phase.PLANNED:
             return
         self.state.drop_tape()
-        self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
+        if self.observed is not None and not self.marks:  # found in this run, without marks: look for longer ones
+            self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
         if self.num_plans >= self.settings.max_plans or not self.settings.plan:
             self._rest(f"{note} (after {self.num_plans} plans)")
             return
