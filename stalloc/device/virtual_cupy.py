@@ -20,14 +20,25 @@ _JUMP_BYTES = 16  # the longest jump that is written; functions start at multipl
 def redirect(library: ctypes.CDLL) -> int:
     """Redirect the CUDA runtime inside CuPy to `library`; returns how many functions were redirected.
 
-    Raises SetupError if the code cannot be changed.
+    Raises SetupError if the code cannot be changed or the runtime cannot be found.
     """
-    total = 0
+    total, linked = 0, False
     for package in ("cupy_backends", "cupy"):
         directory = package_directory(package)
         for path in sorted(directory.rglob("*.so")) if directory else []:
             total += _redirect_one(path, library)
+            linked = linked or _links_to_runtime(path)
+    if total == 0 and not linked:
+        raise SetupError(
+            "the virtual GPU finds no CUDA runtime in this CuPy, which was stripped of its symbols: install CuPy's own "
+            "wheel (pip install 'stalloc[cuda13]')."
+        )
     return total
+
+
+def _links_to_runtime(path: Path) -> bool:
+    with ElfFile(path) as elf:
+        return any(name.startswith("libcudart.so") for name in elf.needed_libraries())
 
 
 def _redirect_one(path: Path, library: ctypes.CDLL) -> int:
