@@ -317,6 +317,8 @@ def allocate_on(state, requested, raw_stream):
     """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
     if requested <= 0:
         return 0
+    if requested > LARGEST:
+        return _refuse(state, requested)
     size = (requested + (ALIGNMENT - 1)) & -ALIGNMENT
     way = WAY_FIRST
     while True:
@@ -338,6 +340,17 @@ def allocate_on(state, requested, raw_stream):
             way = WAY_HEAP  # the tape has moved past this request
         else:
             return _last_resort(state, stream, size, requested)
+
+
+@njit()
+def _refuse(state, requested):
+    """Python explains a request that no device can serve."""
+    if peek(state, CLOSED) == 0:
+        call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), REFUSED, requested)
+    lock(state)
+    _add(state, NUM_OOMS, 1)
+    unlock(state)
+    return 0
 
 
 @njit()

@@ -249,6 +249,8 @@ def _choose(state, stream, size):
     private = peek(state, PRIVATE)
     if private != 0:
         pool = find_pool(state, stream, private, True)
+        if pool >= 0:  # the kind may have served graphs before that are gone
+            poke(peek(state, POOLS), pool * POOL_ROW + P_USED, POOL_PINNED)
         return pool, _best_fit(state, pool, size) if pool >= 0 else 0
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
@@ -309,7 +311,15 @@ def heap_allocate(state, stream, size, requested):
 
 @njit()
 def heap_desperate(state, stream, size, requested):
-    """The last resort before an out-of-memory error: any free block of the stream, whatever its pool; 0 if none."""
+    """The last resort before an out-of-memory error: any free block of the stream, whatever its pool; 0 if none.
+
+    A capture gets only what is private to it: others would reuse a block that its graph goes on writing to.
+    """
+    private = peek(state, PRIVATE)
+    if private != 0:
+        pool = find_pool(state, stream, private, False)
+        found = _best_fit(state, pool, size) if pool >= 0 else 0
+        return _take(state, found, size, requested) if found != 0 else 0
     table = peek(state, POOLS)
     best = 0
     for pool in range(peek(state, POOLS_MASK) + 1):

@@ -51,12 +51,13 @@ STATE_WORDS = 96
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
 TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
+LARGEST = 1 << 47  # bytes; no device has more, and keys and kinds of pools have room for it
 SMALL_KIND, GENERAL_KIND = 0, 1  # kinds of pools; any other kind is the one size that the pool serves,
 PRIVATE_KINDS = 1 << 50  # or, from here on, a pool that belongs to CUDA graphs
 
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
 
-NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER = 1, 2, 3, 4, 5, 6  # why the core enters Python
+NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(1, 8)  # why the core enters Python
 WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a request is still to be gone
 REASON_BITS = 3
 

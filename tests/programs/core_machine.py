@@ -1,0 +1,232 @@
+"""The compiled core with a device made of numbers: its entry points, an oracle for overlaps, compiled threads.
+
+Contract: every address that `Machine.allocate` returns is checked against all live ones and against the segments and
+the arena that the device has handed out; a block that overlaps another or lies outside raises AssertionError.
+"""
+
+import bisect
+import ctypes
+import mmap
+
+import numpy as np
+from numba import njit
+
+from stalloc.runtime import core, layout
+from stalloc.runtime.entry import cupy_entries, slow_entry
+from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.state import DeviceState
+from stalloc.runtime.words import call3, peek, poke
+
+KIB, MIB = 1 << 10, 1 << 20
+FIRST_ADDRESS = 0x7000_0000_0000
+
+
+class Intervals:
+    """Disjoint half-open intervals of addresses; adding one that overlaps another is an error."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._size: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, start: int, size: int) -> None:
+        """Add [start, start + size)."""
+        place = bisect.bisect_left(self._starts, start)
+        for other in self._starts[max(0, place - 1) : place + 1]:
+            overlap = start < other + self._size[other] and other < start + size
+            assert not overlap, f"[{start:#x}, +{size}) overlaps [{other:#x}, +{self._size[other]})"
+        self._starts.insert(place, start)
+        self._size[start] = size
+
+    def remove(self, start: int) -> int:
+        """Remove the interval that begins at `start`; its size."""
+        del self._starts[bisect.bisect_left(self._starts, start)]
+        return self._size.pop(start)
+
+    def around(self, start: int, size: int) -> bool:
+        """Whether one interval holds all of [start, start + size)."""
+        place = bisect.bisect_right(self._starts, start)
+        holder = self._starts[place - 1] if place else None
+        return holder is not None and start + size <= holder + self._size[holder]
+
+    def items(self) -> list[tuple[int, int]]:
+        """(start, size) of all."""
+        return [(start, self._size[start]) for start in self._starts]
+
+
+class Machine:
+    """One device of `capacity` bytes under the core, driven through the entry points that CuPy calls."""
+
+    def __init__(self, capacity: int = 1 << 40, *, exact: bool = False, memory: mmap.mmap | None = None) -> None:
+        self.capacity = capacity
+        self.memory = memory
+        self._next = FIRST_ADDRESS if memory is None else _address_of(memory)
+        self.taken = 0
+        self.segments = Intervals()
+        self.live = Intervals()
+        self.asked: list[int] = []
+        self.on_request: dict[int, object] = {}
+        self.state = DeviceState(0, slow_entry(self._help))
+        self.states = np.array([self.state.address], np.int64)
+        self.entries = cupy_entries(self.states.ctypes.data)
+        self._allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
+        self._free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[1])
+        self.state.write(EXACT=int(exact))
+
+    def _help(self, device: int, request: int, argument: int) -> int:
+        reason = request & ((1 << layout.REASON_BITS) - 1)
+        self.asked.append(reason)
+        if reason != layout.NEED_SEGMENT:
+            action = self.on_request.get(reason)
+            return int(action(argument)) if callable(action) else 1
+        pool = request >> layout.REASON_BITS
+        size = segment_bytes(self.state.pool_kind(pool), argument)
+        for segment in (size, round_up(argument)):
+            base = self.take(segment)
+            if base:
+                assert self.state.give_segment(pool, base, segment)
+                return 1
+        return 0
+
+    def take(self, size: int) -> int:
+        """Addresses from the device, 0 if it has no room; what was given back is never handed out again."""
+        if self.taken + size > self.capacity:
+            return 0
+        base, self._next = self._next, self._next + size
+        self.segments.add(base, size)
+        self.taken += size
+        return base
+
+    def give_back_segments(self) -> int:
+        """Take free segments from the core, as when memory is released; how many."""
+        bases = self.state.take_free_segments()
+        for base in bases:
+            self.taken -= self.segments.remove(base)
+        return len(bases)
+
+    def allocate(self, size: int, stream: int = 0) -> int:
+        """Allocate and check the address; 0 if there is no memory."""
+        address = self._allocate(stream, size, 0)
+        if address:
+            rounded = -(-size // layout.ALIGNMENT) * layout.ALIGNMENT
+            assert address % layout.ALIGNMENT == 0
+            assert self.segments.around(address, rounded), f"[{address:#x}, +{rounded}) is not the device's"
+            self.live.add(address, rounded)
+        return address
+
+    def free(self, address: int) -> None:
+        """Free a live block."""
+        self.live.remove(address)
+        self._free(0, address, 0)
+
+    def free_unchecked(self, address: int) -> None:
+        """Free whatever address, live or not, without the oracle."""
+        self._free(0, address, 0)
+
+    def install(self, program: "Ring", *, serve: bool = True) -> int:
+        """Follow a ring from its first request and serve it from an arena; the arena's base."""
+        self.state.install_tape(program.size, program.stream, program.offset, program.num_prologue, 0)
+        if not serve:
+            return 0
+        arena_bytes = round_up(program.peak)
+        base = self.take(arena_bytes)
+        core.reserve(self.state.address, arena_bytes)
+        self.state.serve_arena(base, arena_bytes)
+        return base
+
+    def check_counts(self) -> None:
+        """The counters agree with the oracle."""
+        state = self.state
+        assert state["NUM_LIVE"] == len(self.live)
+        assert state["ALLOCATED"] == sum(size for _, size in self.live.items())
+        assert state["RESERVED"] == self.taken
+        assert state["NUM_ALLOCS"] - state["NUM_FREES"] == len(self.live)
+
+
+class Ring:
+    """A made-up step that repeats: sizes, streams, lifespans in requests, and first-fit offsets by stream."""
+
+    def __init__(self, rng: np.random.Generator, length: int, *, streams: int = 1, num_sizes: int = 12) -> None:
+        sizes = (rng.integers(513, 3 * MIB, num_sizes)).astype(np.int64)
+        self.size = rng.choice(sizes, length)
+        self.stream = rng.integers(0, streams, length)
+        self.length = length
+        self.num_prologue = 0
+        self.lifespan = np.minimum(rng.geometric(0.15, length), length)
+        rounded = -(-self.size // layout.ALIGNMENT) * layout.ALIGNMENT
+        offset = np.zeros(length, np.int64)
+        base = 0
+        for stream in range(streams):
+            top = base
+            placed: list[int] = []
+            for i in np.flatnonzero(self.stream == stream):
+                at = base
+                taken = [(int(offset[j]), int(offset[j] + rounded[j])) for j in placed if self._meet(i, j)]
+                for low, high in sorted(taken):
+                    if at + rounded[i] <= low:
+                        break
+                    at = max(at, high)
+                offset[i] = at
+                placed.append(int(i))
+                top = max(top, int(at + rounded[i]))
+            base = top
+        self.offset, self.peak = offset, base
+
+    def _meet(self, i: int, j: int) -> bool:
+        """Whether two requests of the ring are ever live together; it turns for ever."""
+        return (j - i) % self.length < self.lifespan[i] or (i - j) % self.length < self.lifespan[j]
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@njit(nogil=True)
+def _xorshift(word):
+    x = word[0]
+    x ^= x << 13
+    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+    x ^= x << 17
+    word[0] = x
+    return x & 0x7FFFFFFFFFFFFFFF
+
+
+@njit(nogil=True)
+def hammer(allocate, free, stream, sizes, order, operations, slots, seed, tag):
+    """Allocate and free in random order from compiled code, owning every block's granules; how many words were foreign.
+
+    `sizes` (n,) bytes are asked for in turn if `order`, else at random. Each 512-byte granule of a block holds
+    tag, slot and size while it lives; a word that changed meanwhile was written by another owner.
+    """
+    address, held, word = np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.array([seed], np.int64)
+    foreign = failed = 0
+    for i in range(operations):
+        slot = _xorshift(word) % slots
+        if address[slot] != 0:
+            mark = tag << 48 | slot << 32 | held[slot] >> 9
+            for granule in range((held[slot] + 511) >> 9):
+                if peek(address[slot], granule * 64) != mark:
+                    foreign += 1
+                poke(address[slot], granule * 64, 0)
+            call3(free, stream, address[slot], 0)
+            address[slot] = 0
+        else:
+            size = sizes[i % len(sizes)] if order else sizes[_xorshift(word) % len(sizes)]
+            at = call3(allocate, stream, size, 0)
+            if at == 0:
+                failed += 1
+                continue
+            address[slot], held[slot] = at, size
+            mark = tag << 48 | slot << 32 | size >> 9
+            for granule in range((size + 511) >> 9):
+                poke(at, granule * 64, mark)
+    for slot in range(slots):
+        if address[slot] != 0:
+            mark = tag << 48 | slot << 32 | held[slot] >> 9
+            for granule in range((held[slot] + 511) >> 9):
+                if peek(address[slot], granule * 64) != mark:
+                    foreign += 1
+            call3(free, stream, address[slot], 0)
+    return foreign, failed
