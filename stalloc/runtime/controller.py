@@ -97,7 +97,7 @@ class Controller:
         self._arena: Any = None
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
-        self._num_private = 0
+        self._spare_kinds: list[int] = []  # of pools whose graphs are gone
         self._deferred = Deferred(self.state.address)
         self._lock = threading.RLock()
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
@@ -116,6 +116,9 @@ class Controller:
         with self._lock:
             if reason == layout.NEED_SEGMENT:
                 return self._add_segment(request >> layout.REASON_BITS, argument)
+            if reason == layout.REFUSED:
+                self._explain_out_of_memory(argument)
+                return False
             if reason == layout.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == layout.CHECK:
@@ -158,8 +161,10 @@ class Controller:
     def begin_capture(self, graph_pool: tuple[int, int]) -> None:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until end_capture."""
         with self._lock:
-            kind, users = self._private.get(graph_pool, (layout.PRIVATE_KINDS + self._num_private, 0))
-            self._num_private += users == 0
+            kind, users = self._private.get(graph_pool, (0, 0))
+            if users == 0:
+                unused = layout.PRIVATE_KINDS + len(self._private)
+                kind = self._spare_kinds.pop() if self._spare_kinds else unused
             self._private[graph_pool] = kind, users + 1
             self.state["PRIVATE"] = kind
 
@@ -176,6 +181,7 @@ class Controller:
             elif users == 1:
                 del self._private[graph_pool]
                 core.release_private(self.state.address, kind)
+                self._spare_kinds.append(kind)
 
     # --- memory from the device
 
@@ -218,12 +224,13 @@ class Controller:
         """Give back to the device what holds no live block: free segments, an arena that is no longer served."""
         import cupy
 
-        for base in self.state.take_free_segments():
-            del self._segments[base]
-        if self._arena is not None and self.state.forget_arena():
-            self._arena = None
-        with cupy.cuda.Device(self.device.index):
-            self.pool.free_all_blocks()
+        with self._lock:  # torch.cuda.empty_cache() calls this from any thread
+            for base in self.state.take_free_segments():
+                del self._segments[base]
+            if self._arena is not None and self.state.forget_arena():
+                self._arena = None
+            with cupy.cuda.Device(self.device.index):
+                self.pool.free_all_blocks()
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text

@@ -33,6 +33,7 @@ _CHUNKS = 1 << 17
 _POOLS = 1 << 12
 _LIVE = 1 << 21
 _EVENTS = 1 << 22
+_TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,6 @@ class DeviceState:
             "NUM_STREAMS": 1,
         }.items():
             self[name] = value
-        self._segments = np.zeros((2, 4096), np.int64)
         self.set_out_of_memory_text("stalloc: out of memory")
 
     def __getitem__(self, name: str) -> int:
@@ -109,8 +109,10 @@ class DeviceState:
     def set_out_of_memory_text(self, text: str) -> None:
         """What the next out-of-memory error says."""
         self.out_of_memory_text = text
-        data = text.encode()
-        buffer = np.frombuffer(data, np.uint8)
+        data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
+        # of one size, so that a thread which reads an old address and a new length stays inside
+        buffer = np.full(_TEXT_BYTES, ord(" "), np.uint8)
+        buffer[: len(data)] = data
         self._texts = [*self._texts[-7:], buffer]  # another thread may still be reading one of the last few
         self.write(OOM_TEXT=buffer.ctypes.data, OOM_TEXT_LENGTH=len(data))
 
@@ -127,7 +129,7 @@ class DeviceState:
     def take_free_segments(self) -> list[int]:
         """Take every segment without live blocks out of the heap; the bases."""
         taken: list[int] = []
-        bases, sizes = self._segments
+        bases, sizes = np.zeros((2, 4096), np.int64)  # not shared: a finaliser may come here in the middle
         while True:
             count = core.take_segments(self.address, bases.ctypes.data, sizes.ctypes.data, len(bases))
             taken.extend(int(base) for base in bases[:count])
@@ -160,7 +162,6 @@ class DeviceState:
         rows = np.zeros(len(offsets), np.int64)
         core.make_slots(slots, num_slots - 1, offsets, rows)
         tape[planned, layout.T_SLOT] = rows[np.searchsorted(offsets, low)]
-        self._tape = (tape, cells, slots)
         self.write(
             TAPE=tape.ctypes.data,
             CELLS=cells.ctypes.data,
@@ -176,6 +177,7 @@ class DeviceState:
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,
         )
+        self._tape = (tape, cells, slots)  # the tape before it has to stay until nobody follows it
 
     def serve_arena(self, arena: int, arena_bytes: int) -> None:
         """Serve the tape from an arena; the counting of planned steps begins."""
