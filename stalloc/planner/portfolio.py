@@ -32,13 +32,16 @@ class Packing:
     method: str
 
 
-def solve(problem: Problem, target: int) -> Packing:
-    """The best packing found; looks no further once the peak is at most `target` or the problem's bound."""
+def solve(problem: Problem, target: int, share: float = 1.0) -> Packing:
+    """The best packing found; looks no further once the peak is at most `target` or the problem's bound.
+
+    `share` of the usual effort is spent, for callers that solve several variants of one problem.
+    """
     if len(problem.size) == 0:
         return Packing(np.empty(0, np.int64), int(problem.floor.max(initial=0)), "nothing to place")
     target = max(target, problem.bound)
     best: Packing | None = None
-    effort = EFFORT + 80 * len(problem.size)
+    effort = int(share * (EFFORT + 80 * len(problem.size)))
     for packing, cost in _attempts(problem, target):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
@@ -73,7 +76,6 @@ def _guided(
     problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int
 ) -> Iterator[tuple[Packing | None, int]]:
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
-    share = len(problem.size) // 8 + 100
     none = np.zeros(len(problem.size), np.int64)
     for order in orders:
         for backwards in (False, True):
@@ -81,9 +83,14 @@ def _guided(
             rank = ranks(turned, order, noise, seed)
             method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
             offset, peak = pack(turned.start, turned.end, none, none, turned.size, rank, turned.floor, target)
-            yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), share
+            yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), _cost(offset)
             offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
-            yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), share
+            yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), _cost(offset)
+
+
+def _cost(offset: Column) -> int:
+    """What a try that may have been given up cost: the placements that show, and the trees it built."""
+    return int(np.count_nonzero(offset)) + len(offset) // 16 + 100
 
 
 def _plain(problem: Problem, order: str, guided: bool, backwards: bool = False) -> Packing:

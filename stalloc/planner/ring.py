@@ -9,7 +9,7 @@ import numpy as np
 from stalloc.planner.line import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
 from stalloc.planner.placement import fill_holes, pack
-from stalloc.planner.portfolio import FRACTIONS, HOLES_LIMIT, Packing, solve
+from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, Packing, solve
 from stalloc.planner.problem import Column, Problem, epochs, load_curve, split_at_cuts
 
 
@@ -112,7 +112,7 @@ def _above_wrapping(
     # what wraps without a partner is counted in the first pass too: the target may have to be above the bound
     load = load_curve(a, b, size, num_epochs) + load_curve(a2, b2, size, num_epochs)
     bound = max(bound, int(load.max()))
-    whole = _whole(a, b, a2, b2, size, num_epochs, bound, 0.0)
+    whole = _whole(a, b, a2, b2, size, num_epochs, bound, 0.0, 1.0)
     if whole is not None:
         return whole
     tried: set[bytes] = set()
@@ -147,32 +147,46 @@ def _above_wrapping(
             peak = fill_holes(a, b, a2, b2, size, offset, np.argsort(-key, kind="stable"), False)
             found.append((int(peak), offset, f"ring first fit by {name}"))
     peak, offset, method = min(found, key=lambda entry: entry[0])
-    for fraction in FRACTIONS[1:]:
-        aim = bound + int((peak - bound) * fraction)
-        whole = _whole(a, b, a2, b2, size, num_epochs, aim, 0.1)
-        if whole is not None and whole[1] < peak:
-            return whole
+    if peak > bound:
+        for fraction in FRACTIONS[1:]:
+            aim = bound + int((peak - bound) * fraction)
+            whole = _whole(a, b, a2, b2, size, num_epochs, aim, 0.1, 1 / len(FRACTIONS))
+            if whole is not None and whole[1] < peak:
+                return whole
     return offset, peak, method
 
 
 def _whole(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, target: int, noise: float
+    a: Column,
+    b: Column,
+    a2: Column,
+    b2: Column,
+    size: Column,
+    num_epochs: int,
+    target: int,
+    noise: float,
+    share: float,
 ) -> tuple[Column, int, str] | None:
-    """(offset, peak, method) of all requests placed together, those that wrap among them, or None."""
+    """(offset, peak, method) of all requests placed together, those that wrap among them, or None.
+
+    Tries every order in both directions of time, as far as `share` of the usual effort goes, but at least one.
+    """
+    wraps = b2 > 0
+    cost = len(size) * (8 + int(wraps.sum())) // 64  # each placement looks at everything that wraps
     span = (b - a) + (b2 - a2)
     floor = np.zeros(num_epochs, np.int64)
-    wraps = b2 > 0
-    for backwards in (False, True):
-        if backwards:
-            first, last = num_epochs - np.where(wraps, b2, b), num_epochs - np.where(wraps, a2, a)
-            first2, last2 = np.where(wraps, num_epochs - b, 0), np.where(wraps, num_epochs - a, 0)
-        else:
-            first, last, first2, last2 = a, b, a2, b2
-        for order in GUIDED:
+    back = num_epochs - np.where(wraps, b2, b), num_epochs - np.where(wraps, a2, a)
+    back2 = np.where(wraps, num_epochs - b, 0), np.where(wraps, num_epochs - a, 0)
+    effort = share * EFFORT
+    for order in GUIDED:
+        for first, last, first2, last2 in ((a, b, a2, b2), (*back, *back2)):
             rank = ranks(Problem(first, np.maximum(last, last2), size, floor), order, noise, 0, span)
             offset, peak = pack(first, last, first2, last2, size, rank, floor, target)
             if peak >= 0:
-                return offset, int(peak), f"ring tightest first, {order}{' backwards' if backwards else ''}"
+                return offset, int(peak), f"ring tightest first, {order}{' backwards' if first is back[0] else ''}"
+            effort -= cost
+            if effort <= 0:
+                return None
     return None
 
 
@@ -203,7 +217,7 @@ def _place_rest(rest: Column, a: Column, b: Column, size: Column, offset: Column
     for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):
         key = tuple(column.tobytes() for column in (problem.start, problem.end, problem.size, problem.floor))
         if key not in known:
-            known[key] = solve(problem, target)
+            known[key] = solve(problem, target, 1 / (4 * len(KEPT_SHARES)))
             methods.append((len(rows), known[key].method))
         offset[rows] = known[key].offset
         target = max(target, known[key].peak_bytes)

@@ -242,6 +242,7 @@ class Controller:
     def _observe(self) -> None:
         self.phase, self._patience, self._look_at = Phase.OBSERVING, _PATIENCE, 0
         self.marks.clear()
+        self._reserved_start = self.state["RESERVED"]
         self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
 
     def _rest(self, note: str) -> None:
@@ -268,6 +269,7 @@ class Controller:
             events[:, layout.E_TIME],
             self.marks,
             raw,
+            reserved_start_bytes=self._reserved_start,
             segments=self._segment_columns(),
             info={
                 "device_name": self.device.name,
@@ -299,7 +301,10 @@ class Controller:
             return
         if self._arena is not None and self.state["ARENA_LIVE"]:
             return  # blocks of the last plan are still in its arena; its tape cannot be replaced yet
-        self._start_planning()
+        try:
+            self._start_planning()
+        except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+            self._rest(f"looking for a repeating step failed: {type(error).__name__}: {error}")
 
     def _start_planning(self) -> None:
         from stalloc.lifespans.periods import find_step_period
@@ -332,7 +337,7 @@ class Controller:
         nowhere = np.full(len(tape.size[ring]), -1, np.int64)
         self.state.write(CHECK_AT=0)
         self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
-        self.state["ASK_AT_BOUNDARY"] = 1
+        self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
 
     def release_arena(self) -> None:
         """Give back the arena of a plan that was dropped; it must be empty."""
@@ -446,8 +451,9 @@ class Controller:
 
     def _drop_plan(self, note: str) -> None:
         """Go back to the heap and, if there were not too many plans already, watch anew."""
-        if self.phase is not Phase.PLANNED:
+        if self.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
+        self._making = None
         self.state.drop_tape()
         if self.observed is not None and not self.marks:  # found in this run, without marks: look for longer ones
             self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)

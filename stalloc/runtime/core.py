@@ -221,6 +221,8 @@ def _replay(state, key, requested):
             return 0
     poke(state, MISS_RUN, 0)
     _add(state, MATCH_RUN, 1)
+    if peek(state, SURPLUS_MISSES) > 0:
+        _add(state, SURPLUS_MISSES, -1)
     following = position + 1
     if following == peek(state, TAPE_LENGTH):
         following = peek(state, RING_START)
@@ -244,8 +246,6 @@ def _replay(state, key, requested):
     _add(state, ARENA_LIVE, 1)
     _add(state, HITS, 1)
     _add(state, STEP_HITS, 1)
-    if peek(state, SURPLUS_MISSES) > 0:
-        _add(state, SURPLUS_MISSES, -1)
     return peek(state, ARENA) + offset
 
 

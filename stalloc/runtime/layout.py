@@ -43,7 +43,7 @@ ASK_AT_BOUNDARY = 79  # 1: enter Python when the ring begins again
 HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever became of them
 STEP_HITS, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88
 OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
-SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber hits; enter Python at this many
+SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber matches; enter Python at this many
 
 STATE_WORDS = 96
 
