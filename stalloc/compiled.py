@@ -1,0 +1,54 @@
+"""numba's njit and cfunc with a disk cache that cannot go stale between files.
+
+numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
+their neighbours, so a cached function here is tied to every source file of its folder: when one changes, what was
+compiled from any of them is compiled anew.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import sigutils
+from numba.core.ccallback import CFunc
+
+
+@cache
+def _stamp(folder: Path) -> tuple[float, int]:
+    """The newest change and the total size of a folder's sources."""
+    entries = [entry.stat() for entry in os.scandir(folder) if entry.name.endswith(".py")]
+    return max(entry.st_mtime for entry in entries), sum(entry.st_size for entry in entries)
+
+
+def _tie(compiled: Any, function: Callable[..., Any]) -> None:
+    """Cache what is compiled, tied to the folder; where nothing can be written, compile without a cache."""
+    with contextlib.suppress(RuntimeError):
+        compiled.enable_caching()
+        compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+
+
+def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(**options)`, cached and tied to the folder."""
+
+    def compile_later(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        _tie(dispatcher, function)
+        return dispatcher
+
+    return compile_later
+
+
+def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.cfunc(signature, nopython=True)`, cached and tied to the folder; compiled at once."""
+
+    def compile_now(function: Callable[..., Any]) -> Any:
+        compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={"nopython": True})
+        _tie(compiled, function)
+        compiled.compile()
+        return compiled
+
+    return compile_now
