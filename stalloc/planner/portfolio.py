@@ -15,7 +15,7 @@ from stalloc.planner.problem import Column, Problem, epochs
 from stalloc.planner.trees import FAR
 
 #: placements that a problem may cost beyond the first round of every order
-EFFORT = 1_000_000
+EFFORT = 600_000
 #: where between the bound and the best peak a target is tried
 FRACTIONS = (0.0, 0.02, 0.1, 0.3, 0.6, 0.9)
 NOISES = (0.05, 0.3, 0.1)
@@ -41,7 +41,7 @@ def solve(problem: Problem, target: int, share: float = 1.0) -> Packing:
         return Packing(np.empty(0, np.int64), int(problem.floor.max(initial=0)), "nothing to place")
     target = max(target, problem.bound)
     best: Packing | None = None
-    effort = int(share * (EFFORT + 80 * len(problem.size)))
+    effort = int(share * (EFFORT + 40 * len(problem.size)))
     for packing, cost in _attempts(problem, target):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
