@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 MARK_STEP = 0  # as in stalloc.trace
+_SLACK = 256 << 20  # bytes that observing may hold unused, besides half of the allocated peak
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
@@ -209,6 +210,9 @@ class Controller:
                 return None
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
+        state = self.state
+        if state["EXACT"] and state["RESERVED"] - state["ALLOCATED"] > state["ALLOCATED_PEAK"] // 2 + _SLACK:
+            self.release_unused()  # segments of one size, of which a program of many sizes piles up too many
         wanted = segment_bytes(self.state.pool_kind(pool), size_bytes)
         for segment in dict.fromkeys((wanted, round_up(size_bytes))):
             memory = self._malloc(segment)
