@@ -25,7 +25,9 @@ def _compile(source: str, *names: str) -> list[int]:
     module = llvm.parse_assembly(source)
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="default", jit=True)
-    engine = llvm.create_mcjit_compiler(module, machine)
+    # its own memory manager keeps the sections of a module together: LLVM's may put them more than 2 GiB apart in a
+    # crowded address space, and aborts the process then
+    engine = llvm.create_mcjit_compiler(module, machine, use_lmm=True)
     engine.finalize_object()
     engine.run_static_constructors()
     _engines.append((engine, module, machine))
