@@ -7,6 +7,7 @@ the arena that the device has handed out; a block that overlaps another or lies 
 import bisect
 import ctypes
 import mmap
+import threading
 
 import numpy as np
 from numba import njit
@@ -67,6 +68,8 @@ class Machine:
         self.segments = Intervals()
         self.live = Intervals()
         self.asked: list[int] = []
+        self._returned: dict[int, int] = {}  # size -> base
+        self._lock = threading.Lock()
         self.on_request: dict[int, object] = {}
         self.state = DeviceState(0, slow_entry(self._help))
         self.states = np.array([self.state.address], np.int64)
@@ -91,19 +94,29 @@ class Machine:
         return 0
 
     def take(self, size: int) -> int:
-        """Addresses from the device, 0 if it has no room; what was given back is never handed out again."""
-        if self.taken + size > self.capacity:
-            return 0
-        base, self._next = self._next, self._next + size
-        self.segments.add(base, size)
-        self.taken += size
-        return base
+        """Addresses from the device, 0 if it has no room."""
+        with self._lock:
+            if self.taken + size > self.capacity:
+                return 0
+            base = self._returned.pop(size, 0)
+            if not base:
+                base, self._next = self._next, self._next + size
+            self.segments.add(base, size)
+            self.taken += size
+            return base
+
+    def give_back(self, base: int) -> None:
+        """Give addresses back to the device; of each size the last ones are handed out again."""
+        with self._lock:
+            size = self.segments.remove(base)
+            self.taken -= size
+            self._returned[size] = base
 
     def give_back_segments(self) -> int:
         """Take free segments from the core, as when memory is released; how many."""
         bases = self.state.take_free_segments()
         for base in bases:
-            self.taken -= self.segments.remove(base)
+            self.give_back(base)
         return len(bases)
 
     def allocate(self, size: int, stream: int = 0) -> int:

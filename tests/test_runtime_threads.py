@@ -1,0 +1,111 @@
+"""Threads that hold no GIL, in the entry points at once: every block keeps what its owner wrote."""
+
+import mmap
+import threading
+
+import numpy as np
+import pytest
+from programs.core_machine import KIB, MIB, Machine, Ring, hammer
+
+from stalloc.runtime import layout
+
+RESERVE = 4 << 30  # bytes of address space; only what is used gets pages
+
+
+def hammer_in_threads(
+    machine: Machine, sizes: list[np.ndarray], *, order: bool, streams: list[int], operations: int = 400_000
+) -> None:
+    """Each thread allocates and frees its sizes on its stream; a word that another thread wrote fails the test."""
+    results: dict[int, tuple[int, int]] = {}
+
+    def work(index: int) -> None:
+        seed, tag = 77 + index, index + 1
+        results[index] = hammer(*machine.entries, streams[index], sizes[index], order, operations, 24, seed, tag)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    assert [foreign for foreign, _ in results.values()] == [0] * len(sizes)
+    assert [failed for _, failed in results.values()] == [0] * len(sizes)
+    state = machine.state
+    assert state["NUM_UNKNOWN_FREES"] == state["NUM_LIVE"] == state["ALLOCATED"] == state["REQUESTED"] == 0
+    assert state["NUM_ALLOCS"] == state["NUM_FREES"]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """A machine whose memory is real, so that blocks can be written to."""
+    return Machine(RESERVE, memory=mmap.mmap(-1, RESERVE))
+
+
+@pytest.mark.parametrize("streams", [[0, 0, 0], [0, 0x10, 0x20]])
+@pytest.mark.parametrize("exact", [False, True])
+def test_heap_under_three_threads(machine: Machine, exact: bool, streams: list[int]) -> None:
+    machine.state.write(EXACT=int(exact))
+    rng = np.random.default_rng(1)
+    sizes = [np.concatenate([rng.integers(1, 64 * KIB, 40), rng.integers(MIB, MIB + 64 * KIB, 4)]) for _ in range(3)]
+    hammer_in_threads(machine, sizes, order=False, streams=streams)
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_a_plan_under_three_threads_that_all_follow_it(machine: Machine, order: bool) -> None:
+    """Each thread follows the tape on its own, so together they deviate from it all the time."""
+    rng = np.random.default_rng(2)
+    ring = Ring(rng, 60)
+    ring.size[:] = ring.size // 32  # small enough to write to every granule
+    machine.install(ring)
+    hammer_in_threads(machine, [ring.size] * 3, order=order, streams=[0, 0, 0])
+    state = machine.state
+    assert state["ARENA_LIVE"] == 0
+    assert state["HITS"] > 1000
+    assert state["CONFLICTS"] + state["MISSES"] > 1000
+
+
+def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
+    rng = np.random.default_rng(3)
+    ring = Ring(rng, 40)
+    ring.size[:] = ring.size // 32
+    done, switches = threading.Event(), 0
+    worker = threading.Thread(
+        target=lambda: (
+            hammer_in_threads(machine, [ring.size] * 2, order=True, streams=[0, 0], operations=2_000_000),
+            done.set(),
+        )
+    )
+    worker.start()
+    while not done.is_set() and worker.is_alive():
+        if machine.state["ARENA_BYTES"] == 0:
+            machine.install(ring)
+            switches += 1
+        else:
+            machine.state.drop_tape()
+            base = machine.state["ARENA"]
+            if machine.state.forget_arena():
+                machine.give_back(base)
+        machine.give_back_segments()
+    worker.join()
+    assert done.is_set()
+    print(f"{switches} plans were put in place")
+    assert switches > 1
+
+
+def test_recording_in_threads_holds_every_event(machine: Machine) -> None:
+    machine.state.write(RECORDING=1)
+    sizes = [np.array([600 * (index + 1)]) for index in range(3)]
+    hammer_in_threads(machine, sizes, order=True, streams=[0, 0, 0])
+    events = machine.state.recorded()
+    action = events[:, layout.E_ACTION] & 0xFF
+    assert (action == layout.ACTION_ALLOC).sum() == machine.state["NUM_ALLOCS"]
+    assert (action == layout.ACTION_FREE_COMPLETED).sum() == machine.state["NUM_FREES"]
+    assert (np.diff(events[:, layout.E_TIME]) >= 0).all()
+    live: set[int] = set()
+    for what, address in zip(action, events[:, layout.E_ADDRESS], strict=True):
+        if what == layout.ACTION_ALLOC:
+            assert address not in live
+            live.add(int(address))
+        elif what == layout.ACTION_FREE_COMPLETED:
+            live.remove(int(address))
+    assert not live
