@@ -1,0 +1,292 @@
+"""CuPy under stalloc on the virtual GPU: no byte is lost, errors are CuPy's own, loops are found and planned."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cupy_installed")
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+_PROLOGUE = """
+import json, sys, gc
+import stalloc
+from stalloc.device import VirtualGPU, virtual
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30, num_devices=2, copy_limit_bytes=None))
+CONTROLLER = RUNTIME.controllers[0]
+STATE = CONTROLLER.state
+import cupy as cp
+MIB = 1 << 20
+"""
+
+
+def patterns(operations: int, seed: int) -> dict[str, Any]:
+    """Run cupy_patterns.py and return what it says."""
+    command = [sys.executable, str(PROGRAMS / "cupy_patterns.py"), str(operations), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Warning" not in done.stderr
+    print(done.stdout, done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_patterns(result: dict[str, Any], operations: int) -> None:
+    """Everything happened that was to happen, and nothing is left."""
+    assert result["operations"] >= operations
+    assert result["while_observing"] == "observing"
+    assert result["planned"] == result["planned_again"] == "running on the plan"
+    assert result["dropped"] == "serving from the heap"
+    for part in ("alone", "in_threads"):
+        assert min(result[part].values()) > 0, "hits, misses and conflicts were all met"
+    left = ("allocated", "requested", "num_live", "num_unknown_frees", "num_ooms", "arena_live", "reserved")
+    assert {name: result[name] for name in (*left, "device_used")} == dict.fromkeys((*left, "device_used"), 0)
+
+
+def test_every_byte_is_kept_observed_planned_dropped_and_uninstalled() -> None:
+    check_patterns(patterns(100_000, seed=20), 100_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_every_byte_is_kept_for_long(seed: int) -> None:
+    check_patterns(patterns(1_000_000, seed), 1_000_000)
+
+
+def test_out_of_memory_is_cupys_error_with_our_words_and_the_program_goes_on(run_checks: Any) -> None:
+    result = run_checks(
+        _PROLOGUE
+        + """
+texts, held = [], [cp.zeros(100 * MIB, dtype=cp.uint8) for _ in range(8)]
+for size in (400 * MIB, 1 << 40, 1 << 50, (1 << 62) + 5, (1 << 63) - 1):
+    try:
+        cp.empty(size, dtype=cp.uint8)
+    except cp.cuda.memory.OutOfMemoryError as error:
+        texts.append(str(error))
+intact = all(not array.any() for array in held)
+del held[3:]
+again = cp.empty(600 * MIB, dtype=cp.uint8)
+print(json.dumps([texts, intact, again.nbytes, STATE["NUM_OOMS"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]))
+"""
+    )
+    texts, intact, again, ooms, live, allocated = result
+    assert len(texts) == ooms == 5
+    for text, size in zip(texts, (400 << 20, 1 << 40, 1 << 50, (1 << 62) + 5, (1 << 63) - 1), strict=True):
+        assert text.startswith("stalloc: out of memory on device 0")
+        assert f"({size} bytes)" in text
+    assert "Allocated 0.78 GiB" in texts[0]
+    assert intact
+    assert again == 600 << 20
+    assert live == 4
+    assert allocated == 900 << 20
+
+
+def test_a_loop_without_marks_is_found_planned_and_served(run_checks: Any) -> None:
+    result = run_checks(
+        _PROLOGUE
+        + """
+weights = [cp.ones(30_000 + 999 * i) for i in range(5)]
+def step():
+    total = 0
+    for weight in weights:
+        a = weight * 2
+        b = cp.exp(a) + weight[::-1]
+        c = cp.concatenate((a, b))
+        total = total + c.reshape(2, -1).sum(axis=0).mean()
+    return total
+for _ in range(120):
+    loss = step()
+report = stalloc.statistics()[0]
+print(json.dumps([report.phase, report.hit_rate, report.hits, report.plan_peak_bytes, report.lower_bound_bytes, report.note]))
+"""
+    )
+    phase, rate, hits, peak, bound, note = result
+    assert phase == "running on the plan", note
+    assert rate == 1.0
+    assert hits > 1000
+    assert peak == bound
+
+
+def test_a_loop_whose_arrays_are_all_alike_recovers_from_an_extra_one(run_checks: Any) -> None:
+    """Nothing tells one request from the next: after an extra request the plan's lifespans are out of step."""
+    result = run_checks(
+        _PROLOGUE
+        + """
+import collections
+def run(steps, held):
+    for _ in range(steps):
+        first = cp.empty(MIB // 2, dtype=cp.uint8)
+        second = cp.empty(MIB // 2, dtype=cp.uint8)
+        del first
+        for _ in range(6):
+            third = cp.empty(MIB // 2, dtype=cp.uint8)
+            fourth = cp.empty(MIB // 2, dtype=cp.uint8)
+            del third, fourth
+        del second
+        stalloc.step()
+run(10, None)
+before = stalloc.statistics()[0]
+extra = cp.empty(MIB // 2, dtype=cp.uint8)
+run(400, extra)
+after = stalloc.statistics()[0]
+CONTROLLER.release_unused()
+print(json.dumps([before.phase, after.phase, after.hit_rate, STATE["RESERVED"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]))
+"""
+    )
+    before, _, _, reserved, live, allocated = result
+    assert before == "running on the plan"
+    assert live == 1
+    assert allocated == 1 << 19
+    assert reserved <= 16 << 20, "whatever the plan is worth, memory does not grow"
+
+
+def test_streams_do_not_share_memory_and_devices_have_their_own(run_checks: Any) -> None:
+    result = run_checks(
+        _PROLOGUE
+        + """
+first, second = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
+with first:
+    a = cp.empty(3 * MIB, dtype=cp.uint8)
+    address = a.data.ptr
+    del a
+with second:
+    b = cp.empty(3 * MIB, dtype=cp.uint8)
+with first:
+    c = cp.empty(3 * MIB, dtype=cp.uint8)
+with cp.cuda.Device(1):
+    d = cp.empty(5 * MIB, dtype=cp.uint8)
+other = RUNTIME.controllers[1].state
+held = [STATE["ALLOCATED"], other["ALLOCATED"], d.device.id]
+del d
+print(json.dumps([b.data.ptr != address, c.data.ptr == address, held, other["ALLOCATED"], len(RUNTIME.reports())]))
+"""
+    )
+    assert result == [True, True, [6 << 20, 5 << 20, 1], 0, 2]
+
+
+def test_errors_under_way_survive_an_allocation_that_needs_a_segment(run_checks: Any) -> None:
+    """Finalisers, generators that are closed and handlers allocate while another error is set."""
+    result = run_checks(
+        _PROLOGUE
+        + """
+sizes = iter(range(2 * MIB, 900 * MIB, 3 * MIB))
+new = lambda: cp.empty(next(sizes), dtype=cp.uint8)
+seen = []
+class Final:
+    def __del__(self):
+        seen.append(new().nbytes > 0)
+def generator():
+    try:
+        yield 1
+    finally:
+        seen.append(new().nbytes > 0)
+def outer():
+    final, running = Final(), generator()
+    next(running)
+    try:
+        raise KeyError("mine")
+    except KeyError:
+        seen.append(new().nbytes > 0)
+        raise
+for _ in range(3):
+    try:
+        outer()
+    except KeyError as error:
+        seen.append(repr(error))
+    gc.collect()
+print(json.dumps(seen))
+"""
+    )
+    assert result.count("KeyError('mine')") == 3
+    assert result.count(True) == 9
+
+
+def test_the_end_of_the_interpreter_is_quiet_whatever_is_live_or_under_way(run_program: Any) -> None:
+    endings = {
+        "live arrays": "keep = [cp.empty(i * MIB, dtype=cp.uint8) for i in range(1, 9)]; sys.keep = keep",
+        "allocation at exit": """
+import atexit
+class Late:
+    def __del__(self):
+        cp.empty(30 * MIB, dtype=cp.uint8)
+sys.late = Late()
+atexit.register(lambda: cp.empty(40 * MIB, dtype=cp.uint8))
+""",
+        "planner at work": """
+for _ in range(6):
+    for i in range(3000):
+        a = cp.empty(600 + 512 * (i % 700), dtype=cp.uint8)
+    CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+    stalloc.step()
+sys.keep = a
+""",
+        "threads at work": """
+import threading
+def work():
+    while True:
+        cp.empty(3 * MIB, dtype=cp.uint8)
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(2000):
+    cp.empty(5 * MIB, dtype=cp.uint8)
+""",
+    }
+    for name, source in endings.items():
+        done = run_program(_PROLOGUE + source)
+        assert (done.returncode, done.stderr) == (0, ""), name
+
+
+def test_a_child_of_fork_ends_in_peace(run_program: Any) -> None:
+    done = run_program(
+        _PROLOGUE
+        + """
+import multiprocessing, threading
+held = [cp.empty(i * MIB, dtype=cp.uint8) for i in range(1, 5)]
+busy, stop = [], False
+def work():
+    while not stop:
+        cp.empty(600, dtype=cp.uint8)
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+context = multiprocessing.get_context("fork")
+codes = []
+for _ in range(5):
+    child = context.Process(target=lambda: sum(range(1000)))
+    child.start()
+    child.join(20)
+    codes.append(child.exitcode)
+    if child.exitcode is None:
+        child.kill()
+stop = True
+for thread in threads:
+    thread.join()
+print(codes)
+"""
+    )
+    assert done.stdout.strip() == "[0, 0, 0, 0, 0]", done.stderr
+
+
+def test_uninstall_gives_cupy_its_pool_back_and_keeps_arrays(run_checks: Any) -> None:
+    result = run_checks(
+        _PROLOGUE
+        + """
+pool = cp.get_default_memory_pool()
+old = cp.full(4 * MIB, 7, dtype=cp.uint8)
+import numpy as np
+old.set(np.full(4 * MIB, 7, np.uint8))
+stalloc.uninstall()
+stalloc.uninstall()
+new = cp.empty(8 * MIB, dtype=cp.uint8)
+used = pool.used_bytes()
+same = bool((old.get() == 7).all())
+live = STATE["NUM_LIVE"]
+del old
+CONTROLLER.release_unused()
+print(json.dumps([used, same, live, STATE["NUM_LIVE"], STATE["RESERVED"]]))
+"""
+    )
+    assert result == [8 << 20, True, 1, 0, 0]
