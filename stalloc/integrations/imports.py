@@ -2,7 +2,6 @@
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -28,6 +27,8 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Stays until the module has been imported: others may only ask whether it could be."""
+
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
         self._action = action
@@ -35,11 +36,18 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._action)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._imported)
+                return spec
+        return None
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:

@@ -24,10 +24,10 @@ def _compile(source: str, *names: str) -> list[int]:
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(source)
     module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="default", jit=True)
-    # its own memory manager keeps the sections of a module together: LLVM's may put them more than 2 GiB apart in a
-    # crowded address space, and aborts the process then
-    engine = llvm.create_mcjit_compiler(module, machine, use_lmm=True)
+    # the large code model, as numba's: sections of a module may lie more than 2 GiB apart in a crowded address space,
+    # and with 32-bit distances between them LLVM aborts the process then
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="large", jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     engine.run_static_constructors()
     _engines.append((engine, module, machine))
