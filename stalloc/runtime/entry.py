@@ -7,15 +7,18 @@ a visit to Python from the middle of somebody else's error handling.
 """
 
 import ctypes
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite.binding as llvm
+import numpy as np
 
 from stalloc.runtime import core
 from stalloc.runtime.layout import OOM_TEXT, OOM_TEXT_LENGTH
 
 _engines: list[object] = []  # compiled code lives as long as the process: torch keeps its address
+_gate = np.zeros(2, np.int64)  # 1 once the slow path is closed; how many threads are on it
 
 
 def _compile(source: str, *names: str) -> list[int]:
@@ -61,7 +64,8 @@ define void @free(ptr %pointer, i64 %size, i32 %device, ptr %stream) {{
 def slow_entry(handler: Callable[[int, int, int], int]) -> int:
     """The address of `int64 f(int64 device, int64 request, int64 argument)` that enters Python's `handler`.
 
-    Safe on any thread, with a Python error set, and while the interpreter goes down (then 0, without entering).
+    Safe on any thread, with a Python error set, and while the interpreter goes down (then 0, without entering): see
+    `close_slow_entries`.
     """
     kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     thunk = kind(handler)
@@ -71,11 +75,19 @@ def slow_entry(handler: Callable[[int, int, int], int]) -> int:
     source = f"""
 define i64 @slow(i64 %device, i64 %request, i64 %argument) {{
 entry:
+  %closed.word = inttoptr i64 {_gate.ctypes.data} to ptr
+  %inside.word = inttoptr i64 {_gate.ctypes.data + 8} to ptr
+  %before = atomicrmw add ptr %inside.word, i64 1 seq_cst
+  %closed = load atomic i64, ptr %closed.word seq_cst, align 8
+  %shut = icmp ne i64 %closed, 0
+  br i1 %shut, label %leave, label %check
+check:
   %finalizing = inttoptr i64 {_address(finalizing)} to ptr
   %ending = call i32 %finalizing()
   %gone = icmp ne i32 %ending, 0
-  br i1 %gone, label %closed, label %open
-closed:
+  br i1 %gone, label %leave, label %open
+leave:
+  %left = atomicrmw sub ptr %inside.word, i64 1 seq_cst
   ret i64 0
 open:
   %type = alloca ptr
@@ -94,9 +106,22 @@ open:
   %b = load ptr, ptr %trace
   call void %restore(ptr %t, ptr %v, ptr %b)
   call void %release(i32 %gil)
+  %done = atomicrmw sub ptr %inside.word, i64 1 seq_cst
   ret i64 %result
 }}"""
     return _compile(source, "slow")[0]
+
+
+def close_slow_entries(timeout_seconds: float = 2.0) -> None:
+    """Let no thread enter Python any more, and wait for those that are inside; to be called when Python ends.
+
+    Before Python 3.14 a thread that asks for the GIL of an interpreter which is gone is unwound like by an exception,
+    and the program aborts where that meets C++ code which catches all exceptions, as around CuPy's C allocators.
+    """
+    _gate[0] = 1
+    end = time.monotonic() + timeout_seconds
+    while _gate[1] and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def torch_entries(states: int, torch_folder: Path) -> tuple[int, int]:

@@ -61,6 +61,7 @@ class Runtime:
     def _close(self) -> None:
         for controller in self.controllers:
             controller.close()
+        entry.close_slow_entries()
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark on every device that the program has used."""
