@@ -5,6 +5,7 @@ what was recorded, at the boundary of a step, for memory that other streams stil
 into the core; a failure of any of them leaves the heap serving.
 """
 
+import contextlib
 import enum
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stalloc.device import Device
+from stalloc.device.capture import relaxed_capture
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
@@ -197,12 +199,14 @@ class Controller:
         """Memory from the pool, None if the device has no more, even after everything unused was given back."""
         import cupy
 
-        with cupy.cuda.Device(self.device.index):
+        capturing = relaxed_capture() if self.state["PRIVATE"] else contextlib.nullcontext()
+        with cupy.cuda.Device(self.device.index), capturing:
             try:
                 return self.pool.malloc(size_bytes)
             except cupy.cuda.memory.OutOfMemoryError:
                 self.state["NUM_RETRIES"] += 1
-                self._deferred.wait()
+                if not self.state["PRIVATE"]:  # a capture must not wait for events
+                    self._deferred.wait()
                 self.release_unused()
             try:
                 return self.pool.malloc(size_bytes)

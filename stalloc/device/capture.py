@@ -1,0 +1,27 @@
+"""Calls that CUDA forbids while a graph is captured, made permissible on the calling thread.
+
+Taking memory from the device or giving it back does not touch the streams that are captured, but in the default mode
+the driver invalidates any capture of the process at such a call (CUDA driver API, cuThreadExchangeStreamCaptureMode).
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+_RELAXED = 2
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow this thread such calls; without a driver that knows captures there is nothing to allow."""
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # mode now holds what was in force
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
