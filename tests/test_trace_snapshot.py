@@ -70,13 +70,6 @@ def test_real_bad_snapshots_are_refused(shared_traces, name, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", ["html", "json", "log"])
-def test_other_kinds_of_recording_are_named_not_mistaken(shared_traces, suffix):
-    for path in shared_traces.glob(f"*.{suffix}.gz"):
-        with pytest.raises(BadInputError, match="not supported yet"):
-            load_traces(path)
-
-
 ADDRESS = 0x7F00_0000_0000
 
 

@@ -1,8 +1,8 @@
 """Decide where every request of a trace lives, and say how close that is to the lower bound.
 
-FILE is a trace of any kind that stalloc reads: a memory snapshot of torch (a pickle, plain or gzip), a recording of
-`stalloc record` (.trace.npz), a planning CSV. Each device gets a plan of its own. With -o the plans are written to one
-file, after the naive validator has passed them; the same trace with the same options gives the same bytes.
+FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. Each device gets a plan of its own.
+With -o the plans are written to one file, after the naive validator has passed them; the same trace with the same
+options gives the same bytes.
 
 The lower bound is the most bytes that are live at one time, with sizes rounded up to the alignment: a plan whose peak
 equals it is optimal.

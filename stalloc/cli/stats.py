@@ -1,12 +1,14 @@
 """Describe traces: requests, peaks, fragmentation, the lower bound of every plan, streams, steps and classes.
 
-FILE is a trace of any kind that stalloc reads: a memory snapshot of torch (a pickle, plain or gzip), a recording of
-`stalloc record` (.trace.npz), a planning CSV.
+FILE is a trace of any kind that stalloc reads: a recording of `stalloc record` (.trace.npz), a memory snapshot of torch
+(a pickle or its HTML page), a trace or raw memory timeline of torch.profiler (JSON), a log of RMM or of the DTR
+simulator, a planning CSV; all but the first may be gzipped.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
-lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved. The period is that of the
-sequence of all requests at the end of the record, if it repeats exactly; a step is what the runtime would plan: a
-repetition of the requests over 512 bytes that fills the record and after which memory is back at its level.
+lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved; for it allocated includes
+what a profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the
+record, if it repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that
+fills the record and after which memory is back at its level.
 """
 
 import argparse
@@ -101,6 +103,9 @@ def _reserved(trace: Trace, size: np.ndarray) -> dict[str, Any]:
     np.add.at(change, trace.start + 1, size)
     np.subtract.at(change, trace.end + 1, size)
     allocated = np.cumsum(change[:-1])
+    unseen = trace.info.get("unseen_bytes", 0)  # live throughout, and no request stands for it
+    if isinstance(unseen, int) and 0 <= unseen < 1 << 62:
+        allocated += unseen
     peak = int(reserved.max())
     if peak == 0:
         return nothing

@@ -1,0 +1,228 @@
+"""Traces of torch.profiler (Kineto JSON): the `[memory]` events of each device, ordered by time, then by `Ev Idx`.
+
+Sizes are those of the allocator's blocks, which are rounded up; streams are not in the file. Old files have no `Addr`:
+then a free is paired with the newest allocation of its size (see NewestFirst), and a note says so. `Total Allocated`
+shows what was live throughout and is named by no event; it is put into info["unseen_bytes"], and a total that drifts
+from the events means that events are missing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
+from stalloc.trace.sources.events import MAX_ADDRESS, MAX_SIZE_BYTES, Mark, NewestFirst, make_trace, whole_number
+from stalloc.trace.sources.json_text import decode, list_elements
+
+_CPU = 0  # device types as torch counts them; CUDA is 1, HIP is 6
+_MAX_DEVICE = 4095
+_MAX_MICROSECONDS = 1 << 62
+_PROFILE = "profile with torch.profiler.profile(profile_memory=True)"
+_MEMORY, _OUT_OF_MEMORY, _ANNOTATION = "[memory]", "[OutOfMemory]", "user_annotation"
+_WANTED = tuple(name.encode() for name in (_MEMORY, _OUT_OF_MEMORY, _ANNOTATION))
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    time_us: float
+    order: int
+    size_bytes: int
+    """Positive: allocated, negative: freed."""
+    address: int | None
+    allocated_bytes: int | None
+    """In all, after the event."""
+    reserved_bytes: int | None
+    failed: bool
+
+
+def read_kineto(path: Path, data: bytes) -> list[Trace]:
+    """The traces of a profiler trace, one for each device that is not the CPU, ordered by device.
+
+    Raises BadInputError when it is no profiler trace, is cut short, or has no memory events of a device.
+    """
+    spans = list_elements(path, data, None if data.lstrip()[:1] == b"[" else "traceEvents")
+    if spans is None:
+        raise BadInputError(f"{path}: JSON without traceEvents, so not a profiler trace: {_PROFILE}.")
+    devices: dict[tuple[int, int], list[_Event]] = {}
+    annotations: list[tuple[float, float, str]] = []
+    of_cpu = False
+    for number, (begin, end) in enumerate(zip(spans[0].tolist(), spans[1].tolist(), strict=True)):
+        if not any(data.find(name, begin, end) >= 0 for name in _WANTED):
+            continue
+        where = f"event {number} of traceEvents"
+        event = decode(path, data[begin:end], where)
+        where = f"{path}: {where}"
+        if not isinstance(event, dict):
+            raise BadInputError(f"{where} is not an object: export the trace again.")
+        if event.get("name") in (_MEMORY, _OUT_OF_MEMORY):
+            args = event.get("args")
+            if not isinstance(args, dict):
+                raise BadInputError(f"{where} has no args: export the trace again.")
+            kind = whole_number(args.get("Device Type"), 0, 1000, where, "Device Type")
+            if kind == _CPU:
+                of_cpu = True
+                continue
+            device = whole_number(args.get("Device Id"), 0, _MAX_DEVICE, where, "Device Id")
+            devices.setdefault((device, kind), []).append(_memory_event(event, args, number, where))
+        elif event.get("cat") == _ANNOTATION and event.get("ph") == "X" and isinstance(event.get("name"), str):
+            began = _time(event.get("ts"), where, "ts")
+            annotations.append((began, began + _time(event.get("dur", 0), where, "dur"), event["name"]))
+    if not devices:
+        only = "of the CPU only" if of_cpu else "at all"
+        raise BadInputError(f"{path}: the profiler trace has no memory events of a GPU, {only}: {_PROFILE} on a GPU.")
+    if len({device for device, _ in devices}) < len(devices):
+        raise BadInputError(f"{path}: two kinds of device share one number: profile them one by one.")
+    properties = _device_properties(path, data)
+    return [
+        _read_device(path, device, events, annotations, properties.get(device, {}))
+        for (device, _), events in sorted(devices.items())
+    ]
+
+
+def _memory_event(event: dict[str, Any], args: dict[str, Any], number: int, where: str) -> _Event:
+    def optional(name: str, highest: int) -> int | None:
+        return whole_number(args[name], 0, highest, where, name) if name in args else None
+
+    return _Event(
+        time_us=_time(event.get("ts"), where, "ts"),
+        order=whole_number(args.get("Ev Idx", number), 0, MAX_ADDRESS, where, "Ev Idx"),
+        size_bytes=whole_number(args.get("Bytes"), -MAX_SIZE_BYTES, MAX_SIZE_BYTES, where, "Bytes"),
+        address=optional("Addr", MAX_ADDRESS),
+        allocated_bytes=optional("Total Allocated", MAX_SIZE_BYTES),
+        reserved_bytes=optional("Total Reserved", MAX_SIZE_BYTES),
+        failed=event["name"] == _OUT_OF_MEMORY,
+    )
+
+
+def _time(value: Any, where: str, what: str) -> float:
+    """Microseconds; new files give fractions, old ones whole numbers."""
+    if isinstance(value, float) and 0 <= value <= _MAX_MICROSECONDS:
+        return value
+    return whole_number(value, 0, _MAX_MICROSECONDS, where, what)
+
+
+def _read_device(
+    path: Path,
+    device: int,
+    events: list[_Event],
+    annotations: list[tuple[float, float, str]],
+    properties: dict[str, Any],
+) -> Trace:
+    events = [event for event in events if event.size_bytes]
+    events.sort(key=lambda event: (event.time_us, event.order))
+    has_addresses = all(event.address is not None for event in events if not event.failed)
+    guess = NewestFirst()
+    action: list[int] = []
+    identity: list[int] = []
+    for event in events:
+        if event.failed:
+            action.append(Action.OOM)
+            identity.append(0)
+            continue
+        allocates = event.size_bytes > 0
+        action.append(Action.ALLOC if allocates else Action.FREE_COMPLETED)
+        if has_addresses:
+            identity.append(event.address or 0)
+        else:
+            identity.append(guess.allocate(event.size_bytes) if allocates else guess.free(-event.size_bytes))
+    unseen, unseen_note = _unseen_bytes(events)
+    notes = ["sizes are of the allocator's blocks, streams are not in the file"]
+    if not has_addresses:
+        notes.append("no addresses in the file: each free is taken to end the newest allocation of its size")
+    if unseen_note:
+        notes.append(unseen_note)
+
+    reserved_start, at, change = _reserved_changes(events)  # segment events go in before events `at`
+    clock = np.array([event.time_us for event in events], np.float64)
+    clock = np.insert(clock, at, clock[at])
+    moved = np.where(change > 0, int(Action.SEGMENT_ALLOC), int(Action.SEGMENT_FREE))
+    return make_trace(
+        path,
+        "kineto",
+        device=device,
+        action=np.insert(np.array(action, np.int8), at, moved),
+        identity=np.insert(np.array(identity, np.uint64), at, 0),
+        size=np.insert(np.array([abs(event.size_bytes) for event in events], np.int64), at, np.abs(change)),
+        time_us=clock.astype(np.int64),
+        marks=_marks(clock, annotations),
+        has_addresses=has_addresses,
+        has_beginning=unseen == 0,
+        reserved_start_bytes=reserved_start,
+        notes=notes,
+        more_info=properties | ({} if unseen is None else {"unseen_bytes": unseen}),
+    )
+
+
+def _unseen_bytes(events: list[_Event]) -> tuple[int | None, str]:
+    """Bytes live from before the first event to after the last, None when the totals do not tell; and a note."""
+    events = [event for event in events if not event.failed]
+    if not events or any(event.allocated_bytes is None for event in events):
+        return None, ""
+    total = np.array([event.allocated_bytes for event in events], np.int64)
+    size = np.array([event.size_bytes for event in events], np.int64)
+    outside = total - np.cumsum(size)  # what the events do not explain, frees of older blocks included
+    drifts = int(np.count_nonzero(np.diff(outside)))
+    if drifts:
+        return None, f"the allocated total departs from the events {drifts} times: some events are missing"
+    lowest = int(outside[0]) - _freed_before_allocated(events)
+    if lowest > 0:
+        return lowest, f"{lowest / 2**30:.2f} GiB more were live throughout, which no event names and no plan places"
+    return max(lowest, 0), ""
+
+
+def _freed_before_allocated(events: list[_Event]) -> int:
+    """Bytes of the frees of which the file has no allocation: they are requests, so they are not unseen."""
+    live: dict[int | None, int] = {}
+    missing = 0
+    for event in events:
+        if event.size_bytes > 0:
+            key = event.size_bytes if event.address is None else event.address
+            live[key] = live.get(key, 0) + 1
+        else:
+            key = -event.size_bytes if event.address is None else event.address
+            if live.get(key, 0):
+                live[key] -= 1
+            else:
+                missing -= event.size_bytes
+    return missing
+
+
+def _reserved_changes(events: list[_Event]) -> tuple[int, Column, Column]:
+    """Reserved at the start; before which events it changed, as (k,) indices; by how many bytes."""
+    if any(event.reserved_bytes is None for event in events):
+        return 0, np.empty(0, np.int64), np.empty(0, np.int64)
+    reserved = np.array([event.reserved_bytes for event in events], np.int64)
+    change = np.diff(reserved)
+    at = np.flatnonzero(change)
+    return int(reserved[0]) if len(reserved) else 0, at + 1, change[at]
+
+
+def _marks(clock: Column, annotations: list[tuple[float, float, str]]) -> list[Mark]:
+    """Annotations as marks: profiler steps are steps, all others are phases."""
+    timed: list[tuple[float, int, str]] = []
+    for began, ended, name in annotations:
+        if name.startswith("ProfilerStep#"):
+            timed.append((began, MARK_STEP, name))
+        else:
+            timed += [(began, MARK_PHASE_BEGIN, name), (ended, MARK_PHASE_END, name)]
+    timed.sort(key=lambda mark: mark[0])
+    places = np.searchsorted(clock, [mark[0] for mark in timed])
+    return [(int(event), kind, name) for event, (_, kind, name) in zip(places, timed, strict=True)]
+
+
+def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
+    """What the file says of each device; nothing of it is needed, so what is not understood is passed over."""
+    spans = None if data.lstrip()[:1] == b"[" else list_elements(path, data, "deviceProperties")
+    known: dict[int, dict[str, Any]] = {}
+    for begin, end in zip(*spans, strict=True) if spans else ():
+        entry = decode(path, data[begin:end], "an entry of deviceProperties")
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int):
+            known[entry["id"]] = {
+                to: entry[name]
+                for name, to, type_ in (("name", "device_name", str), ("totalGlobalMem", "total_bytes", int))
+                if isinstance(entry.get(name), type_)
+            }
+    return known
