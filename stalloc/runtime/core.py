@@ -292,9 +292,10 @@ def _count_alloc(state, stream, address, size, requested):
 @njit()
 def _try_allocate(state, stream, size, requested, way):
     """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
-    if way == WAY_FIRST and peek(state, NUM_DEFERRED) > 0 and peek(state, NUM_ALLOCS) & 31 == 0:
-        if peek(state, PRIVATE) == 0:  # events must not be asked for while a graph is captured
-            return -POLL
+    # events must not be asked for while a graph is captured
+    waiting = peek(state, NUM_DEFERRED) > 0 and peek(state, PRIVATE) == 0
+    if way == WAY_FIRST and waiting and peek(state, NUM_ALLOCS) & 31 == 0:
+        return -POLL
     if size > TINY and way != WAY_HEAP and peek(state, PRIVATE) == 0:
         if peek(state, MODE) != MODE_HEAP:
             key = size << STREAM_BITS | stream
