@@ -1,0 +1,44 @@
+"""What others publish for the same problem, each behind one signature: `place(start, end, size) -> offsets`.
+
+Contract: start, end and size are (n,) int64, lifespans [start, end) not empty and sizes positive; the result is (n,)
+int64 offsets of a packing without overlap, the same for the same input. Each is written from the description that its
+module names, and is named in the table after the project or paper that it comes from. Limits on the number of
+requests keep a method from taking minutes; the table says where one was left out.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import cp_sat, imanishi_xu, inductor, onnxruntime, stalloc_paper, tflite, usmp, xla
+from .gaps import Column
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A method, and how many requests it takes on."""
+
+    name: str
+    place: Callable[..., Column]
+    max_requests: int
+    missing: str = ""  #: why it cannot run here; empty if it can
+
+    @property
+    def wants_phases(self) -> bool:
+        """Whether `place` takes `phase_edges` where they are known."""
+        return "phase_edges" in inspect.signature(self.place).parameters
+
+
+BASELINES = (
+    Baseline("TFLite, by size", tflite.by_size, 120_000),
+    Baseline("TFLite, by breadth", tflite.by_breadth, 120_000),
+    Baseline("XLA", xla.place, 120_000),
+    Baseline("USMP, by size", usmp.by_size, 2_000_000),
+    Baseline("USMP, by conflicts", usmp.by_conflicts, 2_000_000),
+    Baseline("USMP, hill climb", usmp.hill_climb, 8_000),
+    Baseline("ONNX Runtime", onnxruntime.place, 120_000),
+    Baseline("Inductor", inductor.place, 5_000),
+    Baseline("STAlloc paper", stalloc_paper.place, 2_000_000),
+    Baseline("Imanishi and Xu", imanishi_xu.place, 20_000),
+    Baseline("CP-SAT", cp_sat.place, 500, cp_sat.missing()),
+)

@@ -1,0 +1,82 @@
+"""Running a method on a case: its time, and its peak as the naive validator confirms it.
+
+Contract: no peak is reported that the naive validator has not accepted, whoever made the offsets.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.planner import Plan, plan_arrays, validate
+
+from .baselines import Baseline
+from .baselines.gaps import Column
+from .cases import Case
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a method came to on a case."""
+
+    peak_bytes: int
+    seconds: float  #: median of the runs
+    proven: bool = False  #: stalloc says that no plan has a lower peak
+
+
+def judged(case: Case, offset: Column, load_bytes: int) -> int:
+    """The peak of the offsets. Raises AssertionError with the validator's reason if they are no packing."""
+    peak = int((offset + case.size).max())
+    none = np.empty(0, np.int64)
+    verdict = validate(
+        Plan(
+            offset=np.ascontiguousarray(offset, np.int64),
+            size=case.size,
+            start=case.start,
+            end=case.end,
+            stream=np.zeros(len(case.size), np.int64),
+            device=0,
+            alignment=case.alignment,
+            peak_bytes=peak,
+            lower_bound_bytes=load_bytes,
+            optimal=peak == load_bytes,
+            method="",
+            kind="trace",
+            provenance={},
+            tape_row=none,
+        )
+    )
+    assert verdict.ok, f"{case.name}: {verdict.reason}: {verdict.detail}"
+    return peak
+
+
+def run_stalloc(case: Case, load_bytes: int, repeat: int) -> Result:
+    """The library's own planner, as `stalloc.plan_arrays` with no options but the alignment."""
+    times = []
+    for _ in range(repeat):
+        gc.collect()
+        began = time.perf_counter()
+        layout = plan_arrays(case.start, case.end, case.size, alignment=case.alignment)
+        times.append(time.perf_counter() - began)
+    peak = judged(case, layout.offset, load_bytes)
+    assert peak == layout.peak_bytes, f"{case.name}: the layout states a peak of {layout.peak_bytes}, it is {peak}"
+    return Result(peak, statistics.median(times), peak <= max(layout.lower_bound_bytes, load_bytes))
+
+
+def run_baseline(case: Case, load_bytes: int, baseline: Baseline) -> Result | str:
+    """One run of a baseline, or why there is none."""
+    if baseline.missing:
+        return baseline.missing
+    if len(case.size) > baseline.max_requests:
+        return f"left out above {baseline.max_requests:,} requests"
+    options = {}
+    if baseline.wants_phases and case.phase_edges is not None:
+        options["phase_edges"] = case.phase_edges
+    place: Callable[..., Column] = baseline.place
+    began = time.perf_counter()
+    offset = place(case.start, case.end, case.size, **options)
+    seconds = time.perf_counter() - began
+    return Result(judged(case, offset, load_bytes), seconds)
