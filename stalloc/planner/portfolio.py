@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.planner.layers import cuts, divided, part_of, raised
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
 from stalloc.planner.placement import fill_holes, pack, sweep
 from stalloc.planner.problem import Column, Problem, epochs
@@ -16,11 +17,15 @@ from stalloc.planner.trees import FAR
 
 #: placements that a problem may cost beyond the first round of every order
 EFFORT = 600_000
+#: the same for everything together, and a pass more, where a peak that is close enough will do
+HURRIED_EFFORT = 1_200_000
 #: where between the bound and the best peak a target is tried
 FRACTIONS = (0.0, 0.02, 0.1, 0.3, 0.6, 0.9)
 NOISES = (0.05, 0.3, 0.1)
 #: hole filling looks at every placed request for each one it places
 HOLES_LIMIT = 20_000
+#: with fewer requests than this two layers are not tried: the small ones are worth finer search
+LAYERS_FROM = 2_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +37,23 @@ class Packing:
     method: str
 
 
-def solve(problem: Problem, target: int, share: float = 1.0) -> Packing:
+def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) -> Packing:
     """The best packing found; looks no further once the peak is at most `target` or the problem's bound.
 
-    `share` of the usual effort is spent, for callers that solve several variants of one problem.
+    `share` of the usual effort is spent, for callers that solve several variants of one problem. A peak of at most
+    `enough`, if that is more, will do once the quick tries at the target have failed.
     """
     if len(problem.size) == 0:
         return Packing(np.empty(0, np.int64), int(problem.floor.max(initial=0)), "nothing to place")
     target = max(target, problem.bound)
     best: Packing | None = None
-    effort = int(share * (EFFORT + 40 * len(problem.size)))
-    for packing, cost in _attempts(problem, target):
+    count = len(problem.size)
+    effort = int(share * (HURRIED_EFFORT + count if enough > target else EFFORT + 40 * count))
+    for packing, cost in _attempts(problem, target, max(target, enough)):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
             best = packing
-            if best.peak_bytes <= target:
+            if best.peak_bytes <= max(target, enough):
                 return best
         if effort <= 0 and best is not None:
             return best
@@ -54,10 +61,17 @@ def solve(problem: Problem, target: int, share: float = 1.0) -> Packing:
     return _ratchet(problem, target, best, effort)
 
 
-def _attempts(problem: Problem, target: int) -> Iterator[tuple[Packing | None, int]]:
+def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Packing | None, int]]:
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
-    yield from _guided(problem, target, GUIDED, 0.0, 0)
+    if enough > target:
+        yield from _guided(problem, target, GUIDED[:1], 0.0, 0)
+        yield _plain(problem, "Z", False), count
+        yield _plain(problem, "EW", True), count
+        yield from _layered(problem, target, enough)
+        yield from _guided(problem, target, GUIDED[1:], 0.0, 0)
+    else:
+        yield from _guided(problem, target, GUIDED, 0.0, 0)
     for order in PLAIN:
         yield _plain(problem, order, False), count
     for order in GUIDED:
@@ -70,6 +84,8 @@ def _attempts(problem: Problem, target: int) -> Iterator[tuple[Packing | None, i
             yield _by_holes(problem, order, best_fit), count
     for seed, noise in enumerate(NOISES):
         yield from _guided(problem, target, GUIDED, noise, seed)
+    if count >= LAYERS_FROM:
+        yield from _layered(problem, target, target + target // 100)
 
 
 def _guided(
@@ -86,6 +102,36 @@ def _guided(
             yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), _cost(offset)
             offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
             yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), _cost(offset)
+
+
+def _layered(problem: Problem, target: int, highest: int) -> Iterator[tuple[Packing | None, int]]:
+    """The large requests at their own bound, the small ones above them; the division that costs least first."""
+    for size in cuts(problem, highest):
+        large, small = divided(problem, size)
+        lower = part_of(problem, large, problem.floor)
+        packing, cost = _first(_guided(lower, lower.bound, GUIDED[:1], 0.0, 0))
+        if packing is None:
+            yield None, cost
+            continue
+        offset = np.empty(len(problem.size), np.int64)
+        offset[large] = packing.offset
+        upper = part_of(problem, small, raised(problem, large, packing.offset))
+        above, more = _first(_guided(upper, max(target, upper.bound), GUIDED[:1], 0.0, 0))
+        if above is None:
+            above, more = _plain(upper, "EW", True), more + len(small)
+        offset[small] = above.offset
+        peak = max(packing.peak_bytes, above.peak_bytes)
+        yield Packing(offset, peak, f"in two layers, {packing.method}"), cost + more
+
+
+def _first(tries: Iterator[tuple[Packing | None, int]]) -> tuple[Packing | None, int]:
+    """The first packing of some tries, and what they cost in all."""
+    total = 0
+    for packing, cost in tries:
+        total += cost
+        if packing is not None:
+            return packing, total
+    return None, total
 
 
 def _cost(offset: Column) -> int:

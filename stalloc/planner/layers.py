@@ -1,0 +1,61 @@
+"""A problem packed as two layers: the large requests at the bottom, the small ones above whatever those leave.
+
+Contract: a packing of the whole, or none. It costs the whole at least as much as the two layers' loads peak at
+different times; for programs that do the same again and again that is a small share, and each layer has few distinct
+sizes, which tile where the mixture does not (the idea behind the HomoSize groups of STAlloc, EuroSys 2026, section 5).
+"""
+
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.planner.problem import Column, Problem, load_curve
+from stalloc.planner.trees import build_floor, leaves_for, raise_floor
+
+#: sizes at which a problem may be divided, and how many of those that are good enough are tried
+MOST_CUTS, MOST_TRIED = 16, 3
+
+
+def cuts(problem: Problem, highest: int) -> list[int]:
+    """Sizes at which to divide, the largest first: those whose layers' bounds together are at most `highest`."""
+    sizes = np.unique(problem.size)[1:]
+    if len(sizes) > MOST_CUTS:
+        steps = np.geomspace(float(sizes[0]), float(sizes[-1]), MOST_CUTS)
+        sizes = np.unique(sizes[np.minimum(np.searchsorted(sizes, steps), len(sizes) - 1)])
+    load, found = problem.load, []
+    for size in sizes[::-1].tolist():
+        rows = problem.size >= size
+        upper = load_curve(problem.start[rows], problem.end[rows], problem.size[rows], len(problem.floor))
+        if int((problem.floor + upper).max()) + int((load - upper).max()) <= highest:
+            found.append(int(size))
+    return found if len(found) <= MOST_TRIED else [found[i * len(found) // MOST_TRIED] for i in range(MOST_TRIED)]
+
+
+def divided(problem: Problem, size: int) -> tuple[Column, Column]:
+    """(large, small): the rows of at least `size` bytes, and the others."""
+    large = problem.size >= size
+    return np.flatnonzero(large), np.flatnonzero(~large)
+
+
+def part_of(problem: Problem, rows: Column, floor: Column) -> Problem:
+    """These rows above that floor."""
+    return Problem(problem.start[rows], problem.end[rows], problem.size[rows], floor)
+
+
+def raised(problem: Problem, rows: Column, offset: Column) -> Column:
+    """(T,) the floor that the rows make when they are placed, on top of the problem's own."""
+    top = offset + problem.size[rows]
+    order = np.argsort(top, kind="stable")
+    return skyline(problem.start[rows][order], problem.end[rows][order], top[order], problem.floor)
+
+
+@njit(nogil=True)
+def skyline(start, end, top, floor):
+    """(T,) the highest of the floor and the tops of the requests that cover an epoch; tops ascend."""
+    num_epochs = len(floor)
+    cover, highest = build_floor(np.zeros(num_epochs, np.int64))
+    for i in range(len(start)):
+        raise_floor(cover, highest, start[i], end[i], top[i])
+    leaves = leaves_for(num_epochs)
+    for node in range(2, 2 * leaves):
+        cover[node] = max(cover[node], cover[node >> 1])
+    return np.maximum(cover[leaves : leaves + num_epochs], floor)
