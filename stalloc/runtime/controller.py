@@ -7,6 +7,7 @@ into the core; a failure of any of them leaves the heap serving.
 
 import contextlib
 import enum
+import gc
 import threading
 import time
 from dataclasses import dataclass, field
@@ -201,31 +202,45 @@ class Controller:
 
         capturing = relaxed_capture() if self.state["PRIVATE"] else contextlib.nullcontext()
         with cupy.cuda.Device(self.device.index), capturing:
-            try:
-                return self.pool.malloc(size_bytes)
-            except cupy.cuda.memory.OutOfMemoryError:
-                self.state["NUM_RETRIES"] += 1
-                if not self.state["PRIVATE"]:  # a capture must not wait for events
-                    self._deferred.wait()
-                self.release_unused()
-            try:
-                return self.pool.malloc(size_bytes)
-            except cupy.cuda.memory.OutOfMemoryError:
-                return None
+            for retry in (False, True):
+                if retry:
+                    self.state["NUM_RETRIES"] += 1
+                    if not self.state["PRIVATE"]:  # a capture must not wait for events
+                        self._deferred.wait()
+                    self.release_unused()
+                if self._has_room(size_bytes):
+                    with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
+                        return self.pool.malloc(size_bytes)
+        return None
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
+        free, _ = self.device.memory_info()
+        limit = self.pool.get_limit()
+        return size_bytes <= free and (limit == 0 or self.pool.total_bytes() + size_bytes <= limit)
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
         if state["EXACT"] and state["RESERVED"] - state["ALLOCATED"] > state["ALLOCATED_PEAK"] // 2 + _SLACK:
             self.release_unused()  # segments of one size, of which a program of many sizes piles up too many
-        wanted = segment_bytes(self.state.pool_kind(pool), size_bytes)
-        for segment in dict.fromkeys((wanted, round_up(size_bytes))):
-            memory = self._malloc(segment)
-            if memory is not None:
-                self._segments[memory.ptr] = memory
-                if self.state.give_segment(pool, memory.ptr, segment):
-                    return True
-                del self._segments[memory.ptr]
+        wanted, least = segment_bytes(self.state.pool_kind(pool), size_bytes), round_up(size_bytes)
+        if self._take_segment(pool, wanted) or self._take_segment(pool, least):
+            return True
+        if self.state.largest_free_bytes() < size_bytes:  # else the core finds that block
+            gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
+            if self._take_segment(pool, least):
+                return True
         self._explain_out_of_memory(size_bytes)
+        return False
+
+    def _take_segment(self, pool: int, size_bytes: int) -> bool:
+        memory = self._malloc(size_bytes)
+        if memory is None:
+            return False
+        self._segments[memory.ptr] = memory
+        if self.state.give_segment(pool, memory.ptr, size_bytes):
+            return True
+        del self._segments[memory.ptr]
         return False
 
     def release_unused(self) -> None:
