@@ -184,6 +184,43 @@ def test_another_program_is_served_by_the_heap_and_the_plan_is_given_up() -> Non
     machine.check_counts()
 
 
+@pytest.mark.parametrize("deviation", [RESIZE, LINGER])
+def test_a_plan_that_no_longer_fits_half_of_the_step_is_given_up(deviation: int) -> None:
+    """Enough requests still match to keep the place, and too few are served to keep the plan."""
+    machine, program = start(21, length=100)
+    asked: list[int] = []
+    machine.on_request[layout.STALE] = lambda argument: asked.append(program.position) or machine.state.drop_tape() or 1
+    machine.state["ASK_AFTER_MISSES"] = 5000
+    for _ in range(30):
+        program.one_pass()
+        program.one_pass({10: INSERT, 50: DROP})
+    assert asked == []
+    for _ in range(30):
+        program.one_pass(dict.fromkeys(range(0, 100, 2), deviation))
+    assert len(asked) == 1
+    assert asked[0] < 75 * 100
+
+
+def test_one_extra_request_among_requests_that_are_all_alike_is_noticed() -> None:
+    """Nothing tells the place on the tape when sizes are all the same, but lifespans that do not fit show."""
+    rng = np.random.default_rng(22)
+    ring = Ring(rng, 60, num_sizes=1)
+    machine = Machine()
+    machine.install(ring)
+    program, asked = Program(machine, ring, rng), []
+    machine.on_request[layout.STALE] = lambda argument: asked.append(program.position) or machine.state.drop_tape() or 1
+    machine.state["ASK_AFTER_MISSES"] = 5000
+    for _ in range(10):
+        program.one_pass()
+    assert misses(machine) == 0
+    program.one_pass({20: INSERT})
+    for _ in range(40):
+        program.one_pass()
+    lost = misses(machine)
+    program.one_pass()
+    assert asked or misses(machine) - lost <= 15, "given up, or not much lost"
+
+
 def test_double_and_inner_frees_in_the_arena_are_counted_and_harmless() -> None:
     machine, program = start(6)
     program.one_pass()

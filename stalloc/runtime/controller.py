@@ -478,7 +478,8 @@ class Controller:
             return
         self._making = None
         self.state.drop_tape()
-        if self.observed is not None and not self.marks:  # found in this run, without marks: look for longer ones
+        misled = 4 * self.state["MISSES"] > self.state["HITS"]  # not a step that changed after it had served long
+        if misled and self.observed is not None and not self.marks:  # found in this run, without marks: look for longer
             self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
         if self.num_plans >= self.settings.max_plans or not self.settings.plan:
             self._rest(f"{note} (after {self.num_plans} plans)")

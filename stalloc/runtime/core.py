@@ -29,6 +29,8 @@ _WINDOW = 64  # entries looked ahead for the last two requests in a row
 _CONTEXT = 4  # requests in a row that find their place anywhere on the tape
 _WIDE_EVERY = 8  # misses between two searches of the whole tape
 _SURE = 16  # matches in a row after which the place on the tape is beyond doubt
+_BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
+_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 
 
 @njit(inline="always")
@@ -161,9 +163,16 @@ def _end_step(state):
     poke(row, ST_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
     _raise_to(state, SPAN_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
     _raise_to(state, SPAN_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
+    lost = peek(state, STEP_MISSES) - peek(state, STEP_UNPLANNED)
+    bad = _BAD_SHARE * lost > lost + peek(state, STEP_HITS)
+    poke(state, BAD_PASSES, peek(state, BAD_PASSES) + 1 if bad else 0)
+    if peek(state, BAD_PASSES) >= _BAD_PASSES:
+        # some requests still match, so misses alone might never outnumber matches: let the next one ask
+        _raise_to(state, SURPLUS_MISSES, peek(state, ASK_AFTER_MISSES) + peek(state, TAPE_LENGTH))
     poke(state, STEP_COUNT, count + 1)
     poke(state, STEP_HITS, 0)
     poke(state, STEP_MISSES, 0)
+    poke(state, STEP_UNPLANNED, 0)
     poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
     poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
 
@@ -204,14 +213,29 @@ def _flip_cells(cells, low, high):
 
 
 @njit()
+def _passes_start(state, position):
+    """Whether the way forward from the cursor to a position touches the begin of the ring; a way back does not."""
+    cursor, start = peek(state, CURSOR), peek(state, RING_START)
+    if position < start:
+        return False
+    if cursor < start:
+        return True
+    length = peek(state, TAPE_LENGTH) - start
+    ahead = (position - cursor) % length
+    return (start - cursor) % length <= ahead <= length // 2
+
+
+@njit()
 def _replay(state, key, requested):
     """Follow the tape with one request: its address in the arena, or 0 if the heap is to serve it."""
     count = peek(state, HISTORY_COUNT)
     poke(state, HISTORY + (count & 3), key)
     poke(state, HISTORY_COUNT, count + 1)
     position = peek(state, CURSOR)
+    begins = position == peek(state, RING_START)
     if _key_at(state, position) != key:
         position = _realign(state, key)
+        begins = position >= 0 and _passes_start(state, position)
         if position < 0:
             _add(state, MISSES, 1)
             _add(state, STEP_MISSES, 1)
@@ -229,7 +253,7 @@ def _replay(state, key, requested):
     poke(state, CURSOR, following)
     if peek(state, MODE) != MODE_REPLAY:
         return 0
-    if position == peek(state, RING_START):
+    if begins:
         _end_step(state)
     entry = peek(state, TAPE) + position * TAPE_ROW * 8
     offset = peek(entry, T_OFFSET)
@@ -237,6 +261,7 @@ def _replay(state, key, requested):
     if offset < 0 or not _cells_empty(peek(state, CELLS), low, high):
         _add(state, CONFLICTS, 1)
         _add(state, STEP_MISSES, 1)
+        _add(state, STEP_UNPLANNED, offset < 0)
         return 0
     _flip_cells(peek(state, CELLS), low, high)
     slot = peek(state, SLOTS) + peek(entry, T_SLOT) * SLOT_ROW * 8
@@ -506,7 +531,17 @@ def serve_arena(state, arena, arena_bytes):
     poke(state, ARENA, arena)
     poke(state, ARENA_BYTES, arena_bytes)
     poke(state, MODE, MODE_REPLAY)
-    for word in (HITS, MISSES, CONFLICTS, STEP_COUNT, STEP_HITS, STEP_MISSES, SURPLUS_MISSES):
+    for word in (
+        HITS,
+        MISSES,
+        CONFLICTS,
+        STEP_COUNT,
+        STEP_HITS,
+        STEP_MISSES,
+        STEP_UNPLANNED,
+        BAD_PASSES,
+        SURPLUS_MISSES,
+    ):
         poke(state, word, 0)
     poke(state, SPAN_ALLOCATED_PEAK, 0)
     poke(state, SPAN_RESERVED_PEAK, 0)

@@ -44,6 +44,7 @@ HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever 
 STEP_HITS, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88
 OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
 SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber matches; enter Python at this many
+STEP_UNPLANNED, BAD_PASSES = 91, 92  # entries without a place in this pass; passes in a row that missed much
 
 STATE_WORDS = 96
 
