@@ -1,0 +1,521 @@
+"""torch under stalloc on the virtual GPU: errors, statistics, streams, graphs and threads are as torch's own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+PROGRAMS = Path(__file__).parent / "programs"
+MIB = 1 << 20
+
+_PROLOGUE = """
+import dataclasses, gc, json, os, sys, threading
+import stalloc
+from stalloc.device import VirtualGPU, virtual
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=2 << 30, num_devices=2))
+CONTROLLER = RUNTIME.controllers[0]
+STATE = CONTROLLER.state
+import torch
+MIB = 1 << 20
+def new(num_bytes):
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+def show(*values):
+    print(json.dumps(values))
+"""
+
+
+def test_out_of_memory_in_forward_and_backward_is_torchs_error_with_our_words(run_checks: Any) -> None:
+    texts, held, again, ooms, unknown = run_checks(
+        _PROLOGUE
+        + """
+texts = []
+def attempt(function):
+    try:
+        function()
+    except torch.OutOfMemoryError as error:
+        texts.append(str(error))
+
+class Hungry(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 1
+    @staticmethod
+    def backward(context, gradient):
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        return gradient
+
+weight = torch.ones(1000, device="cuda", requires_grad=True)
+for _ in range(3):
+    attempt(lambda: new(3 << 30))
+    attempt(lambda: Hungry.apply(weight * 2).sum().backward())
+    attempt(lambda: new(2**63 - 1))
+    attempt(lambda: new(1 << 54))
+# what was allocated stays, what could not be is not counted
+gc.collect()
+held = [torch.cuda.memory_allocated(), weight.grad is None]
+weight.grad = None
+(weight * 2).sum().backward()
+again = [new(1 << 30).numel(), weight.grad.shape[0]]
+show(texts, held, again, STATE["NUM_OOMS"], STATE["NUM_UNKNOWN_FREES"])
+"""
+    )
+    assert len(texts) == ooms == 12
+    assert all(text.startswith("stalloc: out of memory on device 0") for text in texts)
+    assert f"({3 << 30} bytes)" in texts[0]
+    assert f"({3 << 30} bytes)" in texts[1]
+    assert f"({2**63 - 1} bytes)" in texts[2]
+    assert held == [4096, True]
+    assert again == [1 << 30, 1000]
+    assert unknown == 0
+
+
+def test_what_is_free_but_of_other_sizes_is_given_back_before_an_error(run_checks: Any) -> None:
+    assert run_checks(
+        _PROLOGUE
+        + """
+for size in (300, 500, 700, 900, 1100, 1300, 1500, 1700):
+    del_me = new(size * MIB)
+    del del_me
+whole = new(1900 * MIB)
+show(STATE["NUM_OOMS"], torch.cuda.memory_reserved() // MIB)
+"""
+    ) == [0, 1900]
+
+
+def test_statistics_are_what_the_native_allocator_says() -> None:
+    answers = []
+    for mode in ("native", "stalloc"):
+        command = [sys.executable, str(PROGRAMS / "torch_statistics.py"), mode]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    native, ours = answers
+    assert len(native["points"]) == 20
+    assert ours["points"] == native["points"]
+    assert ours["summary"]
+    assert ours["left"] <= 1.25 * native["left"]
+
+
+def test_memory_that_another_stream_uses_is_not_handed_out_before_that_is_done(run_checks: Any) -> None:
+    reused, deferred, later, own, freed, counters = run_checks(
+        _PROLOGUE
+        + """
+side = torch.cuda.Stream()
+x = new(3 * MIB)
+with torch.cuda.stream(side):
+    x.record_stream(side)
+address = x.data_ptr()
+allocated = torch.cuda.memory_allocated()
+del x
+y = new(3 * MIB)
+reused = y.data_ptr() == address
+deferred = [STATE["NUM_DEFERRED"], torch.cuda.memory_allocated() - allocated]
+held = [new(3 * MIB) for _ in range(70)]
+later = [STATE["NUM_DEFERRED"], any(z.data_ptr() == address for z in held)]
+# recorded on several streams, or freed and recorded again; foreign memory is left alone
+others = [torch.cuda.Stream() for _ in range(3)]
+for _ in range(40):
+    z = new(2 * MIB)
+    for stream in others:
+        z.record_stream(stream)
+        z.record_stream(stream)
+    del z
+torch.empty(1000).pin_memory() if False else None
+del y, held
+torch.cuda.synchronize()
+for _ in range(70):
+    new(1 * MIB)
+CONTROLLER._deferred.wait()
+freed = [STATE["NUM_DEFERRED"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]
+show(reused, deferred, later, 0, freed, [STATE["NUM_UNKNOWN_FREES"]])
+"""
+    )
+    assert reused is False
+    assert deferred == [1, 3 * MIB]
+    assert later == [0, True]
+    assert own == 0
+    assert freed == [0, 0, 0]
+    assert counters == [0]
+
+
+def test_memory_of_a_cuda_graph_is_private_until_the_graph_is_gone(run_checks: Any) -> None:
+    overlaps, shared, kept, back = run_checks(
+        _PROLOGUE
+        + """
+def capture(pool=None):
+    graph, addresses = torch.cuda.CUDAGraph(), []
+    static = torch.ones(3 * MIB // 4, device="cuda")
+    with torch.cuda.graph(graph, pool=pool):
+        a = static * 2
+        b = a + 1
+        addresses += [(t.data_ptr(), t.numel() * 4) for t in (a, b)]
+        del a
+        c = b * 3
+        addresses.append((c.data_ptr(), c.numel() * 4))
+    return graph, static, c, addresses
+
+held = [new(i * MIB) for i in (1, 3, 5)]
+del held
+graph, static, result, addresses = capture()
+second = capture(pool=graph.pool())
+def overlap(tensors, ranges):
+    return sum(t.data_ptr() < a + n and a < t.data_ptr() + t.numel() for t in tensors for a, n in ranges)
+del result
+others = [new(int(size) * 1000) for size in torch.randint(1, 8000, (150,))]
+torch.cuda.empty_cache()
+others += [new(3 * MIB) for _ in range(20)]
+overlaps = overlap(others, addresses + second[3])
+graph.replay()
+del others
+gc.collect()
+reserved = torch.cuda.memory_reserved()
+shared = sum(a == b for (a, _), (b, _) in zip(addresses, second[3]))
+graph.reset()
+torch.cuda.empty_cache()
+kept = torch.cuda.memory_reserved() > 0
+second[0].reset()
+del second, graph, static
+gc.collect()
+torch.cuda.empty_cache()
+show(overlaps, shared, kept, [STATE["NUM_LIVE"], torch.cuda.memory_reserved()])
+"""
+    )
+    assert overlaps == 0
+    assert shared >= 0
+    assert kept
+    assert back == [0, 0]
+
+
+def test_thousands_of_graphs_one_after_another(run_checks: Any) -> None:
+    assert run_checks(
+        _PROLOGUE
+        + """
+torch.cuda.Stream()
+for i in range(4200):
+    CONTROLLER.begin_capture((1, i))
+    x = new(2 * MIB)
+    CONTROLLER.end_capture()
+    del x
+    CONTROLLER.release_capture((1, i))
+torch.cuda.empty_cache()
+show(STATE["NUM_OOMS"], STATE["NUM_LIVE"], torch.cuda.memory_reserved())
+"""
+    ) == [0, 0, 0]
+
+
+def test_limits_and_the_cache(run_checks: Any) -> None:
+    limited, text, after, cache = run_checks(
+        _PROLOGUE
+        + """
+torch.cuda.set_per_process_memory_fraction(0.25)
+try:
+    new(600 * MIB)
+    limited, text = False, ""
+except torch.OutOfMemoryError as error:
+    limited, text = True, str(error)
+torch.cuda.set_per_process_memory_fraction(1.0)
+x = new(600 * MIB)
+after = x.numel()
+del x
+before = torch.cuda.memory_reserved()
+torch.cuda.empty_cache()
+cache = [before, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0], virtual.used_bytes()]
+show(limited, text, after, cache)
+"""
+    )
+    assert limited
+    assert "stalloc: out of memory" in text
+    assert after == 600 * MIB
+    assert cache == [600 * MIB, 0, 2 << 30, 0]
+
+
+def test_installing_after_cuda_was_used_is_one_sentence(run_program: Any) -> None:
+    done = run_program("""
+from stalloc.device import activate
+activate("virtual")
+import torch
+torch.empty(10, device="cuda")
+import stalloc
+try:
+    stalloc.install(device="virtual")
+except stalloc.SetupError as error:
+    print(str(error))
+print(torch.empty(10, device="cuda").numel())
+""")
+    sentence, works = done.stdout.splitlines()
+    assert "torch has used CUDA before stalloc was installed" in sentence
+    assert works == "10"
+    assert done.stderr == ""
+
+
+def test_installing_after_torch_was_imported_but_not_used_serves_it(run_checks: Any) -> None:
+    assert run_checks("""
+import json
+from stalloc.device import activate
+activate("virtual")
+import importlib.util
+assert importlib.util.find_spec("torch")
+import torch
+import stalloc
+runtime = stalloc.install(device="virtual")
+x = torch.empty(1 << 20, device="cuda")
+print(json.dumps([runtime.controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()]))
+""") == [1, 4 << 20]
+
+
+def test_asking_whether_torch_is_there_does_not_keep_it_from_being_served(run_checks: Any) -> None:
+    """Libraries look for torch with find_spec long before a program imports it."""
+    assert run_checks("""
+import importlib.util, json
+import stalloc
+runtime = stalloc.install(device="virtual")
+assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
+import torch
+x = torch.empty(1 << 20, device="cuda")
+print(json.dumps([runtime.controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()]))
+""") == [1, 4 << 20]
+
+
+def test_errors_under_way_survive_an_allocation_that_needs_a_segment(run_checks: Any) -> None:
+    seen = run_checks(
+        _PROLOGUE
+        + """
+sizes = iter(range(2 * MIB, 900 * MIB, 3 * MIB))
+seen = []
+class Final:
+    def __del__(self):
+        seen.append(new(next(sizes)).numel() > 0)
+def generator():
+    try:
+        yield 1
+    finally:
+        seen.append(new(next(sizes)).numel() > 0)
+def outer():
+    final, running = Final(), generator()
+    next(running)
+    try:
+        {}["mine"]
+    except KeyError:
+        seen.append(new(next(sizes)).numel() > 0)
+        raise
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 1
+    @staticmethod
+    def backward(context, gradient):
+        final = Final()
+        new(next(sizes))
+        raise ValueError("in backward")
+for _ in range(3):
+    try:
+        outer()
+    except KeyError as error:
+        seen.append(repr(error))
+    x = torch.ones(1000, device="cuda", requires_grad=True)
+    try:
+        Raises.apply(x).sum().backward()
+    except ValueError as error:
+        seen.append(str(error))
+    gc.collect()
+show(seen)
+sys.stdout.flush()
+os._exit(0)  # torch's own threads may abort at the end after an error in backward, with any allocator
+"""
+    )[0]
+    assert seen.count("KeyError('mine')") == 3
+    assert seen.count("in backward") == 3
+    assert seen.count(True) == len(seen) - 6 >= 11, "the last finaliser may still be to come"
+
+
+def test_the_end_of_the_interpreter_is_quiet(run_program: Any) -> None:
+    endings = {
+        "live tensors": """
+model = torch.nn.Linear(1000, 1000).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    model(torch.ones(10, 1000, device="cuda")).sum().backward()
+    optimizer.step()
+sys.keep = [model, new(5 * MIB)]
+side = torch.cuda.Stream()
+sys.keep[1].record_stream(side)
+""",
+        "a graph": """
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x = torch.ones(1000, device="cuda") * 2
+sys.keep = [graph, x]
+""",
+    }
+    for name, source in endings.items():
+        done = run_program(_PROLOGUE + source)
+        assert (done.returncode, done.stderr) == (0, ""), name
+
+
+def test_four_threads_and_autograds_own_allocate_at_once(run_checks: Any) -> None:
+    errors, overlaps, counters, left = run_checks(
+        _PROLOGUE
+        + """
+import random
+lock, live, errors = threading.Lock(), {}, []
+overlaps = 0
+def work(seed):
+    try:
+        global overlaps
+        rng, mine = random.Random(seed), []
+        weight = torch.ones(64, 3000, device="cuda", requires_grad=True)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream if seed % 2 else torch.cuda.current_stream()):
+            for i in range(1500):
+                if mine and rng.random() < 0.5:
+                    x = mine.pop(rng.randrange(len(mine)))
+                    with lock:
+                        del live[x.data_ptr()]
+                    del x
+                else:
+                    x = new(int(2 ** rng.uniform(0, 21)))
+                    begin, end = x.data_ptr(), x.data_ptr() + x.numel()
+                    with lock:
+                        overlaps += sum(begin < b and a < end for a, b in live.values())
+                        live[begin] = (begin, end)
+                    mine.append(x)
+                if i % 30 == 0:
+                    (weight * weight).sum().backward()
+                    weight.grad = None
+                if i % 400 == 0:
+                    torch.cuda.empty_cache()
+            for x in mine:
+                del live[x.data_ptr()]
+    except BaseException as error:
+        errors.append(repr(error))
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+gc.collect()
+torch.cuda.empty_cache()
+counters = [STATE["NUM_UNKNOWN_FREES"], STATE["NUM_OOMS"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]
+show(errors, overlaps, counters, torch.cuda.memory_reserved())
+"""
+    )
+    assert errors == []
+    assert overlaps == 0
+    assert counters == [0, 0, 0, 0]
+    assert left == 0
+
+
+def test_torch_and_cupy_share_one_pool(run_checks: Any) -> None:
+    addresses, reused, counts, freed = run_checks(
+        _PROLOGUE
+        + """
+import cupy as cp
+x = torch.arange(1000, device="cuda", dtype=torch.float32)
+y = cp.from_dlpack(x)
+z = torch.from_dlpack(cp.zeros(5 * MIB, dtype=cp.uint8))
+addresses = [x.data_ptr() == y.data.ptr, z.numel()]
+counts = [torch.cuda.memory_allocated(), STATE["NUM_LIVE"]]
+del x
+gc.collect()
+kept = STATE["NUM_LIVE"]
+address = z.data_ptr()
+del y, z
+gc.collect()
+again = new(5 * MIB)
+reused = again.data_ptr() == address
+del again
+a = cp.empty(5 * MIB, dtype=cp.uint8)
+reused = [reused, a.data.ptr == address]
+del a
+show(addresses, reused, [*counts, kept], [STATE["NUM_LIVE"], torch.cuda.memory_allocated(), STATE["NUM_UNKNOWN_FREES"]])
+"""
+    )
+    assert addresses == [True, 5 * MIB]
+    assert reused == [True, True]
+    assert counts == [4096 + 5 * MIB, 2, 2]
+    assert freed == [0, 0, 0]
+
+
+_MODEL = """
+import torch.nn.functional as F
+torch.manual_seed(0)
+layers = [torch.nn.Linear(512, 512, device="cuda") for _ in range(12)]
+head = torch.nn.Linear(512, 1000, device="cuda")
+def forward(x):
+    for layer in layers:
+        x = x + F.gelu(layer(x))
+    return head(x)
+"""
+
+
+def test_an_inference_loop_without_optimizer_is_planned(run_checks: Any) -> None:
+    report = run_checks(
+        _PROLOGUE
+        + _MODEL
+        + """
+with torch.no_grad():
+    for _ in range(200):
+        result = forward(torch.ones(64, 512, device="cuda")).softmax(-1)
+show(dataclasses.asdict(stalloc.statistics()[0]))
+"""
+    )[0]
+    assert report["phase"] == "running on the plan", report["note"]
+    assert report["hit_rate"] == 1.0
+    assert report["plan_peak_bytes"] == report["lower_bound_bytes"]
+    assert report["planned_steps"] >= 50
+
+
+def test_hand_written_sgd_does_not_stay_on_a_wrong_period(run_checks: Any) -> None:
+    """Layers and the update of parameters repeat inside a step; none of them is the step."""
+    report, allocated = run_checks(
+        _PROLOGUE
+        + _MODEL
+        + """
+parameters = [p for layer in [*layers, head] for p in layer.parameters()]
+allocated = []
+for step in range(150):
+    target = torch.zeros(64, dtype=torch.int64, device="cuda")
+    F.cross_entropy(forward(torch.ones(64, 512, device="cuda")), target).backward()
+    with torch.no_grad():
+        for p in parameters:
+            p -= 1e-3 * p.grad
+            p.grad = None
+    allocated.append(torch.cuda.memory_allocated())
+show(dataclasses.asdict(stalloc.statistics()[0]), allocated[3:])
+"""
+    )
+    print(report)
+    assert len(set(allocated)) == 1
+    assert report["phase"] in ("running on the plan", "serving from the heap", "observing")
+    if report["phase"] == "running on the plan":
+        assert report["hit_rate"] > 0.95, "a plan that is kept fits"
+    assert report["unknown_frees"] == report["out_of_memory_errors"] == 0
+
+
+def test_training_with_an_optimizer_goes_on_after_its_shapes_change_for_good(run_checks: Any) -> None:
+    first, second = run_checks(
+        _PROLOGUE
+        + _MODEL
+        + """
+optimizer = torch.optim.AdamW([p for layer in [*layers, head] for p in layer.parameters()])
+def train(batch, steps):
+    for _ in range(steps):
+        target = torch.zeros(batch, dtype=torch.int64, device="cuda")
+        F.cross_entropy(forward(torch.ones(batch, 512, device="cuda")), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dataclasses.asdict(stalloc.statistics()[0])
+first = train(64, 10)
+second = train(96, 60)
+show(first, second)
+"""
+    )
+    assert first["phase"] == "running on the plan"
+    assert first["hit_rate"] == 1.0
+    assert second["phase"] == "running on the plan"
+    assert second["plans_made"] == 2
+    assert second["hit_rate"] > 0.99
+    assert second["unknown_frees"] == 0
