@@ -22,14 +22,11 @@ from stalloc.planner.problem import Column, Problem
 FOUND, NONE, PAUSED, NO_ROOM = 1, 0, -1, -2
 
 #: columns of a frame, one level of the search
-_BEGIN, _STOP, _HEIGHT, _EPOCH, _LEVEL, _NEXT_LEVEL, _CANDIDATES, _COUNT, _BRANCH, _TRAIL, _PLACED, _CURSOR, _SLOT = range(
-    13
-)
-_KEY = 13
-_WIDTH = 14
+_BEGIN, _STOP, _HEIGHT, _EPOCH, _LEVEL, _CANDIDATES, _COUNT, _BRANCH, _TRAIL, _PLACED, _CURSOR = range(11)
+_SLOT, _KEY, _WIDTH = 11, 12, 13
 
 #: entries of the control record
-_MODE, _DEPTH, _NODES, _STEP, _TRAIL_TOP, _PLACED_TOP, _CANDIDATES_TOP, _RESULT = range(8)
+_MODE, _DEPTH, _NODES, _STEP, _TRAIL_TOP, _PLACED_TOP, _CANDIDATES_TOP, _RESULT, _EXCESS = range(9)
 _ENTER, _BRANCH_NEXT, _SPLIT, _LEAVE = range(4)
 
 #: how the epoch to branch on is chosen
@@ -71,8 +68,8 @@ class Board(NamedTuple):
     trail: NDArray[np.int64]  #: (any, 3)
     placed_rows: Column  #: (n,)
     candidates: Column  #: (any,)
-    frames: NDArray[np.int64]  #: (any, 14)
-    control: Column  #: (8,)
+    frames: NDArray[np.int64]  #: (any, 13)
+    control: Column  #: (9,)
 
 
 def board(problem: Problem, seed: int, *, room: int = 1) -> Board:
@@ -112,11 +109,11 @@ def board(problem: Problem, seed: int, *, room: int = 1) -> Board:
         salt=generator.integers(1 << 63, size=2 * num_epochs, dtype=np.uint64) * np.uint64(2) + np.uint64(1),
         salt_of_kind=salt_of_kind[alike],
         refuted=np.zeros(1 << 18, np.uint64),
-        trail=np.zeros((room * 24 * (count + num_epochs) + 1000, 3), np.int64),
+        trail=np.zeros((room * 200 * (count + num_epochs) + 1000, 3), np.int64),
         placed_rows=np.zeros(count, np.int64),
         candidates=np.zeros(room * 200 * count + 1000, np.int64),
         frames=np.zeros((room * 2 * (count + num_epochs) + 100, _WIDTH), np.int64),
-        control=np.zeros(8, np.int64),
+        control=np.zeros(9, np.int64),
     )
     _set_up(made)
     return made
@@ -218,6 +215,7 @@ def _settle(b: Any, begin: int, stop: int, height: int) -> bool:
             _set_floor(b, t)
             if b.floor[t] + b.unplaced[t] > height:
                 b.weight[t] += 1.0
+                b.control[_EXCESS] = min(b.control[_EXCESS], b.floor[t] + b.unplaced[t] - height)
                 return False
     return True
 
@@ -364,11 +362,24 @@ def begin_search(b: Any, height: int) -> None:
     b.control[_MODE] = _SPLIT
     b.control[_RESULT] = NONE
     frame = b.frames[0]
+    if frame[_HEIGHT] != height:
+        b.control[_EXCESS] = _NEVER
     frame[:] = 0
     frame[_STOP], frame[_HEIGHT], frame[_COUNT] = len(b.floor), height, -1
     for t in range(len(b.floor)):
         if b.floor[t] + b.unplaced[t] > height:
             b.control[_MODE] = _LEAVE
+            b.control[_EXCESS] = min(b.control[_EXCESS], b.floor[t] + b.unplaced[t] - height)
+
+
+def nodes(b: Board) -> int:
+    """How many nodes the search has seen since it began."""
+    return int(b.control[_NODES])
+
+
+def next_height(b: Board) -> int:
+    """After NONE: the lowest height that is not excluded; every branch exceeded by at least the difference."""
+    return int(b.frames[0, _HEIGHT] + b.control[_EXCESS])
 
 
 @njit(nogil=True)
@@ -435,9 +446,6 @@ def search(b: Any, rule: int, num_nodes: int) -> int:
                     b.candidates[q + 1] = i
                     top += 1
             f[_EPOCH], f[_LEVEL], f[_COUNT] = epoch, level, top - f[_CANDIDATES]
-            f[_NEXT_LEVEL] = _NEVER
-            if height - level - b.unplaced[epoch] > 0:
-                f[_NEXT_LEVEL] = _next_level(b, epoch, level)
             b.control[_CANDIDATES_TOP] = top
             mode = _BRANCH_NEXT
         elif mode == _BRANCH_NEXT:
@@ -451,8 +459,12 @@ def search(b: Any, rule: int, num_nodes: int) -> int:
                 if twin:
                     continue
                 kept = _lay(b, i, f[_LEVEL], f[_HEIGHT])
-            elif branch == f[_COUNT] and f[_NEXT_LEVEL] + b.unplaced[f[_EPOCH]] <= f[_HEIGHT]:
-                kept = _waste(b, f[_EPOCH], f[_NEXT_LEVEL], f[_HEIGHT])
+            elif branch == f[_COUNT]:
+                level = _next_level(b, f[_EPOCH], f[_LEVEL])
+                excess = level + b.unplaced[f[_EPOCH]] - f[_HEIGHT]
+                kept = excess <= 0 and _waste(b, f[_EPOCH], level, f[_HEIGHT])
+                if excess > 0:
+                    b.control[_EXCESS] = min(b.control[_EXCESS], excess)
             else:
                 b.refuted[f[_SLOT]] = np.uint64(f[_KEY])
                 result, mode = NONE, _LEAVE

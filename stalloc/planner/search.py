@@ -1,0 +1,200 @@
+"""Better packings and higher bounds for problems that quick placement leaves open.
+
+Contract: never worse than the packing given; the bound returned is proven, so that a packing that reaches it is
+optimal. Heights are tried as yes-or-no questions from the bound upwards, never from a capacity. Deterministic for a
+seed as long as it is nodes, not seconds, that run out.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from stalloc.planner import sections
+from stalloc.planner.portfolio import Packing
+from stalloc.planner.problem import Column, Problem
+
+#: pairs of a request and an epoch beyond which a node costs too much
+MOST_MEMBERS = 3_000_000
+#: nodes of the first round at the bound, by request
+FIRST_NODES = 64
+#: nodes of the first restart, by request
+RESTART_NODES = 2
+#: work (nodes times requests and epochs) between two looks at the clock
+SLICE = 4_000_000
+
+#: (the hottest epoch first, then W longest, A largest area or Z largest size, how to choose an epoch)
+STRATEGIES = (
+    (True, "W", sections.VALLEYS),
+    (True, "A", sections.VALLEYS),
+    (False, "Z", sections.VALLEYS),
+    (False, "W", sections.VALLEYS),
+    (False, "A", sections.VALLEYS),
+    (True, "A", sections.FEWEST),
+    (False, "Z", sections.FEWEST),
+    (True, "W", sections.WEIGHTED),
+)
+NOISE = 0.3
+
+
+class Progress(NamedTuple):
+    """Where a search is."""
+
+    packing: Packing  #: the best so far
+    bound_bytes: int  #: no packing is lower
+    num_nodes: int  #: spent so far
+
+
+def improve(
+    problem: Problem,
+    packing: Packing,
+    target: int,
+    *,
+    time_budget_seconds: float = np.inf,
+    node_budget: float = np.inf,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Packing, int]:
+    """The best packing found within the budgets, and the bound proven, both in bytes of the problem.
+
+    Ends early when the packing reaches `target` or the bound. `progress` is called between slices of some
+    milliseconds; what it raises ends the search, and the last packing it was given is valid.
+    """
+    until = time.monotonic() + time_budget_seconds
+    bound = problem.bound
+    for state in searching(problem, packing, target, seed=seed):
+        packing, bound, num_nodes = state
+        if progress is not None:
+            progress(state)
+        if num_nodes >= node_budget or time.monotonic() >= until:
+            break
+    return packing, bound
+
+
+def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0) -> Iterator[Progress]:
+    """Progress after each slice, for ever or until the best packing reaches `target` or the bound.
+
+    Rounds with twice as many nodes each: the lowest height that is not excluded first, then heights between it and
+    the best by bisection, each with a quarter of the nodes.
+    """
+    bound = problem.bound
+    if packing.peak_bytes <= max(target, bound) or len(problem.size) == 0:
+        return
+    if int((problem.end - problem.start).sum()) > MOST_MEMBERS:
+        return
+    hunt = _Hunt(problem, packing, target, seed)
+    quota = FIRST_NODES * len(problem.size)
+    while hunt.open:
+        yield from hunt.look(hunt.low, quota, long=True)
+        failed = hunt.low
+        while hunt.best - failed > 1 and hunt.open:
+            middle = (failed + hunt.best) // 2
+            yield from hunt.look(middle, quota // 4)
+            failed = max(hunt.low, failed if hunt.best <= middle else middle)
+        quota *= 2
+    yield hunt.progress()
+
+
+class _Hunt:
+    """A board and what is known of the heights, in units of the greatest common divisor of all sizes and floors."""
+
+    def __init__(self, problem: Problem, packing: Packing, target: int, seed: int) -> None:
+        floors = np.unique(problem.floor)
+        self.unit = int(np.gcd(np.gcd.reduce(problem.size), np.gcd.reduce(floors)))
+        self.problem = Problem(problem.start, problem.end, problem.size // self.unit, problem.floor // self.unit)
+        self.packing = packing
+        self.seed = seed
+        self.best = -(-packing.peak_bytes // self.unit)  #: height of the best packing
+        self.bound = self.problem.bound  #: proven
+        self.goal = target // self.unit
+        self.num_nodes = 0
+        self.room = 1
+        self.board = sections.board(self.problem, seed)
+        self.num_restarts: dict[int, int] = {}  #: by height
+        self.slice = max(1, SLICE // (len(problem.size) + len(problem.floor)))
+        self.heat = _hottest(self.problem)
+
+    @property
+    def low(self) -> int:
+        """The lowest height worth a look."""
+        return max(self.bound, self.goal)
+
+    @property
+    def open(self) -> bool:
+        return self.best > self.low
+
+    def progress(self) -> Progress:
+        return Progress(self.packing, self.bound * self.unit, self.num_nodes)
+
+    def look(self, height: int, quota: int, *, long: bool = False) -> Iterator[Progress]:
+        """Look for a packing below `height` in restarts of Luby lengths; `long`: begin with one that may prove."""
+        end = self.num_nodes + quota
+        length = quota // 4 if long else 0
+        while self.num_nodes < end:
+            index = self.num_restarts.get(height, 0)
+            self.num_restarts[height] = index + 1
+            rule = self._reorder(height, index)
+            if not length:
+                length = RESTART_NODES * len(self.problem.size) * _luby(index // len(STRATEGIES) + 1)
+            sections.begin_search(self.board, height)
+            status = sections.PAUSED
+            begun = self.num_nodes
+            while status == sections.PAUSED and self.num_nodes < begun + length:
+                status = sections.search(self.board, rule, min(self.slice, begun + length - self.num_nodes))
+                self.num_nodes = begun + sections.nodes(self.board)
+                if status == sections.PAUSED:
+                    yield self.progress()
+            length = 0
+            if status == sections.FOUND:
+                self._found()
+            elif status == sections.NONE:
+                self.bound = max(self.bound, min(sections.next_height(self.board), self.best))
+            elif status == sections.NO_ROOM:
+                self._enlarge()
+            yield self.progress()
+            if status in (sections.FOUND, sections.NONE):
+                return
+
+    def _reorder(self, height: int, index: int) -> int:
+        """Ranks of the strategy whose turn it is; the epoch rule."""
+        hottest_first, letter, rule = STRATEGIES[index % len(STRATEGIES)]
+        span = np.log((self.problem.end - self.problem.start).astype(np.float64))
+        size = np.log(self.problem.size.astype(np.float64))
+        key = {"W": span + 1e-6 * size, "A": span + size + 1e-6 * span, "Z": size + 1e-6 * span}[letter]
+        if index >= len(STRATEGIES):
+            generator = np.random.default_rng((self.seed, index, height))
+            key = key + generator.uniform(-NOISE, NOISE, len(key))
+        order = np.lexsort((-key, -self.heat)) if hottest_first else np.argsort(-key, kind="stable")
+        self.board.rank[order] = np.arange(len(order))
+        return rule
+
+    def _found(self) -> None:
+        offset = self.board.offset * self.unit
+        peak = int((self.board.offset + self.problem.size).max())
+        if peak < self.best:
+            self.best = peak
+            self.packing = Packing(offset, peak * self.unit, "exact search")
+
+    def _enlarge(self) -> None:
+        """A board with more space for the way back; what was learnt about the epochs stays."""
+        if self.room < 64:
+            self.room *= 4
+            weight = self.board.weight
+            self.board = sections.board(self.problem, self.seed, room=self.room)
+            self.board.weight[:] = weight
+
+
+def _hottest(problem: Problem) -> Column:
+    """(n,) highest floor and load together of any epoch that a request is live in."""
+    height = np.append(problem.floor + problem.load, 0)
+    return np.maximum.reduceat(height, np.stack([problem.start, problem.end], axis=1).reshape(-1))[::2]
+
+
+def _luby(index: int) -> int:
+    """1, 1, 2, 1, 1, 2, 4, ... for 1, 2, 3, ... (Luby, Sinclair and Zuckerman, 1993)."""
+    while True:
+        bits = index.bit_length()
+        if index == (1 << bits) - 1:
+            return 1 << (bits - 1)
+        index -= (1 << (bits - 1)) - 1
