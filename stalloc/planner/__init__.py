@@ -7,20 +7,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stalloc.planner.effort import Progress
     from stalloc.planner.layout import plan_arrays
     from stalloc.planner.line import Layout
+    from stalloc.planner.methods import METHODS
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
     from stalloc.planner.validator import Verdict, validate
 
-__all__ = ["Layout", "Plan", "Verdict", "load_plans", "plan", "plan_arrays", "plan_tape", "save_plans", "validate"]
+__all__ = [
+    "METHODS",
+    "Layout",
+    "Plan",
+    "Progress",
+    "Verdict",
+    "load_plans",
+    "plan",
+    "plan_arrays",
+    "plan_tape",
+    "save_plans",
+    "validate",
+]
 
 _LAZY = {
+    "METHODS": "methods",
     "Layout": "line",
     "plan_arrays": "layout",
     "plan": "planning",
     "plan_tape": "planning",
     "Plan": "record",
+    "Progress": "effort",
     "load_plans": "record",
     "save_plans": "record",
     "Verdict": "validator",

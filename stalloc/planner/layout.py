@@ -1,20 +1,22 @@
 """Offsets for lifespans, once or in a ring that repeats for ever.
 
-Contract: offsets are multiples of the alignment, no two requests that are live together share a byte, and the lower
-bound is the maximum load of the sizes rounded up to the alignment. Equal input gives equal output. A request of no
-bytes or of no time (start == end) gets offset 0 and constrains nothing.
+Contract: offsets are multiples of the alignment, no two requests that are live together share a byte, what is fixed
+stays, what is forbidden is not used, and the lower bound is the maximum load of the sizes rounded up to the (smallest)
+alignment. Equal input gives equal output. A request of no bytes or of no time (start == end) gets offset 0, unless it
+is fixed, and constrains nothing.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from stalloc.errors import BadInputError
+from stalloc.planner.constrained import place_constrained, stays
+from stalloc.planner.constraints import MOST_BYTES, Constraints, Ranges, check_places, constraints
 from stalloc.planner.line import Layout, place_line
-from stalloc.planner.problem import Column
-from stalloc.planner.ring import place_ring
-
-#: sums of sizes stay below this, so that no sum in the search overflows
-MOST_BYTES = 1 << 61
+from stalloc.planner.problem import Column, load_curve
+from stalloc.planner.ring import place_ring, ring_bound
 
 
 def plan_arrays(
@@ -22,8 +24,10 @@ def plan_arrays(
     end: ArrayLike,
     size: ArrayLike,
     *,
-    alignment: int = 512,
+    alignment: ArrayLike = 512,
     ring: tuple[int, int] | None = None,
+    fixed: Mapping[int, int] | ArrayLike | None = None,
+    forbidden: Ranges = (),
 ) -> Layout:
     """Place n requests with lifespans [start, end) (any integer clock) and sizes in bytes, each (n,).
 
@@ -31,21 +35,47 @@ def plan_arrays(
     ever; an end beyond ring_end reaches into the next pass, at most to start + period. Requests that start before
     ring_start are live once: until an end of at most ring_end, or for ever with end = ring_end + period.
 
+    `alignment` is one power of two for all, or (n,). `fixed` maps rows to the offsets where they are, or is (n,) with
+    -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use.
+
     Raises BadInputError, naming the row, for input that is none of this.
     """
-    times = [_column("start", start), _column("end", end)]
-    sizes = _column("size", size)
-    begin, stop, rounded = _checked(times[0], times[1], sizes, alignment, ring)
-    offset = np.zeros(len(sizes), np.int64)
+    begin, stop, sizes = columns(start, end, size)
+    given = constraints(len(sizes), alignment, fixed, forbidden)
+    rounded = _checked(begin, stop, sizes, given, ring)
+    offset = np.maximum(given.fixed, 0)
     rows = np.flatnonzero((rounded > 0) & (begin < stop))
     if len(rows) == 0:
         return Layout(offset, 0, 0, "nothing to place")
-    if ring is None:
+    if not given.plain:
+        check_places(begin, stop, sizes, given, ring)
+        layout = _constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), ring)
+    elif ring is None:
         layout = place_line(begin[rows], stop[rows], rounded[rows])
     else:
         layout = place_ring(begin[rows], stop[rows], rounded[rows], *ring)
     offset[rows] = layout.offset
     return layout._replace(offset=offset)
+
+
+def _constrained(start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None) -> Layout:
+    live = stays(start, end, ring)
+    if ring is None:
+        bound = int(load_curve(live.start, live.end, size, live.num_epochs).max())
+    else:
+        bound = ring_bound(start, end, size, *ring)
+    found = place_constrained(live, size, given, bound)
+    return Layout(found.offset, found.peak_bytes, bound, found.method, found.proven_bound_bytes)
+
+
+def columns(start: ArrayLike, end: ArrayLike, size: ArrayLike) -> tuple[Column, Column, Column]:
+    """Three int64 columns of one length. Raises BadInputError if they are not."""
+    made = _column("start", start), _column("end", end), _column("size", size)
+    if len({len(column) for column in made}) > 1:
+        raise BadInputError(
+            f"start, end and size have {len(made[0])}, {len(made[1])} and {len(made[2])} rows: give as many of each."
+        )
+    return made
 
 
 def _column(name: str, values: ArrayLike) -> Column:
@@ -59,32 +89,26 @@ def _column(name: str, values: ArrayLike) -> Column:
     return array.astype(np.int64)
 
 
-def _checked(
-    start: Column, end: Column, size: Column, alignment: int, ring: tuple[int, int] | None
-) -> tuple[Column, Column, Column]:
-    """The columns with sizes rounded up, or the sentence about the first row that is wrong."""
-    if not len(start) == len(end) == len(size):
-        raise BadInputError(
-            f"start, end and size have {len(start)}, {len(end)} and {len(size)} rows: give as many of each."
-        )
-    if alignment < 1 or alignment & (alignment - 1) or alignment >= MOST_BYTES:
-        raise BadInputError(f"alignment {alignment} is not a power of two below 2**61: 512 is what torch uses.")
+def _checked(start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None) -> Column:
+    """The sizes rounded up to the smallest alignment, or the sentence about the first row that is wrong."""
+    granule = given.granule
     for wrong, sentence in (
         (size < 0, "has a negative size"),
         (end < start, "ends before it starts"),
-        (size > MOST_BYTES - alignment, "is larger than 2**61 bytes with its alignment"),
+        (size > MOST_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
     ):
         if wrong.any():
             row = int(wrong.argmax())
             raise BadInputError(f"row {row} ([{start[row]}, {end[row]}), {size[row]} bytes) {sentence}: correct it.")
-    rounded = (size + (alignment - 1)) & -alignment
-    total = np.cumsum(rounded.astype(np.float64))
+    rounded = (size + (granule - 1)) & -granule
+    most = np.maximum(rounded, (size + (given.alignment - 1)) & -given.alignment)
+    total = np.cumsum(most.astype(np.float64))
     if len(total) and total[-1] >= MOST_BYTES:
         row = int((total >= MOST_BYTES).argmax())
         raise BadInputError(f"the sizes up to row {row} add up to more than 2**61 bytes: plan fewer requests at once.")
     if ring is not None:
         _check_ring(start, end, *ring)
-    return start, end, rounded
+    return rounded
 
 
 def _check_ring(start: Column, end: Column, ring_start: int, ring_end: int) -> None:

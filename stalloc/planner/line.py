@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.planner.portfolio import Packing, compressed, solve
+from stalloc.planner.effort import current, over
+from stalloc.planner.methods import GROUPS, ORDERS, place_by_name
+from stalloc.planner.portfolio import Packing, compressed, improve, solve
 from stalloc.planner.problem import Column, Part, Problem, epochs, load_curve, parts
 
 #: from so many requests on, a peak this close to the bound will do
@@ -22,14 +24,23 @@ class Layout(NamedTuple):
     peak_bytes: int
     lower_bound_bytes: int
     method: str  #: what found it, for people
+    proven_bound_bytes: int = 0  #: no packing is lower, if that is more than the lower bound
+
+    @property
+    def bound_bytes(self) -> int:
+        """The best bound that is proven."""
+        return max(self.lower_bound_bytes, self.proven_bound_bytes)
 
 
 def place_line(start: Column, end: Column, size: Column) -> Layout:
     """Every lifespan is one interval."""
     start, end, num_epochs = epochs(start, end)
     bound = int(load_curve(start, end, size, num_epochs).max())
+    if current().method in (*ORDERS, *GROUPS):
+        named = place_by_name(current().method, start, end, size)
+        return Layout(named.offset, named.peak_bytes, bound, named.method)
     offset = np.zeros(len(size), np.int64)
-    hurried = len(size) >= MANY
+    hurried = len(size) >= MANY and not current().patient
     enough = bound + int(CLOSE_ENOUGH * bound) if hurried else bound
     pieces: list[tuple[Part, Problem, bytes]] = []
     for part in sorted(parts(start, end, size), key=lambda part: -part.base_bytes - part.load_bytes):
@@ -49,7 +60,37 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
+    if current().patient and peak > bound:
+        _improved(pieces, known, offset, bound, methods)
+        peak = int((offset + size).max())
     return Layout(offset, peak, bound, told(methods))
+
+
+def _improved(
+    pieces: list[tuple[Part, Problem, bytes]],
+    known: dict[bytes, Packing],
+    offset: Column,
+    bound: int,
+    methods: list[tuple[int, str]],
+) -> None:
+    """Improve the highest part, and again, until the time is up. Writes `offset`."""
+    while True:
+        base = {key: 0 for _, _, key in pieces}
+        for part, _, key in pieces:
+            base[key] = max(base[key], part.base_bytes)
+        peak, highest = max((base[key] + packing.peak_bytes, key) for key, packing in known.items())
+        if over() or peak <= bound:
+            return
+        problem = next(problem for _, problem, key in pieces if key == highest)
+        second = max((base[key] + packing.peak_bytes for key, packing in known.items() if key != highest), default=0)
+        better = improve(problem, max(second, bound) - base[highest], known[highest])
+        if better is known[highest]:
+            return
+        known[highest] = better
+        methods.append((len(problem.size), better.method))
+        for part, _, key in pieces:
+            if key == highest:
+                offset[part.rows] = part.base_bytes + better.offset
 
 
 def _key(problem: Problem) -> bytes:

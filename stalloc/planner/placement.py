@@ -228,11 +228,12 @@ def pack(start, end, start2, end2, size, rank, floor, target):
 
 
 @njit(cache=True, nogil=True)
-def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
+def fit(start, end, start2, end2, size, align, offset, order, best_fit):
     """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
 
-    A request is live during [start, end) and [start2, end2), which is empty for most. Requests that have an offset
-    (>= 0) already are in the way. Writes `offset` and returns the peak of all. Needs no floor.
+    Each goes to a multiple of its `align`, a power of two. A request is live during [start, end) and [start2, end2),
+    which is empty for most. Requests that have an offset (>= 0) already are in the way. Writes `offset` and returns the
+    peak of all. Needs no floor.
     """
     count = len(start)
     placed = np.empty(count, np.int64)
@@ -257,13 +258,14 @@ def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
             if not together:
                 continue
             gap = offset[j] - free_from
-            if gap >= need and gap < chosen_gap:
-                chosen, chosen_gap = free_from, gap
+            place = (free_from + align[i] - 1) & -align[i]
+            if place + need <= offset[j] and gap < chosen_gap:
+                chosen, chosen_gap = place, gap
                 if not best_fit:
                     break
             free_from = max(free_from, offset[j] + size[j])
         if chosen < 0:
-            chosen = free_from
+            chosen = (free_from + align[i] - 1) & -align[i]
         offset[i] = chosen
         peak = max(peak, chosen + need)
         low, high = 0, num_placed
@@ -278,3 +280,9 @@ def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
         placed[low] = i
         num_placed += 1
     return peak
+
+
+@njit(cache=True, nogil=True)
+def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
+    """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
+    return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)

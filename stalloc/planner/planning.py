@@ -1,19 +1,26 @@
-"""Plans from traces and from tapes.
+"""Plans from traces, from bare lifespans and from tapes.
 
-Contract: a plan made here passes the naive validator. In a program's plan requests of different streams never share
-an address: each stream has a region of its own. A trace's plan takes all requests and ignores streams, since it says
-where they could have lived, not where they will.
+Contract: a plan made here passes the naive validator. In a program's plan requests of different streams share
+addresses only where the plan lists a hand-over, and never unless asked for; by default each stream has a region of its
+own. A trace's plan takes all requests and ignores streams, since it says where they could have lived, not where they
+will.
 """
 
 import dataclasses
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from stalloc import __version__
 from stalloc.errors import BadInputError
-from stalloc.planner.layout import plan_arrays
+from stalloc.planner.constraints import Constraints, Ranges, constraints
+from stalloc.planner.effort import Budget, Progress, budgeted
+from stalloc.planner.layout import columns, plan_arrays
+from stalloc.planner.methods import check_method
 from stalloc.planner.record import Plan
 from stalloc.planner.ring import ring_bound
 from stalloc.trace import Trace
@@ -21,48 +28,105 @@ from stalloc.trace import Trace
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
 
+#: one request each: start, end (event indices) and size (bytes)
+Arrays = tuple[ArrayLike, ArrayLike, ArrayLike]
 
-def plan(trace: Trace, *, alignment: int = 512, fold: Literal["auto", "never"] = "auto") -> Plan:
-    """The plan of one device's trace.
 
-    "auto": a recording of our own that repeats becomes a "program" plan, to be followed for ever; everything else,
-    and everything with fold="never", a "trace" plan of the whole recording.
+def plan(
+    source: Trace | Arrays,
+    *,
+    alignment: ArrayLike = 512,
+    fold: Literal["auto", "never"] = "auto",
+    method: str = "auto",
+    time_budget_seconds: float | None = None,
+    seed: int = 0,
+    fixed: Mapping[int, int] | ArrayLike | None = None,
+    forbidden: Ranges = (),
+    progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Plan:
+    """The plan of one device's trace, or of bare lifespans given as (start, end, size), three arrays of (n,).
 
-    Raises BadInputError for an alignment that is no power of two, or sizes beyond 2**61 bytes.
+    fold="auto": a recording of our own that repeats becomes a "program" plan, to be followed for ever; everything
+    else, and everything with fold="never", a "trace" plan of the whole recording. Constraints are of rows of the
+    recording, so that they turn folding off.
+
+    `alignment` is a power of two, or one for each row. `fixed` keeps rows where they are: offsets by row, or (n,) with
+    -1 for rows to be placed. `forbidden` are ranges [low, high) of bytes that no row may use. `method` is one of
+    `stalloc.planner.METHODS`: "auto" tries all that helps, "greedy" leaves the search out, other names are single
+    orders.
+
+    With `time_budget_seconds` the search goes on until the peak is proven optimal or the time is up, without it until
+    a fixed effort is spent. The best plan so far is returned when the time is up or `stop` is set from another thread
+    or a signal handler; it is then marked in `provenance["interrupted"]` and `method`. `progress` is called with each
+    better packing of a part. Equal arguments give an equal plan, unless a clock or `stop` ends the search.
+
+    Raises BadInputError, naming the row, for input that cannot be planned.
     """
     if fold not in ("auto", "never"):
         raise BadInputError(f"fold is {fold!r}: give 'auto' or 'never'.")
-    provenance = _provenance(trace, alignment, fold)
-    if fold == "auto" and trace.info.get("source") == "stalloc recorder":
-        from stalloc.lifespans import tape as tapes  # only a recording of our own needs it
-
-        tape = tapes.fold(trace)
-        if tape is not None:
-            program = plan_tape(tape, alignment, device=trace.device)
-            return dataclasses.replace(
-                program,
-                offset=tapes.expand(tape, program.tape_offset, trace),
-                size=trace.size,
-                start=trace.start,
-                end=trace.end,
-                stream=trace.stream,
-                tape_row=tape.row,
-                provenance=provenance,
-            )
-    layout = plan_arrays(trace.start, trace.end, trace.size, alignment=alignment)
-    return Plan(
+    check_method(method)
+    if time_budget_seconds is not None and not time_budget_seconds >= 0:
+        raise BadInputError(f"the time budget is {time_budget_seconds} seconds: give a number from 0.")
+    budget = Budget(time_budget_seconds, stop or threading.Event(), progress, seed, method)
+    if isinstance(source, Trace):
+        start, end, size, stream, device = source.start, source.end, source.size, source.stream, source.device
+    else:
+        start, end, size = columns(*source)
+        stream, device = np.zeros(len(size), np.int64), 0
+    given = constraints(len(size), alignment, fixed, forbidden)
+    provenance = _provenance(source, given, fold, method, time_budget_seconds, seed)
+    with budgeted(budget):
+        if fold == "auto" and given.plain and isinstance(source, Trace):
+            program = _program(source, given.granule, provenance)
+            if program is not None:
+                return _marked(program, budget)
+        layout = plan_arrays(
+            start,
+            end,
+            size,
+            alignment=given.alignment if len(size) else alignment,
+            fixed=given.fixed,
+            forbidden=forbidden,
+        )
+    made = Plan(
         offset=layout.offset,
+        size=size,
+        start=start,
+        end=end,
+        stream=stream,
+        device=device,
+        alignment=given.granule if len(size) else int(np.max(np.asarray(alignment), initial=1)),
+        peak_bytes=layout.peak_bytes,
+        lower_bound_bytes=layout.lower_bound_bytes,
+        optimal=layout.peak_bytes == layout.bound_bytes,
+        method=layout.method,
+        kind="trace",
+        provenance=provenance,
+        proven_bound_bytes=layout.bound_bytes,
+        **_constraint_tables(given),
+    )
+    return _marked(made, budget)
+
+
+def _program(trace: Trace, alignment: int, provenance: dict[str, Any]) -> Plan | None:
+    """The "program" plan of a recording of our own that repeats, its rows those of the trace."""
+    if trace.info.get("source") != "stalloc recorder":
+        return None
+    from stalloc.lifespans import tape as tapes  # only a recording of our own needs it
+
+    tape = tapes.fold(trace)
+    if tape is None:
+        return None
+    program = plan_tape(tape, alignment, device=trace.device)
+    return dataclasses.replace(
+        program,
+        offset=tapes.expand(tape, program.tape_offset, trace),
         size=trace.size,
         start=trace.start,
         end=trace.end,
         stream=trace.stream,
-        device=trace.device,
-        alignment=alignment,
-        peak_bytes=layout.peak_bytes,
-        lower_bound_bytes=layout.lower_bound_bytes,
-        optimal=layout.peak_bytes == layout.lower_bound_bytes,
-        method=layout.method,
-        kind="trace",
+        tape_row=tape.row,
         provenance=provenance,
     )
 
@@ -84,9 +148,7 @@ def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
         offset[rows] = region + layout.offset
         region += layout.peak_bytes
         methods.append(layout.method)
-    rounded = (tape.size + (alignment - 1)) & -alignment
-    counted = planned[(rounded[planned] > 0) & (tape.start[planned] < tape.end[planned])]
-    bound = ring_bound(tape.start[counted], tape.end[counted], rounded[counted], tape.ring_start, tape.ring_end)
+    bound = tape_bound(tape, alignment)
     return Plan(
         offset=offset,
         size=tape.size,
@@ -110,14 +172,53 @@ def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
         tape_start=tape.start,
         tape_end=tape.end,
         tape_offset=offset,
+        proven_bound_bytes=bound,
     )
 
 
-def _provenance(trace: Trace, alignment: int, fold: str) -> dict[str, Any]:
+def tape_bound(tape: "Tape", alignment: int) -> int:
+    """The maximum load of what a tape plans."""
+    rounded = (tape.size + (alignment - 1)) & -alignment
+    counted = np.flatnonzero(tape.planned & (rounded > 0) & (tape.start < tape.end))
+    return ring_bound(tape.start[counted], tape.end[counted], rounded[counted], tape.ring_start, tape.ring_end)
+
+
+def _constraint_tables(given: Constraints) -> dict[str, Any]:
+    """The columns of a plan that hold its constraints."""
+    tables: dict[str, Any] = {}
+    if len(given.alignment) and (given.alignment != given.granule).any():
+        tables["row_alignment"] = given.alignment
+    rows = np.flatnonzero(given.fixed >= 0)
+    if len(rows):
+        tables |= {"fixed_row": rows, "fixed_offset": given.fixed[rows]}
+    if len(given.forbidden):
+        tables |= {"forbidden_low": given.forbidden[:, 0].copy(), "forbidden_high": given.forbidden[:, 1].copy()}
+    return tables
+
+
+def _marked(made: Plan, budget: Budget) -> Plan:
+    """The plan, marked if planning was cut short while a better one was still possible."""
+    if made.optimal or not budget.interrupted:
+        return made
+    return dataclasses.replace(
+        made,
+        method=f"{made.method} (best so far: {budget.interrupted})",
+        provenance={**made.provenance, "interrupted": budget.interrupted},
+    )
+
+
+def _provenance(
+    source: Trace | Arrays, given: Constraints, fold: str, method: str, seconds: float | None, seed: int
+) -> dict[str, Any]:
     """What the plan was made from: the origin that the trace names, the options, the version."""
+    info = source.info if isinstance(source, Trace) else {"source": "arrays"}
+    options: dict[str, Any] = {"alignment": given.granule, "fold": fold}
+    options |= {"method": method} if method != "auto" else {}
+    options |= {"time_budget_seconds": seconds} if seconds is not None else {}
+    options |= {"seed": seed} if seed else {}
     return {
-        "source": str(trace.info.get("source", "")),
-        "file": PurePath(str(trace.info.get("file", ""))).name,
-        "options": {"alignment": alignment, "fold": fold},
+        "source": str(info.get("source", "")),
+        "file": PurePath(str(info.get("file", ""))).name,
+        "options": options,
         "stalloc": __version__,
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.planner.effort import current, over, tell
 from stalloc.planner.layers import cuts, divided, part_of, raised
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
 from stalloc.planner.placement import fill_holes, pack, sweep
@@ -49,16 +50,25 @@ def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) ->
     best: Packing | None = None
     count = len(problem.size)
     effort = int(share * (HURRIED_EFFORT + count if enough > target else EFFORT + 40 * count))
+    patient = current().patient
     for packing, cost in _attempts(problem, target, max(target, enough)):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
             best = packing
+            tell(count, best.peak_bytes, problem.bound, best.method)
             if best.peak_bytes <= max(target, enough):
                 return best
-        if effort <= 0 and best is not None:
+        if over():
+            return best if best is not None else _plain(problem, "EW", True)
+        if effort <= 0 and best is not None and not patient:
             return best
     assert best is not None
     return _ratchet(problem, target, best, effort)
+
+
+def improve(problem: Problem, target: int, best: Packing) -> Packing:
+    """The best packing found until the budget is over, from one that is known."""
+    return _ratchet(problem, max(target, problem.bound), best, 1 << 62)
 
 
 def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Packing | None, int]]:
@@ -83,7 +93,7 @@ def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Pack
         for order, best_fit in (("Z", False), ("A", False), ("S", True)):
             yield _by_holes(problem, order, best_fit), count
     for seed, noise in enumerate(NOISES):
-        yield from _guided(problem, target, GUIDED, noise, seed)
+        yield from _guided(problem, target, GUIDED, noise, seed + 1000 * current().seed)
     if count >= LAYERS_FROM:
         yield from _layered(problem, target, target + target // 100)
 
@@ -170,7 +180,7 @@ def _by_holes(problem: Problem, order: str, best_fit: bool) -> Packing:
 
 def _ratchet(problem: Problem, target: int, best: Packing, effort: int) -> Packing:
     """Targets between the bound and the best peak, with new noise each round; each success lowers the best."""
-    for seed in itertools.count(len(NOISES)):
+    for seed in itertools.count(len(NOISES) + 1000 * current().seed):
         noise = NOISES[seed % len(NOISES)]
         for fraction in FRACTIONS:
             aim = target + int((best.peak_bytes - target) * fraction)
@@ -178,8 +188,9 @@ def _ratchet(problem: Problem, target: int, best: Packing, effort: int) -> Packi
                 effort -= cost
                 if packing is not None and packing.peak_bytes < best.peak_bytes:
                     best = packing
+                    tell(len(problem.size), best.peak_bytes, problem.bound, best.method)
                     break
-                if effort <= 0:
+                if over() or effort <= 0:
                     return best
             if best.peak_bytes <= target:
                 return best

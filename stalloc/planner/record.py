@@ -16,13 +16,20 @@ from numpy.typing import NDArray
 
 from stalloc.errors import BadInputError
 
-FORMAT, VERSION = "stalloc plan", 1
+FORMAT, VERSION = "stalloc plan", 2
+#: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
+READABLE = (1, VERSION)
 
 Column = NDArray[np.int64]
 
 ROW_COLUMNS = ("offset", "size", "start", "end", "stream")
 TAPE_COLUMNS = ("tape_row", "tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
+CONSTRAINT_TABLES = (("row_alignment",), ("fixed_row", "fixed_offset"), ("forbidden_low", "forbidden_high"))
+HANDOVER_COLUMNS = ("handover_earlier", "handover_later")
+LATER_TABLES = (*CONSTRAINT_TABLES, HANDOVER_COLUMNS)  #: since version 2
+LATER_COLUMNS = tuple(name for table in LATER_TABLES for name in table)
 INTEGERS = ("device", "alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "ring_start", "ring_end")
+PROVEN = "proven_bound_bytes"
 
 
 def _empty() -> Column:
@@ -58,6 +65,16 @@ class Plan:
     tape_start: Column = field(default_factory=_empty)  #: (k,) tape time
     tape_end: Column = field(default_factory=_empty)  #: (k,) tape time; beyond ring_end: into the next pass
     tape_offset: Column = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
+    proven_bound_bytes: int = 0  #: no plan is lower, at least lower_bound_bytes; 0: nothing beyond that is claimed
+    row_alignment: Column = field(default_factory=_empty)  #: (n,) bytes, where rows ask for more than `alignment`
+    fixed_row: Column = field(default_factory=_empty)  #: (f,) rows that were placed beforehand
+    fixed_offset: Column = field(default_factory=_empty)  #: (f,) bytes, where they are
+    forbidden_low: Column = field(default_factory=_empty)  #: (b,) ranges [low, high) of bytes that no row may use
+    forbidden_high: Column = field(default_factory=_empty)  #: (b,) bytes
+    handover_earlier: Column = field(default_factory=_empty)  #: (h,) tape entries whose bytes another stream takes over
+    handover_later: Column = field(
+        default_factory=_empty
+    )  #: (h,) the entries that take them, after an event and a wait
 
     @property
     def num_requests(self) -> int:
@@ -71,8 +88,13 @@ class Plan:
 
     @property
     def gap_bytes(self) -> int:
-        """How far the peak lies above the lower bound."""
-        return self.peak_bytes - self.lower_bound_bytes
+        """How far the peak lies above what is proven to be needed."""
+        return self.peak_bytes - max(self.lower_bound_bytes, self.proven_bound_bytes)
+
+    @property
+    def interrupted(self) -> str:
+        """What ended planning before its time ("time budget", "Ctrl-C"); empty if nothing did."""
+        return str(self.provenance.get("interrupted", ""))
 
 
 def save_plans(path: str | Path, plans: list[Plan]) -> None:
@@ -82,14 +104,14 @@ def save_plans(path: str | Path, plans: list[Plan]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "plans": [
-            {name: getattr(plan, name) for name in (*INTEGERS, "optimal", "method", "kind", "provenance")}
+            {name: getattr(plan, name) for name in (*INTEGERS, PROVEN, "optimal", "method", "kind", "provenance")}
             for plan in plans
         ],
     }
     columns = {
         f"{i}.{name}": np.ascontiguousarray(getattr(plan, name), np.int64)
         for i, plan in enumerate(plans)
-        for name in ROW_COLUMNS + TAPE_COLUMNS
+        for name in ROW_COLUMNS + TAPE_COLUMNS + LATER_COLUMNS
     }
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     # Not compressed: the bytes would depend on the version of zlib.
@@ -118,7 +140,8 @@ def load_plans(path: str | Path) -> list[Plan]:
             raise ValueError("it is no archive of columns")
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             header = _header(archive)
-            return [_plan(archive, index, entry) for index, entry in enumerate(header["plans"])]
+            later = header["version"] != READABLE[0]
+            return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
     except Exception as error:  # zipfile and numpy raise a dozen kinds for damaged bytes, none of them a defect of ours
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")
@@ -129,8 +152,8 @@ def _header(archive: Any) -> dict[str, Any]:
     header = json.loads(bytes(_array(archive, "header", np.uint8)).decode())
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError("its header does not say so")
-    if header.get("version") != VERSION:
-        raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads {VERSION}")
+    if header.get("version") not in READABLE:
+        raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads up to {VERSION}")
     if not isinstance(header["plans"], list) or not all(isinstance(entry, dict) for entry in header["plans"]):
         raise ValueError("its header lists no plans")
     return header
@@ -145,12 +168,14 @@ def _array(archive: Any, name: str, dtype: type) -> NDArray[Any]:
     return array
 
 
-def _plan(archive: Any, index: int, entry: dict[str, Any]) -> Plan:
-    columns = {name: _array(archive, f"{index}.{name}", np.int64) for name in ROW_COLUMNS + TAPE_COLUMNS}
-    for names in (ROW_COLUMNS, TAPE_COLUMNS):
+def _plan(archive: Any, index: int, entry: dict[str, Any], later: bool) -> Plan:
+    tables: tuple[tuple[str, ...], ...] = (ROW_COLUMNS, TAPE_COLUMNS, *(LATER_TABLES if later else ()))
+    integers = (*INTEGERS, PROVEN) if later else INTEGERS
+    columns = {name: _array(archive, f"{index}.{name}", np.int64) for table in tables for name in table}
+    for names in tables:
         if len({len(columns[name]) for name in names}) != 1:
             raise ValueError(f"the columns {', '.join(names)} of plan {index} differ in length")
-    for name in INTEGERS:
+    for name in integers:
         if type(entry[name]) is not int or not 0 <= entry[name] < 2**63:
             raise ValueError(f"{name} of plan {index} is no count")
     for name, kind in (("optimal", bool), ("method", str), ("kind", str), ("provenance", dict)):
@@ -160,6 +185,8 @@ def _plan(archive: Any, index: int, entry: dict[str, Any]) -> Plan:
         raise ValueError(f"alignment of plan {index} is no power of two")
     if entry["kind"] not in ("trace", "program"):
         raise ValueError(f"kind of plan {index} is neither trace nor program")
-    header = {name: entry[name] for name in (*INTEGERS, "optimal", "method", "kind", "provenance")}
+    if later and len(columns["row_alignment"]) not in (0, len(columns["size"])):
+        raise ValueError(f"row_alignment of plan {index} is not one a row")
+    header = {name: entry[name] for name in (*integers, "optimal", "method", "kind", "provenance")}
     fields: dict[str, Any] = {**columns, **header}
     return Plan(**fields)

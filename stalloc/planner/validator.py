@@ -5,7 +5,7 @@ address. A plan that it accepts is safe to follow: no two requests that are live
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,10 +27,15 @@ REASONS = (
     "bad-tape",  # the tape is no prologue and ring, or the rows do not follow it
     "negative-offset",  # below the arena
     "misaligned",  # an offset is no multiple of the alignment
+    "bad-constraint",  # a table of constraints or hand-overs names what is not there
+    "moved",  # a request that was placed beforehand is elsewhere
+    "forbidden",  # a request uses bytes that it must not
     "beyond-peak",  # a request ends above the stated peak
     "overlap",  # two requests that are live together share bytes
     "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
+    "bad-handover",  # a planned hand-over joins two tape entries that cannot follow each other in one place
     "wrong-lower-bound",  # the stated bound is not the maximum load
+    "wrong-proven-bound",  # what is said to be proven contradicts the plan
 )
 
 
@@ -63,15 +68,60 @@ def validate(plan: Plan, trace: Lifespans | None = None) -> Verdict:
     """
     if trace is not None and (wrong := _unlike(plan, trace)):
         return Verdict(False, "trace-mismatch", wrong)
+    checks: list[Callable[[Plan], Verdict]] = [
+        _constraints,
+        lambda plan: _judge(plan, _uses_of_rows(plan), "request", bound=plan.kind != "program"),
+    ]
     if plan.kind == "program":
-        for verdict in (
-            _tape_form(plan),
-            _judge(plan, _uses_of_tape(plan), "tape entry", bound=True),
-            _streams(plan),
-        ):
-            if not verdict.ok:
-                return verdict
-    return _judge(plan, _uses_of_rows(plan), "request", bound=plan.kind != "program")
+        checks = [
+            _tape_form,
+            lambda plan: _judge(plan, _uses_of_tape(plan), "tape entry", bound=True),
+            _streams,
+            *checks,
+        ]
+    for check in (*checks, _proven):
+        verdict = check(plan)
+        if not verdict.ok:
+            return verdict
+    return Verdict(True)
+
+
+def _constraints(plan: Plan) -> Verdict:
+    """What was asked for beside the lifespans: alignments, places and forbidden ranges."""
+    for row, (offset, alignment) in enumerate(zip(plan.offset.tolist(), plan.row_alignment.tolist(), strict=False)):
+        if alignment < 1 or alignment & (alignment - 1):
+            return Verdict(False, "bad-constraint", f"the alignment of request {row} is {alignment}, no power of two")
+        if offset != -1 and offset % alignment:
+            return Verdict(False, "misaligned", f"request {row} is at {offset}, no multiple of its {alignment}")
+    for row, place in zip(plan.fixed_row.tolist(), plan.fixed_offset.tolist(), strict=True):
+        if not 0 <= row < len(plan.size):
+            return Verdict(False, "bad-constraint", f"request {row} is fixed, of {len(plan.size)}")
+        if plan.offset[row] != place:
+            return Verdict(False, "moved", f"request {row} is at {plan.offset[row]}, it was placed at {place}")
+    for low, high in zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True):
+        for use in _uses_of_rows(plan):
+            if use.start < use.end and max(use.low, low) < min(use.high, high):
+                return Verdict(
+                    False, "forbidden", f"request {use.row} uses bytes [{use.low}, {use.high}) of [{low}, {high})"
+                )
+    return Verdict(True)
+
+
+def _proven(plan: Plan) -> Verdict:
+    """Whether the claims about the peak agree with each other; whether a proof is right cannot be seen from here."""
+    proven = plan.proven_bound_bytes
+    if proven and not plan.lower_bound_bytes <= proven <= plan.peak_bytes:
+        return Verdict(
+            False,
+            "wrong-proven-bound",
+            f"{proven} bytes are said to be needed, the load needs {plan.lower_bound_bytes} and the plan "
+            f"{plan.peak_bytes}",
+        )
+    if proven and plan.optimal and plan.peak_bytes != proven:
+        return Verdict(
+            False, "wrong-proven-bound", f"the peak of {plan.peak_bytes} is said to be optimal, {proven} is proven"
+        )
+    return Verdict(True)
 
 
 def _unlike(plan: Plan, trace: Lifespans) -> str:

@@ -1,0 +1,189 @@
+"""Offsets under constraints: alignments that differ, requests that are placed already, bytes that must not be used.
+
+Contract: a packing that keeps every constraint, the maximum load as its lower bound, and a bound that counts what the
+constraints waste for certain. Correct for any input that `check_places` admits; less thorough than plain placement.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stalloc.planner.constraints import Constraints
+from stalloc.planner.effort import over
+from stalloc.planner.layers import skyline
+from stalloc.planner.placement import fit
+from stalloc.planner.portfolio import HOLES_LIMIT, solve
+from stalloc.planner.problem import Column, Problem, epochs, load_curve
+
+#: pairs of requests that restarts may compare, and how many restarts there are at most
+PAIRS, RESTARTS = 40_000_000, 60
+#: epochs whose waste is looked at
+EPOCHS_LOOKED_AT = 64
+
+
+class Stays(NamedTuple):
+    """When n requests are live: epochs [start, end) and, in a ring, [start2, end2) as well (0, 0 if not)."""
+
+    start: Column
+    end: Column
+    start2: Column
+    end2: Column
+    num_epochs: int
+
+
+class Constrained(NamedTuple):
+    """Offsets with what they come to."""
+
+    offset: Column  #: (n,) bytes
+    peak_bytes: int
+    proven_bound_bytes: int
+    method: str
+
+
+def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
+    """Lifespans as epochs. In a ring what wraps is taken to be live at its beginning from the first pass on."""
+    none = np.zeros(len(start), np.int64)
+    if ring is None:
+        a, b, num_epochs = epochs(start, end)
+        return Stays(a, b, none, none, num_epochs)
+    ring_start, ring_end = ring
+    wraps = (start >= ring_start) & (end > ring_end)
+    back = np.minimum(end - (ring_end - ring_start), start)  # no longer than once round
+    both = np.flatnonzero(wraps & (back > ring_start))
+    a, b, num_epochs = epochs(
+        np.concatenate([start, np.full(len(both), ring_start)]),
+        np.concatenate([np.minimum(end, ring_end), back[both]]),
+    )
+    start2, end2 = none.copy(), none.copy()
+    start2[both], end2[both] = a[len(start) :], b[len(start) :]
+    return Stays(a[: len(start)], b[: len(start)], start2, end2, num_epochs)
+
+
+def place_constrained(live: Stays, size: Column, given: Constraints, bound: int) -> Constrained:
+    """Place n requests; sizes are multiples of the granule. `bound` is the maximum load."""
+    proven = max(bound, _wasted(live, size, given))
+    count, blocked = len(size), given.forbidden.copy()
+    granule = given.granule
+    blocked[:, 0] &= -granule
+    blocked[:, 1] = (blocked[:, 1] + granule - 1) & -granule
+    # a forbidden range is a request that lives for ever
+    whole = [
+        np.concatenate([column, np.full(len(blocked), value)])
+        for column, value in zip(live[:4], (0, live.num_epochs, 0, 0), strict=True)
+    ]
+    sizes = np.concatenate([size, blocked[:, 1] - blocked[:, 0]])
+    align = np.concatenate([given.alignment, np.full(len(blocked), granule)])
+    taken = np.concatenate([given.fixed, blocked[:, 0]])
+    free = np.flatnonzero(given.fixed < 0)
+    fixed_top = int((given.fixed + size)[given.fixed >= 0].max(initial=0))
+    span = (live.end - live.start) + (live.end2 - live.start2)
+
+    def fitted(order: Column, best_fit: bool, kept: Column = taken) -> tuple[int, Column]:
+        offset = kept.copy()
+        fit(*whole, sizes, align, offset, order, best_fit)
+        return int((offset + sizes)[:count].max(initial=0)), offset[:count]
+
+    best: tuple[int, Column] | None = None
+    method = ""
+    if not live.end2.any():
+        offset, method = _above(live, size, given, blocked, bound)
+        best = int((offset + size).max(initial=0)), offset
+        high = free[(offset + size)[free] > proven]
+        if len(high) * count <= PAIRS and len(high):
+            kept = np.concatenate([offset, blocked[:, 0]])
+            kept[high] = -1
+            repaired = fitted(high[np.argsort(-size[high], kind="stable")], False, kept)
+            if repaired[0] < best[0]:
+                best, method = repaired, f"{method}, repaired"
+    keys = {
+        "size": size,
+        "alignment, then size": given.alignment.astype(np.float64) * 2.0**62 + size,
+        "area": size * span.astype(np.float64),
+        "lifetime": span,
+    }
+    for name, key in keys.items():
+        for best_fit in (False, True):
+            if best is not None and (best[0] <= max(proven, fixed_top) or count > HOLES_LIMIT or over()):
+                break
+            found = fitted(free[np.argsort(-key[free], kind="stable")], best_fit)
+            if best is None or found[0] < best[0]:
+                best, method = found, f"{'best' if best_fit else 'first'} fit by {name} around what is fixed"
+    assert best is not None
+    rng = np.random.default_rng(0)
+    for _ in range(min(RESTARTS, PAIRS // max(count, 1) ** 2)):
+        if best[0] <= max(proven, fixed_top) or over():
+            break
+        noise = np.exp(rng.uniform(-0.5, 0.5, len(free)))
+        found = fitted(free[np.argsort(-(size[free] * np.sqrt(span[free]) * noise), kind="stable")], False)
+        if found[0] < best[0]:
+            best, method = found, "first fit with noise around what is fixed"
+    return Constrained(best[1], best[0], max(proven, fixed_top), method)
+
+
+def _above(live: Stays, size: Column, given: Constraints, blocked: Column, bound: int) -> tuple[Column, str]:
+    """(offset, method) with everything free above what is fixed or forbidden at that time, on the largest alignment.
+
+    Forbidden ranges above the first packing's height stay out of the way; else they are part of the floor.
+    """
+    free, fixed = np.flatnonzero(given.fixed < 0), np.flatnonzero(given.fixed >= 0)
+    offset = np.maximum(given.fixed, 0)
+    if len(free) == 0:
+        return offset, "all fixed"
+    grain = int(given.alignment[free].max())
+    rounded = (size[free] + (grain - 1)) & -grain
+    top = given.fixed[fixed] + size[fixed]
+    order = np.argsort(top, kind="stable")
+    zero = np.zeros(live.num_epochs, np.int64)
+    below = skyline(live.start[fixed][order], live.end[fixed][order], top[order], zero)
+    lows, highs = blocked[:, 0], blocked[:, 1]
+    packing = None
+    for used in range(len(blocked) + 1):  # as few of the ranges below as will do
+        floor = np.maximum(below, highs[used - 1] if used else 0)
+        floor = (floor + (grain - 1)) & -grain
+        packing = solve(Problem(live.start[free], live.end[free], rounded, floor), bound, 0.25)
+        if used == len(blocked) or packing.peak_bytes <= lows[used]:
+            break
+    assert packing is not None
+    offset[free] = packing.offset
+    return offset, packing.method
+
+
+def _wasted(live: Stays, size: Column, given: Constraints) -> int:
+    """A height that no packing is below, from what the constraints waste in the fullest epochs."""
+    if live.end2.any():
+        return 0  # what wraps and what the prologue leaves are never live together: their waste does not add up
+    free = given.fixed < 0
+    low, high = (given.forbidden[:, 0] + given.granule - 1) & -given.granule, given.forbidden[:, 1] & -given.granule
+    load = load_curve(live.start, live.end, size, live.num_epochs)
+    proven = 0
+    for epoch in np.argsort(-load, kind="stable")[:EPOCHS_LOOKED_AT].tolist():
+        here = (live.start <= epoch) & (epoch < live.end)
+        rows = np.flatnonzero(here & free)
+        placed = np.flatnonzero(here & ~free)
+        taken = sorted(
+            [(int(given.fixed[row]), int(given.fixed[row] + size[row])) for row in placed]
+            + [(int(a), int(b)) for a, b in zip(low, high, strict=True) if a < b]
+        )
+        proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min(initial=0))))
+        proven = max(proven, max((int((given.fixed + size)[row]) for row in placed), default=0))
+        for grain in np.unique(given.alignment[rows]).tolist():
+            # no two of these share a cell of that many bytes; only the topmost one's last cell may end beyond the peak
+            cells = size[rows][given.alignment[rows] >= grain]
+            rounded = (cells + (grain - 1)) & -grain
+            proven = max(proven, int(rounded.sum() - (rounded - cells).max(initial=0)))
+    return proven
+
+
+def _height(taken: list[tuple[int, int]], needed: int, smallest: int) -> int:
+    """How high the gaps between what is taken reach until they hold `needed` bytes; gaps below `smallest` hold none."""
+    if needed <= 0:
+        return 0
+    at = 0
+    for low, high in taken:
+        gap = low - at
+        if gap >= smallest:
+            if gap >= needed:
+                return at + needed
+            needed -= gap
+        at = max(at, high)
+    return at + needed

@@ -1,0 +1,149 @@
+"""What a plan must keep beside the lifespans: an alignment for each request, places already taken, forbidden bytes.
+
+Contract: constraints that exist can be kept. Each alignment is a power of two, each fixed offset a multiple of its
+row's alignment, no two fixed requests that are live together share a byte, and none uses a forbidden one.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stalloc.errors import BadInputError
+from stalloc.planner.problem import Column
+
+#: sums of sizes stay below this, so that no sum in the search overflows
+MOST_BYTES = 1 << 61
+
+Ranges = Iterable[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Constraints:
+    """For n requests."""
+
+    alignment: Column  #: (n,) bytes
+    fixed: Column  #: (n,) bytes from the start of the arena; -1: free to be placed
+    forbidden: Column  #: (b, 2) ranges [low, high) of bytes, ascending and apart
+
+    @property
+    def granule(self) -> int:
+        """Every offset is a multiple of this: the smallest alignment."""
+        return int(self.alignment.min(initial=MOST_BYTES)) if len(self.alignment) else 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but one alignment for all."""
+        one = len(self.alignment) == 0 or self.alignment.min() == self.alignment.max()
+        return bool(one and not len(self.forbidden) and (self.fixed < 0).all())
+
+    def of(self, rows: Column) -> "Constraints":
+        """Those of some rows."""
+        return Constraints(self.alignment[rows], self.fixed[rows], self.forbidden)
+
+
+def constraints(
+    num_requests: int,
+    alignment: ArrayLike = 512,
+    fixed: Mapping[int, int] | ArrayLike | None = None,
+    forbidden: Ranges = (),
+) -> Constraints:
+    """Read what a caller gives: one alignment or (n,); fixed offsets by row or (n,) with -1; ranges [low, high).
+
+    Raises BadInputError, naming the row or the range, for what cannot be. Places are compared by `check_places`.
+    """
+    return Constraints(_alignments(num_requests, alignment), _places(num_requests, fixed), _ranges(forbidden))
+
+
+def _alignments(num_requests: int, alignment: ArrayLike) -> Column:
+    given = np.asarray(alignment)
+    if given.dtype.kind not in "iu" or given.ndim > 1 or (given.ndim == 1 and len(given) != num_requests):
+        raise BadInputError(
+            f"alignment is neither a whole number nor one for each of the {num_requests} requests: give either."
+        )
+    values = np.atleast_1d(given)
+    wrong = (values < 1) | (values >= MOST_BYTES) | (values & np.maximum(values, 1) - 1 != 0)
+    if wrong.any():
+        row = int(wrong.argmax())
+        where = f" of row {row}" if given.ndim else ""
+        raise BadInputError(
+            f"alignment {values[row]}{where} is not a power of two below 2**61: 512 is what torch uses."
+        )
+    return np.ascontiguousarray(np.broadcast_to(given.astype(np.int64), num_requests))
+
+
+def _places(num_requests: int, fixed: Mapping[int, int] | ArrayLike | None) -> Column:
+    places = np.full(num_requests, -1, np.int64)
+    if fixed is None:
+        return places
+    if isinstance(fixed, Mapping):
+        for row, place in fixed.items():
+            if not 0 <= row < num_requests:
+                raise BadInputError(f"row {row} is fixed, but there are {num_requests} requests: name one of those.")
+            if not 0 <= place < MOST_BYTES:
+                raise BadInputError(f"row {row} is fixed at {place}: give an offset from 0 and below 2**61.")
+            places[row] = place
+        return places
+    given = np.asarray(fixed)
+    if given.shape != places.shape or (given.dtype.kind not in "iu" and len(given)):
+        raise BadInputError(f"fixed is no whole number for each of the {num_requests} requests: give -1 for free ones.")
+    wrong = (given < -1) | (given >= MOST_BYTES)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise BadInputError(f"row {row} is fixed at {given[row]}: give an offset from 0 and below 2**61, or -1.")
+    return given.astype(np.int64)
+
+
+def _ranges(forbidden: Ranges) -> Column:
+    merged: list[list[int]] = []
+    for low, high in sorted((int(low), int(high)) for low, high in forbidden):
+        if not 0 <= low < high <= MOST_BYTES:
+            raise BadInputError(f"the forbidden range [{low}, {high}) is none: give 0 <= low < high and at most 2**61.")
+        if merged and low <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    return np.array(merged, np.int64).reshape(-1, 2)
+
+
+def check_places(
+    start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None = None
+) -> None:
+    """Raise BadInputError for the first fixed request that cannot be where it is. Lifespans [start, end), (n,)."""
+    rows = np.flatnonzero(given.fixed >= 0)
+    for row in rows.tolist():
+        place, alignment, top = int(given.fixed[row]), int(given.alignment[row]), int(given.fixed[row] + size[row])
+        if place % alignment:
+            raise BadInputError(f"row {row} is fixed at {place}, which is no multiple of its alignment {alignment}.")
+        if top > MOST_BYTES:
+            raise BadInputError(f"row {row} is fixed at {place} and ends beyond 2**61: place it lower.")
+        for low, high in given.forbidden.tolist():
+            if max(low, place) < min(high, top):
+                raise BadInputError(
+                    f"row {row} is fixed at [{place}, {top}), of which [{low}, {high}) is forbidden: lift one of them."
+                )
+    rows = rows[(size[rows] > 0) & (start[rows] < end[rows])]
+    lives = [(int(start[row]), int(end[row]), row) for row in rows.tolist()]
+    if ring is not None:  # the second pass: all later ones are like it
+        period = ring[1] - ring[0]
+        lives += [(begin + period, min(stop, ring[1]) + period, row) for begin, stop, row in lives if begin >= ring[0]]
+    changes = sorted(
+        [(stop, 0, row, begin) for begin, stop, row in lives] + [(begin, 1, row, begin) for begin, stop, row in lives]
+    )
+    live: list[tuple[int, int, int]] = []
+    for _, begins, row, born in changes:
+        key = (int(given.fixed[row]), row, born)
+        at = bisect_left(live, key)
+        if not begins:
+            live.pop(at)
+            continue
+        for place, other, _ in live[max(at - 1, 0) : at + 1]:
+            if max(place, key[0]) < min(place + int(size[other]), key[0] + int(size[row])):
+                one, two = sorted((other, row))
+                raise BadInputError(
+                    f"rows {one} and {two} are fixed at {given.fixed[one]} and {given.fixed[two]}, share bytes there "
+                    f"and are live together: leave one of them free."
+                )
+        insort(live, key)
