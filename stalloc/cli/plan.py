@@ -5,7 +5,8 @@ With -o the plans are written to one file, after the naive validator has passed 
 options gives the same bytes.
 
 The lower bound is the most bytes that are live at one time, with sizes rounded up to the alignment: a plan whose peak
-equals it is optimal.
+equals it is optimal. Planning ends when no lower peak is possible or a fixed effort is spent, with --time-budget when
+the time is up; Ctrl-C ends it at once with the best plan so far, which says so. A request of no bytes takes no room.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import dataclasses
 import hashlib
 import shlex
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stalloc.cli.interrupt import stop_on_interrupt
 from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
-from stalloc.planner import Plan, plan, save_plans, validate
+from stalloc.planner import METHODS, Plan, plan, save_plans, validate
 from stalloc.trace import load_traces
 
 
@@ -34,19 +38,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--align", type=int, default=512, metavar="BYTES", help="every offset is a multiple of this (default: 512)"
     )
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="search for so long unless the plan is optimal before"
+    )
+    parser.add_argument(
+        "--method", default="auto", metavar="NAME", help=f"how to plan: {', '.join(METHODS)} (default: auto)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
+    parser.add_argument(
+        "--fixed", metavar="CSV", help="leave requests of the one FILE where they are: a CSV with the columns id,offset"
+    )
+    parser.add_argument(
+        "--csv", metavar="CSV", help="write the plan of the one FILE as id,lower,upper,size,offset (as minimalloc does)"
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan each file; 1 if the validator refuses a plan, which is an error of stalloc."""
     _check_arguments(args)
+    with stop_on_interrupt() as stop:
+        return _run(args, stop)
+
+
+def _run(args: argparse.Namespace, stop: threading.Event) -> int:
     devices: list[dict[str, Any]] = []
     refused = False
     for file in args.files:
         plans: list[Plan] = []
-        for trace in load_traces(file):
+        traces = load_traces(file)
+        for trace in traces:
+            check_ids(file, trace)
+        if (args.csv or args.fixed) and len(traces) > 1:
+            raise BadInputError(f"{file} has {len(traces)} devices, --csv and --fixed take one: plan them from Python.")
+        for trace in traces:
+            fixed = read_fixed(args.fixed, trace) if args.fixed else None
             began = time.perf_counter()
-            made = plan(trace, alignment=args.align)
+            made = plan(
+                trace,
+                alignment=args.align,
+                fold="never" if args.csv else "auto",
+                method=args.method,
+                time_budget_seconds=args.time_budget,
+                seed=args.seed,
+                fixed=fixed,
+                stop=stop,
+            )
             seconds = time.perf_counter() - began
             verdict = validate(made, trace)
             if not verdict.ok:
@@ -66,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
             )
             for entry in devices:
                 entry["output"] = args.output
+        if args.csv and not refused:
+            write_csv(args.csv, traces[0], plans[0])
+            devices[-1]["csv"] = args.csv
     write_json(args, {"files": list(args.files), "devices": devices})
     if wants_text(args):
         _print(args, devices, refused)
@@ -73,17 +113,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    if args.output is None:
-        return
-    if len(args.files) > 1:
-        raise BadInputError(f"-o takes the plans of one file, {len(args.files)} were given: plan them one by one.")
-    output = Path(args.output)
-    if output.is_dir():
-        raise BadInputError(f"{output} is a folder: name the plan file to write, such as {output / 'step.plan.npz'}.")
-    if not output.parent.is_dir():
-        raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
-    if output.exists() and output.resolve() == Path(args.files[0]).resolve():
-        raise BadInputError(f"{output} is the trace itself: name another file for the plan.")
+    for option, name in (("-o", args.output), ("--csv", args.csv), ("--fixed", args.fixed)):
+        if name is not None and len(args.files) > 1:
+            raise BadInputError(f"{option} is for one file, {len(args.files)} were given: plan them one by one.")
+    for name, example in ((args.output, "step.plan.npz"), (args.csv, "step.csv")):
+        if name is None:
+            continue
+        output = Path(name)
+        if output.is_dir():
+            raise BadInputError(f"{output} is a folder: name the file to write, such as {output / example}.")
+        if not output.parent.is_dir():
+            raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
+        for given in (args.files[0], args.fixed):
+            if given is not None and output.exists() and output.resolve() == Path(given).resolve():
+                raise BadInputError(f"{output} is what is read: name another file to write to.")
 
 
 def _entry(file: str, made: Plan, seconds: float) -> dict[str, Any]:
@@ -94,11 +137,13 @@ def _entry(file: str, made: Plan, seconds: float) -> dict[str, Any]:
         "requests": made.num_requests,
         "planned_requests": made.num_planned,
         "lower_bound_bytes": made.lower_bound_bytes,
+        "proven_bound_bytes": max(made.lower_bound_bytes, made.proven_bound_bytes),
         "peak_bytes": made.peak_bytes,
         "optimal": made.optimal,
         "gap_bytes": made.gap_bytes,
         "seconds": round(seconds, 6),
         "method": made.method,
+        "interrupted": made.interrupted,
         "kind": made.kind,
         "prologue_requests": made.num_prologue,
         "period_requests": len(made.tape_row) - made.num_prologue,
@@ -117,6 +162,8 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
         if not entry["optimal"]:
             share = entry["gap_bytes"] / max(entry["lower_bound_bytes"], 1)
             gap = f"{human_bytes(entry['gap_bytes'])} ({share:.2%})"
+            if entry["interrupted"]:
+                gap += f", best until {entry['interrupted']}"
         table.add_row(
             escape(Path(entry["file"]).name),
             str(entry["device"]),
@@ -134,6 +181,8 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
     console.print(table)
     if refused:
         return
+    if args.csv:
+        console.print(f"\nWritten: {escape(args.csv)}")
     if not args.output:
         console.print(f"\nTo keep the plan: stalloc plan {escape(shlex.quote(args.files[0]))} -o step.plan.npz")
         return

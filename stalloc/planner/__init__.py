@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stalloc.planner.effort import Progress
     from stalloc.planner.layout import plan_arrays
     from stalloc.planner.line import Layout
-    from stalloc.planner.methods import METHODS
+    from stalloc.planner.orders import METHODS
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
     from stalloc.planner.validator import Verdict, validate
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "METHODS": "methods",
+    "METHODS": "orders",
     "Layout": "line",
     "plan_arrays": "layout",
     "plan": "planning",

@@ -7,9 +7,10 @@ row's alignment, no two fixed requests that are live together share a byte, and 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from stalloc.errors import BadInputError
 from stalloc.planner.problem import Column
@@ -27,6 +28,7 @@ class Constraints:
     alignment: Column  #: (n,) bytes
     fixed: Column  #: (n,) bytes from the start of the arena; -1: free to be placed
     forbidden: Column  #: (b, 2) ranges [low, high) of bytes, ascending and apart
+    ids: NDArray[Any] | None = None  #: (n,) what the caller calls the rows
 
     @property
     def granule(self) -> int:
@@ -39,6 +41,10 @@ class Constraints:
         one = len(self.alignment) == 0 or self.alignment.min() == self.alignment.max()
         return bool(one and not len(self.forbidden) and (self.fixed < 0).all())
 
+    def name(self, row: int) -> str:
+        """A row for people."""
+        return f"row {row}" if self.ids is None else f"row {row} (id {self.ids[row]})"
+
     def of(self, rows: Column) -> "Constraints":
         """Those of some rows."""
         return Constraints(self.alignment[rows], self.fixed[rows], self.forbidden)
@@ -49,12 +55,13 @@ def constraints(
     alignment: ArrayLike = 512,
     fixed: Mapping[int, int] | ArrayLike | None = None,
     forbidden: Ranges = (),
+    ids: NDArray[Any] | None = None,
 ) -> Constraints:
     """Read what a caller gives: one alignment or (n,); fixed offsets by row or (n,) with -1; ranges [low, high).
 
     Raises BadInputError, naming the row or the range, for what cannot be. Places are compared by `check_places`.
     """
-    return Constraints(_alignments(num_requests, alignment), _places(num_requests, fixed), _ranges(forbidden))
+    return Constraints(_alignments(num_requests, alignment), _places(num_requests, fixed), _ranges(forbidden), ids)
 
 
 def _alignments(num_requests: int, alignment: ArrayLike) -> Column:
@@ -116,13 +123,16 @@ def check_places(
     for row in rows.tolist():
         place, alignment, top = int(given.fixed[row]), int(given.alignment[row]), int(given.fixed[row] + size[row])
         if place % alignment:
-            raise BadInputError(f"row {row} is fixed at {place}, which is no multiple of its alignment {alignment}.")
+            raise BadInputError(
+                f"{given.name(row)} is fixed at {place}, which is no multiple of its alignment {alignment}: move it."
+            )
         if top > MOST_BYTES:
-            raise BadInputError(f"row {row} is fixed at {place} and ends beyond 2**61: place it lower.")
+            raise BadInputError(f"{given.name(row)} is fixed at {place} and ends beyond 2**61: place it lower.")
         for low, high in given.forbidden.tolist():
             if max(low, place) < min(high, top):
                 raise BadInputError(
-                    f"row {row} is fixed at [{place}, {top}), of which [{low}, {high}) is forbidden: lift one of them."
+                    f"{given.name(row)} is fixed at [{place}, {top}), of which [{low}, {high}) is forbidden: "
+                    f"lift one of them."
                 )
     rows = rows[(size[rows] > 0) & (start[rows] < end[rows])]
     lives = [(int(start[row]), int(end[row]), row) for row in rows.tolist()]
@@ -143,7 +153,7 @@ def check_places(
             if max(place, key[0]) < min(place + int(size[other]), key[0] + int(size[row])):
                 one, two = sorted((other, row))
                 raise BadInputError(
-                    f"rows {one} and {two} are fixed at {given.fixed[one]} and {given.fixed[two]}, share bytes there "
-                    f"and are live together: leave one of them free."
+                    f"{given.name(one)} and {given.name(two)} are fixed at {given.fixed[one]} and {given.fixed[two]}, "
+                    f"share bytes there and are live together: leave one of them free."
                 )
         insort(live, key)

@@ -7,9 +7,10 @@ is fixed, and constrains nothing.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from stalloc.errors import BadInputError
 from stalloc.planner.constrained import place_constrained, stays
@@ -28,6 +29,7 @@ def plan_arrays(
     ring: tuple[int, int] | None = None,
     fixed: Mapping[int, int] | ArrayLike | None = None,
     forbidden: Ranges = (),
+    ids: NDArray[Any] | None = None,
 ) -> Layout:
     """Place n requests with lifespans [start, end) (any integer clock) and sizes in bytes, each (n,).
 
@@ -36,12 +38,13 @@ def plan_arrays(
     ring_start are live once: until an end of at most ring_end, or for ever with end = ring_end + period.
 
     `alignment` is one power of two for all, or (n,). `fixed` maps rows to the offsets where they are, or is (n,) with
-    -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use.
+    -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use. `ids` are (n,) names
+    for errors.
 
     Raises BadInputError, naming the row, for input that is none of this.
     """
     begin, stop, sizes = columns(start, end, size)
-    given = constraints(len(sizes), alignment, fixed, forbidden)
+    given = constraints(len(sizes), alignment, fixed, forbidden, ids)
     rounded = _checked(begin, stop, sizes, given, ring)
     offset = np.maximum(given.fixed, 0)
     rows = np.flatnonzero((rounded > 0) & (begin < stop))

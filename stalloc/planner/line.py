@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.planner.effort import current, over
-from stalloc.planner.methods import GROUPS, ORDERS, place_by_name
+from stalloc.planner.methods import GROUPS, place_by_name
+from stalloc.planner.orders import SINGLE
 from stalloc.planner.portfolio import Packing, compressed, improve, solve
 from stalloc.planner.problem import Column, Part, Problem, epochs, load_curve, parts
 
@@ -36,7 +37,7 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
     """Every lifespan is one interval."""
     start, end, num_epochs = epochs(start, end)
     bound = int(load_curve(start, end, size, num_epochs).max())
-    if current().method in (*ORDERS, *GROUPS):
+    if current().method in (*SINGLE, *GROUPS):
         named = place_by_name(current().method, start, end, size)
         return Layout(named.offset, named.peak_bytes, bound, named.method)
     offset = np.zeros(len(size), np.int64)

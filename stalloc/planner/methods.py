@@ -7,17 +7,14 @@ import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.planner.groups import by_phase, by_size
-from stalloc.planner.orders import ranks
+from stalloc.planner.orders import METHODS, SINGLE, ranks
 from stalloc.planner.placement import fill_holes, sweep
 from stalloc.planner.portfolio import HOLES_LIMIT, Packing, compressed
 from stalloc.planner.problem import Column, Problem
 from stalloc.planner.trees import FAR
 
-#: single orders: the keys of `ranks`
-ORDERS = {"size": "ZW", "area": "A", "lifetime": "WZ", "birth": "SW", "death": "EW"}
 #: HomoPhase and HomoSize groups of the STAlloc paper
 GROUPS = {"homophase": by_phase, "homosize": by_size}
-METHODS = ("auto", "greedy", "search", *ORDERS, *GROUPS)
 
 
 def check_method(method: str) -> None:
@@ -32,7 +29,7 @@ def place_by_name(method: str, start: Column, end: Column, size: Column) -> Pack
     if method in GROUPS:
         offset = GROUPS[method](problem.start, problem.end, size, _first_fit)
     else:
-        offset = _in_order(problem, ORDERS[method])
+        offset = _in_order(problem, SINGLE[method])
     return Packing(offset, int((offset + size).max(initial=0)), method)
 
 

@@ -10,6 +10,10 @@ from stalloc.planner.problem import Column, Problem
 #: keys by letter: E latest end, S earliest start, W longest lifespan, A largest area, Z largest size
 GUIDED = ("EW", "SW", "WA", "AW", "ZW", "ZE")
 PLAIN = ("Z", "A", "W")
+#: orders that can be asked for by name
+SINGLE = {"size": "ZW", "area": "A", "lifetime": "WZ", "birth": "SW", "death": "EW"}
+#: every method by name; the last two are the groups of groups.py
+METHODS = ("auto", "greedy", "search", *SINGLE, "homophase", "homosize")
 
 
 def ranks(problem: Problem, order: str, noise: float = 0.0, seed: int = 0, span: Column | None = None) -> Column:
