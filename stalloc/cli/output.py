@@ -37,6 +37,19 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
         raise BadInputError(f"cannot write {args.json}: {error.strerror}: choose another file for --json.") from error
 
 
+def check_writable(path: str) -> None:
+    """Raise BadInputError now if the file could not be written after a long run; leaves no file behind."""
+    file = Path(path)
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
+
+
 def human_bytes(num_bytes: int) -> str:
     """Bytes for people: GiB and MiB with two decimals, below that bytes."""
     if abs(num_bytes) >= GIB:

@@ -10,7 +10,7 @@ recorded until then is written all the same.
 import argparse
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
 from stalloc.errors import BadInputError
 
@@ -67,12 +67,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {args.output}; next: stalloc stats {args.output}, or stalloc plan {args.output} -o step.plan.npz")
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
-
-
-def check_writable(path: str) -> None:
-    """Raise BadInputError now if the file could not be written after a long run."""
-    try:
-        with open(path, "ab"):
-            pass
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
 from stalloc.cli.program import (
     add_program_arguments,
     chosen_gpu,
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(
             "--plan and --save-plan exclude each other: a run from a plan does not observe the program."
         )
+    if args.save_plan:
+        check_writable(args.save_plan)
     native = compare(device_options(args), command) if args.compare_native else None
 
     from stalloc import integrations

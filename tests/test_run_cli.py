@@ -1,0 +1,264 @@
+"""`stalloc run` and `stalloc record` from the command line, on the virtual GPU."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cupy_installed")
+
+ROOT = Path(__file__).parents[1]
+TRAIN = ROOT / "examples" / "train_gpt.py"
+LOOP = ROOT / "tests" / "programs" / "cupy_loop.py"
+KEYS = {
+    "steps",
+    "requests_per_step",
+    "hit_rate",
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "plan_peak_bytes",
+    "lower_bound_bytes",
+    "observed_reserved_peak_bytes",
+    "observed_allocated_peak_bytes",
+    "devices",
+    "exit_code",
+}
+
+
+def stalloc(folder: Path, verb: str, *arguments: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a verb in a folder; its exit code has to be `code`."""
+    device = ("--device", "virtual") if verb in ("run", "record") else ()
+    command = [sys.executable, "-m", "stalloc", verb, *device, *(str(argument) for argument in arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run(folder: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+    """`stalloc run --json -`: the object."""
+    return json.loads(stalloc(folder, "run", "--json", "-", *arguments, code=code).stdout)
+
+
+def sentence(folder: Path, verb: str, *arguments: Any) -> str:
+    """The one sentence of an error with exit code 2."""
+    done = stalloc(folder, verb, *arguments, code=2)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("stalloc: ")
+    return lines[0]
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cuda_torch")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        (),
+        ("--accumulate", "4"),
+        pytest.param(("--checkpoint",), marks=pytest.mark.slow),
+        pytest.param(("--autocast",), marks=pytest.mark.slow),
+    ],
+)
+def test_training_runs_on_the_plan(tmp_path: Path, variant: tuple[str, ...]) -> None:
+    result = run(tmp_path, TRAIN, "--size", "tiny", "--steps", "10", *variant)
+    assert result.keys() >= KEYS
+    assert result["exit_code"] == 0
+    assert result["steps"] == 10
+    assert result["planned_steps"] >= 5
+    assert result["phase"] == "running on the plan"
+    assert result["hit_rate"] >= 0.999
+    assert result["plan_peak_bytes"] == result["lower_bound_bytes"]
+    assert result["allocated_peak_bytes"] <= result["reserved_peak_bytes"]
+    assert 0 < result["observed_allocated_peak_bytes"] <= result["observed_reserved_peak_bytes"]
+    assert result["requests_per_step"] > 100
+    assert result["unknown_frees"] == result["out_of_memory_errors"] == result["conflicts"] == 0
+    assert [device["device"] for device in result["devices"]] == [0]
+    assert {key: result[key] for key in result["devices"][0]} == result["devices"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_torch")
+@pytest.mark.parametrize("variant", [(), ("--checkpoint",), ("--accumulate", "4")])
+def test_the_7b_step_reserves_no_more_than_it_allocates(tmp_path: Path, variant: tuple[str, ...]) -> None:
+    result = run(tmp_path, TRAIN, "--size", "7b", "--steps", "7", *variant)
+    assert result["hit_rate"] >= 0.999
+    assert result["plan_peak_bytes"] == result["lower_bound_bytes"]
+    assert result["reserved_peak_bytes"] <= 1.01 * result["allocated_peak_bytes"]
+    assert result["requests_per_step"] > 3000
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> None:
+    program = (TRAIN, "--size", "7b", "--steps", "5")
+    first = run(tmp_path, "--save-plan", "step.plan.npz", *program)
+    again = run(tmp_path, "--plan", "step.plan.npz", *program)
+    assert first["observed_reserved_peak_bytes"] > 0
+    assert again["hit_rate"] >= 0.999
+    assert again["misses"] <= 0.001 * again["hits"]
+    assert again["conflicts"] == 0
+    assert again["observed_reserved_peak_bytes"] is None
+    # over the whole run, weights and optimizer state included
+    assert again["reserved_peak_bytes"] <= 1.01 * again["allocated_peak_bytes"]
+    assert again["allocated_peak_bytes"] == max(first["allocated_peak_bytes"], first["observed_allocated_peak_bytes"])
+    assert again["plan_peak_bytes"] <= 1.01 * again["lower_bound_bytes"]
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_compare_native_puts_the_caching_allocator_beside(tmp_path: Path) -> None:
+    result = run(tmp_path, "--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
+    assert result["native_exit_code"] == 0
+    assert result["native_allocated_peak_bytes"] == result["observed_allocated_peak_bytes"]
+    assert result["native_reserved_peak_bytes"] >= result["native_allocated_peak_bytes"]
+    assert result["native_step_ms"] > 0
+    assert result["step_ms"] > 0
+
+
+# --- record, plan, validate, run ---------------------------------------------------------------------------------
+
+
+def test_record_plan_validate_run(tmp_path: Path) -> None:
+    recorded = json.loads(stalloc(tmp_path, "record", "--json", "-", "-o", "loop.trace.npz", LOOP, "--mark").stdout)
+    assert recorded["output"] == "loop.trace.npz"
+    device = recorded["devices"][0]
+    assert device["steps"] == 60
+    assert device["requests"] > 60 * 20
+    assert device["allocated_peak_bytes"] <= device["reserved_peak_bytes"]
+    stalloc(tmp_path, "plan", "loop.trace.npz", "-o", "loop.plan.npz")
+    stalloc(tmp_path, "validate", "loop.plan.npz", "loop.trace.npz")
+    result = run(tmp_path, "--plan", "loop.plan.npz", LOOP)
+    assert result["hit_rate"] == 1.0
+    assert result["misses"] == result["conflicts"] == 0
+    assert result["planned_steps"] > 30
+
+
+def test_a_plan_of_another_program_does_no_harm_and_is_given_up(tmp_path: Path) -> None:
+    stalloc(tmp_path, "run", "--save-plan", "one.plan.npz", LOOP)
+    result = run(tmp_path, "--plan", "one.plan.npz", LOOP, 600, "--other")
+    assert result["exit_code"] == 0
+    assert result["unknown_frees"] == result["out_of_memory_errors"] == 0
+    assert result["plans_made"] == 2 or result["note"], "it went on with a plan of its own, or says why not"
+    if result["plans_made"] == 2:
+        assert result["hit_rate"] > 0.99
+
+
+def test_plans_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
+    stalloc(tmp_path, "run", "--save-plan", "one.plan.npz", LOOP)
+    stalloc(tmp_path, "record", "-o", "t.trace.npz", LOOP, 2)
+    assert "gone.plan.npz" in sentence(tmp_path, "run", "--plan", "gone.plan.npz", LOOP)
+    assert "t.trace.npz" in sentence(tmp_path, "run", "--plan", "t.trace.npz", LOOP)
+    (tmp_path / "text.plan.npz").write_text("this is no plan")
+    assert "text.plan.npz" in sentence(tmp_path, "run", "--plan", "text.plan.npz", LOOP)
+    small = sentence(tmp_path, "run", "--memory", "1MiB", "--plan", "one.plan.npz", LOOP)
+    assert "needs an arena" in small
+    assert "--save-plan" in sentence(tmp_path, "run", "--plan", "one.plan.npz", "--save-plan", "x.plan.npz", LOOP)
+
+
+# --- the program -------------------------------------------------------------------------------------------------
+
+
+def test_json_on_standard_output_is_alone_there(tmp_path: Path) -> None:
+    done = stalloc(tmp_path, "run", "--json", "-", LOOP)
+    json.loads(done.stdout)
+    assert "the program prints" in done.stderr
+
+
+def test_without_json_the_program_prints_as_ever_and_a_table_follows(tmp_path: Path) -> None:
+    done = stalloc(tmp_path, "run", "--json", "result.json", LOOP)
+    assert done.stdout.startswith("the program prints\n")
+    assert "device 0" in done.stdout
+    assert "hit rate" in done.stdout
+    assert "next: stalloc run --save-plan" in done.stdout
+    assert json.loads((tmp_path / "result.json").read_text())["hit_rate"] == 1.0
+
+
+def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    shutil.copy(LOOP, package / "__main__.py")
+    (package / "helper.py").write_text("import sys\nimport my_package\nprint(__name__, sys.argv[1:])\nimport cupy\n")
+    result = run(tmp_path, "-m", "my_package", 50)
+    assert result["hit_rate"] == 1.0
+    done = stalloc(tmp_path, "run", "-m", "my_package.helper", "--json", "x", "-h")
+    assert "__main__ ['--json', 'x', '-h']" in done.stdout
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_program_sees_its_own_name_arguments_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.py").write_text("value = 7\n")
+    script = tmp_path / "sub" / "script.py"
+    script.write_text(
+        "import sys, beside\n"
+        "print(__name__, sys.argv, beside.value, __file__, sys.modules['__main__'].__file__)\n"
+        "import pickle\n"
+        "class Mine: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
+    )
+    done = stalloc(tmp_path, "run", "sub/script.py", "--plan", "a", "-m", "b")
+    assert done.stdout.splitlines()[0] == (
+        "__main__ ['sub/script.py', '--plan', 'a', '-m', 'b'] 7 sub/script.py sub/script.py"
+    )
+    assert "allocated no GPU memory" in done.stdout
+
+
+def test_a_failing_program_gives_exit_code_1_its_traceback_and_the_report(tmp_path: Path) -> None:
+    done = stalloc(tmp_path, "run", "--json", "-", LOOP, "--fail", code=1)
+    assert 'raise ValueError("the program fails")' in done.stderr
+    assert done.stderr.strip().endswith("ValueError: the program fails")
+    assert "runpy" not in done.stderr
+    assert "stalloc/cli" not in done.stderr
+    result = json.loads(done.stdout)
+    assert result["exit_code"] == 1
+    assert result["devices"][0]["allocated_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1)])
+def test_the_exit_code_of_the_program(tmp_path: Path, code: int, expected: int) -> None:
+    assert run(tmp_path, LOOP, 3, "--exit", code, code=expected)["exit_code"] == code
+
+
+def test_a_failing_program_is_recorded_up_to_there(tmp_path: Path) -> None:
+    stalloc(tmp_path, "record", "-o", "t.trace.npz", LOOP, "--fail", code=1)
+    stats = json.loads(stalloc(tmp_path, "stats", "t.trace.npz", "--json", "-").stdout)
+    assert stats["devices"][0]["requests"] > 30 * 20
+
+
+def test_out_of_memory_in_a_program_says_what_it_needs(tmp_path: Path) -> None:
+    done = stalloc(tmp_path, "run", "--memory", "1MiB", LOOP, code=1)
+    assert "stalloc: out of memory on device 0" in done.stderr
+    assert "OutOfMemoryError" in done.stderr
+
+
+def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for verb, options in (("run", ()), ("record", ("-o", "t.trace.npz"))):
+        assert "no program" in sentence(tmp_path, verb, *options)
+        assert "there is no file missing.py" in sentence(tmp_path, verb, *options, "missing.py")
+        assert "is a folder" in sentence(tmp_path, verb, *options, "folder")
+        assert "no GPU called" in sentence(tmp_path, verb, *options, "--gpu", "Voodoo2", LOOP)
+        assert "is not an amount of memory" in sentence(tmp_path, verb, *options, "--memory", "much", LOOP)
+        assert "-m lacks its module" in sentence(tmp_path, verb, *options, "-m")
+        assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=2).stderr
+    assert "does not end in .trace.npz" in sentence(tmp_path, "record", "-o", "t.npz", LOOP)
+    assert "cannot write" in sentence(tmp_path, "record", "-o", "no/such/folder/t.trace.npz", LOOP)
+    assert "--observe-steps is -1" in sentence(tmp_path, "run", "--observe-steps", "-1", LOOP)
+    assert not (tmp_path / "t.trace.npz").exists()
+
+
+def test_a_recording_without_gpu_memory_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("print(1)\n")
+    assert "allocated no GPU memory" in stalloc(tmp_path, "record", "-o", "t.trace.npz", "nothing.py", code=2).stderr
+    assert not (tmp_path / "t.trace.npz").exists()
+
+
+def test_where_a_plan_cannot_be_written_is_said_before_the_program_runs(tmp_path: Path) -> None:
+    done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=2)
+    assert "cannot write" in done.stderr
+    assert "the program prints" not in done.stdout
