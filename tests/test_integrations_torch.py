@@ -102,7 +102,7 @@ def test_statistics_are_what_the_native_allocator_says() -> None:
 
 
 def test_memory_that_another_stream_uses_is_not_handed_out_before_that_is_done(run_checks: Any) -> None:
-    reused, deferred, later, own, freed, counters = run_checks(
+    reused, deferred, later, freed, unknown = run_checks(
         _PROLOGUE
         + """
 side = torch.cuda.Stream()
@@ -125,22 +125,35 @@ for _ in range(40):
         z.record_stream(stream)
         z.record_stream(stream)
     del z
-torch.empty(1000).pin_memory() if False else None
+# freed in a capture, and on a device that is not the current one
+with torch.cuda.device(1):
+    elsewhere = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:1")
+    elsewhere.record_stream(torch.cuda.Stream())
+del elsewhere
+z = new(2 * MIB)
+z.record_stream(side)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    del z
+    captured = torch.ones(1000, device="cuda") * 2
+del captured, graph
+gc.collect()
 del y, held
 torch.cuda.synchronize()
 for _ in range(70):
     new(1 * MIB)
-CONTROLLER._deferred.wait()
-freed = [STATE["NUM_DEFERRED"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]
-show(reused, deferred, later, 0, freed, [STATE["NUM_UNKNOWN_FREES"]])
+for _ in range(70):
+    torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
+states = [controller.state for controller in RUNTIME.controllers]
+freed = [[state["NUM_DEFERRED"], state["NUM_LIVE"], state["ALLOCATED"]] for state in states]
+show(reused, deferred, later, freed, STATE["NUM_UNKNOWN_FREES"])
 """
     )
     assert reused is False
     assert deferred == [1, 3 * MIB]
     assert later == [0, True]
-    assert own == 0
-    assert freed == [0, 0, 0]
-    assert counters == [0]
+    assert freed == [[0, 0, 0], [0, 0, 0]]
+    assert unknown == 0
 
 
 def test_memory_of_a_cuda_graph_is_private_until_the_graph_is_gone(run_checks: Any) -> None:

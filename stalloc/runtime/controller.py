@@ -102,7 +102,7 @@ class Controller:
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
-        self._deferred = Deferred(self.state.address)
+        self._deferred = Deferred(self.state.address, device.index)
         self._lock = threading.RLock()
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
         self._wait_seconds = 0.0
@@ -130,7 +130,7 @@ class Controller:
             elif reason == layout.STALE:
                 self._drop_plan("the program left the plan for good")
             elif reason == layout.DEFER:
-                self._deferred.add(argument)
+                self._deferred.add(argument, capturing=self.state["PRIVATE"] != 0)
             elif reason == layout.POLL:
                 self._deferred.poll()
         return True
