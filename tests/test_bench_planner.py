@@ -154,5 +154,5 @@ def test_the_command_writes_its_rows(tmp_path: Path, shared_instances: Path) -> 
     assert all({"name", "value", "target", "ok"} <= row.keys() for row in written)
     missed = [row["name"] for row in written if row["ok"] is False]
     assert (done.returncode == 1) == bool(missed)
-    assert "MiniMalloc A to K, s" in {row["name"] for row in written}
+    assert "MiniMalloc A to K, whole calls, s" in {row["name"] for row in written}
     assert page.read_text().count("| A | 154 |") == 1

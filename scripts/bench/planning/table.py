@@ -48,8 +48,8 @@ def print_rows(rows: list[Row]) -> None:
     """The targets, those missed marked."""
     print(f"\n{'target':72}{'value':>14}  wanted")
     for row in rows:
-        print(f"{row.name:72}{row.value:>14}  {row.target}{'' if row.ok else '   MISSED'}")
-    print(f"{sum(row.ok is True for row in rows)} of {len(rows)} targets met")
+        print(f"{row.name:72}{row.value:>14}  {row.target or ''}{'   MISSED' if row.ok is False else ''}")
+    print(f"{sum(row.ok is True for row in rows)} of {sum(row.ok is not None for row in rows)} targets met")
 
 
 def markdown(
@@ -65,8 +65,8 @@ def markdown(
     lines = [
         "# The planner beside other methods",
         "",
-        f"Made by `{command} --markdown FILE` on {machine}, two cores. Each cell is the peak divided by the load (the",
-        "maximum of bytes live at once, which no plan can go below) and the time; **1** means that they are equal.",
+        f"Made by `{command} --markdown FILE` on {machine}.",
+        "Each cell is the peak divided by the load (the maximum of bytes live at once, which no plan can go below) and the time; **1** means that they are equal.",
         f"stalloc's times are medians of {repeat}, the others ran once; compilation comes before the clock. Each",
         "layout was judged by the naive validator. The baselines are written from the descriptions named in",
         "`scripts/bench/planning/baselines`, and their times are of our code, not of theirs.",
@@ -76,7 +76,8 @@ def markdown(
         "| figure | value | target | |",
         "|---|---:|---|---|",
     ]
-    lines += [f"| {row.name} | {row.value:,} | {row.target} | {'met' if row.ok else '**missed**'} |" for row in rows]
+    said = {True: "met", False: "**missed**", None: ""}
+    lines += [f"| {row.name} | {row.value:,} | {row.target or ''} | {said[row.ok]} |" for row in rows]
     for group, title in TITLES.items():
         entries = measured[group]
         if not entries:
