@@ -18,6 +18,8 @@ _LAZY: dict[str, str] = {
     "load_plans": "stalloc.planner",
     "save_plans": "stalloc.planner",
     "plan": "stalloc.planner",
+    "plan_joint": "stalloc.planner",
+    "replan": "stalloc.planner",
     "validate": "stalloc.planner",
     "install": "stalloc.integrations",
     "uninstall": "stalloc.integrations",

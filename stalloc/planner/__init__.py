@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stalloc.planner.effort import Progress
+    from stalloc.planner.joint import plan_joint
     from stalloc.planner.layout import plan_arrays
     from stalloc.planner.line import Layout
     from stalloc.planner.orders import METHODS
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
+    from stalloc.planner.replanning import replan
     from stalloc.planner.validator import Verdict, validate
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "load_plans",
     "plan",
     "plan_arrays",
+    "plan_joint",
     "plan_tape",
+    "replan",
     "save_plans",
     "validate",
 ]
@@ -34,7 +38,9 @@ _LAZY = {
     "Layout": "line",
     "plan_arrays": "layout",
     "plan": "planning",
+    "plan_joint": "joint",
     "plan_tape": "planning",
+    "replan": "replanning",
     "Plan": "record",
     "Progress": "effort",
     "load_plans": "record",

@@ -31,6 +31,7 @@ class Budget:
     progress: Callable[[Progress], None] | None = None
     seed: int = 0
     method: str = "auto"  #: one of methods.METHODS
+    aim_bytes: int = 0  #: a peak of at most this will do
     began: float = field(default_factory=time.monotonic)
     interrupted: str = ""  #: what cut the search short, if anything did
 

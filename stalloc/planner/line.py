@@ -51,7 +51,7 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
         problem = compressed(start[part.rows], end[part.rows], size[part.rows])
         pieces.append((part, problem, _key(problem)))
     distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
-    peak, methods = bound, []
+    peak, methods = max(bound, current().aim_bytes), []
     known: dict[bytes, Packing] = {}
     for part, problem, key in pieces:
         packing = known.get(key)
@@ -61,9 +61,9 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
-    if current().patient and peak > bound:
-        _improved(pieces, known, offset, bound, methods)
-        peak = int((offset + size).max())
+    if current().patient and peak > max(bound, current().aim_bytes):
+        _improved(pieces, known, offset, max(bound, current().aim_bytes), methods)
+    peak = int((offset + size).max())
     return Layout(offset, peak, bound, told(methods))
 
 

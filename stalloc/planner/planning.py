@@ -23,6 +23,7 @@ from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
 from stalloc.planner.record import Plan
 from stalloc.planner.ring import ring_bound
+from stalloc.planner.sharing import Streams, handovers, place_streams
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def plan(
     forbidden: Ranges = (),
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
+    aim_bytes: int = 0,
+    streams: Streams = "separate",
+    handover_bytes: int = 0,
 ) -> Plan:
     """The plan of one device's trace, or of bare lifespans given as (start, end, size), three arrays of (n,).
 
@@ -59,7 +63,10 @@ def plan(
     With `time_budget_seconds` the search goes on until the peak is proven optimal or the time is up, without it until
     a fixed effort is spent. The best plan so far is returned when the time is up or `stop` is set from another thread
     or a signal handler; it is then marked in `provenance["interrupted"]` and `method`. `progress` is called with each
-    better packing of a part. Equal arguments give an equal plan, unless a clock or `stop` ends the search.
+    better packing of a part. A peak of at most `aim_bytes` will do. Equal arguments give an equal plan, unless a clock
+    or `stop` ends the search.
+
+    `streams` and `handover_bytes` are for programs: see `plan_tape`.
 
     Raises BadInputError, naming the row, for input that cannot be planned.
     """
@@ -68,7 +75,7 @@ def plan(
     check_method(method)
     if time_budget_seconds is not None and not time_budget_seconds >= 0:
         raise BadInputError(f"the time budget is {time_budget_seconds} seconds: give a number from 0.")
-    budget = Budget(time_budget_seconds, stop or threading.Event(), progress, seed, method)
+    budget = Budget(time_budget_seconds, stop or threading.Event(), progress, seed, method, aim_bytes)
     if isinstance(source, Trace):
         start, end, size, stream, device = source.start, source.end, source.size, source.stream, source.device
     else:
@@ -78,7 +85,7 @@ def plan(
     provenance = _provenance(source, given, fold, method, time_budget_seconds, seed)
     with budgeted(budget):
         if fold == "auto" and given.plain and isinstance(source, Trace):
-            program = _program(source, given.granule, provenance)
+            program = _program(source, given.granule, provenance, streams, handover_bytes)
             if program is not None:
                 return _marked(program, budget)
         layout = plan_arrays(
@@ -109,7 +116,9 @@ def plan(
     return _marked(made, budget)
 
 
-def _program(trace: Trace, alignment: int, provenance: dict[str, Any]) -> Plan | None:
+def _program(
+    trace: Trace, alignment: int, provenance: dict[str, Any], streams: Streams, handover_bytes: int
+) -> Plan | None:
     """The "program" plan of a recording of our own that repeats, its rows those of the trace."""
     if trace.info.get("source") != "stalloc recorder":
         return None
@@ -118,7 +127,7 @@ def _program(trace: Trace, alignment: int, provenance: dict[str, Any]) -> Plan |
     tape = tapes.fold(trace)
     if tape is None:
         return None
-    program = plan_tape(tape, alignment, device=trace.device)
+    program = plan_tape(tape, alignment, device=trace.device, streams=streams, handover_bytes=handover_bytes)
     return dataclasses.replace(
         program,
         offset=tapes.expand(tape, program.tape_offset, trace),
@@ -131,23 +140,23 @@ def _program(trace: Trace, alignment: int, provenance: dict[str, Any]) -> Plan |
     )
 
 
-def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
-    """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1."""
-    offset = np.full(len(tape.size), -1, np.int64)
-    region, methods = 0, []
-    planned = np.flatnonzero(tape.planned)
-    for stream in np.unique(tape.stream[planned]):
-        rows = planned[tape.stream[planned] == stream]
-        layout = plan_arrays(
-            tape.start[rows],
-            tape.end[rows],
-            tape.size[rows],
-            alignment=alignment,
-            ring=(tape.ring_start, tape.ring_end),
-        )
-        offset[rows] = region + layout.offset
-        region += layout.peak_bytes
-        methods.append(layout.method)
+def plan_tape(
+    tape: "Tape",
+    alignment: int = 512,
+    *,
+    device: int = 0,
+    streams: Streams = "separate",
+    handover_bytes: int = 0,
+) -> Plan:
+    """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1.
+
+    `streams`: "separate" gives every stream a region of its own; "share" plans all streams together and lists in
+    `handover_earlier` and `handover_later` which entry takes over bytes of another stream's, which the runtime has to
+    secure with an event and a wait; "weigh" lets those streams share whose common region saves more bytes than
+    `handover_bytes` for each hand-over.
+    """
+    offset, region, method = place_streams(tape, alignment, streams, handover_bytes)
+    earlier, later = handovers(tape, offset) if streams != "separate" else (None, None)
     bound = tape_bound(tape, alignment)
     return Plan(
         offset=offset,
@@ -160,7 +169,7 @@ def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
         peak_bytes=region,
         lower_bound_bytes=bound,
         optimal=region == bound,
-        method="; ".join(methods) or "nothing to place",
+        method=method,
         kind="program",
         provenance={"stalloc": __version__},
         num_prologue=tape.num_prologue,
@@ -173,6 +182,7 @@ def plan_tape(tape: "Tape", alignment: int = 512, *, device: int = 0) -> Plan:
         tape_end=tape.end,
         tape_offset=offset,
         proven_bound_bytes=bound,
+        **({} if earlier is None or later is None else {"handover_earlier": earlier, "handover_later": later}),
     )
 
 

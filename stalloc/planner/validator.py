@@ -60,8 +60,11 @@ class _Use(NamedTuple):
     row: int
 
 
-def validate(plan: Plan, trace: Lifespans | None = None) -> Verdict:
+def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = False) -> Verdict:
     """Judge a plan by itself and, if `trace` is given, as a plan of that trace.
+
+    With `handovers`, streams may share bytes where the plan lists a hand-over: for those who will secure each of them
+    with an event and a wait. Without, they may not.
 
     A "program" plan is judged twice: its rows as a recording, its tape as prologue, first pass and second pass of the
     ring, all later passes being like the second.
@@ -76,7 +79,7 @@ def validate(plan: Plan, trace: Lifespans | None = None) -> Verdict:
         checks = [
             _tape_form,
             lambda plan: _judge(plan, _uses_of_tape(plan), "tape entry", bound=True),
-            _streams,
+            _handovers if handovers else _streams,
             *checks,
         ]
     for check in (*checks, _proven):
@@ -269,4 +272,39 @@ def _streams(plan: Plan) -> Verdict:
                 )
         if high > reach.get(stream, (0, 0))[0]:
             reach[stream] = (high, row)
+    return Verdict(True)
+
+
+def _handovers(plan: Plan) -> Verdict:
+    """Whether every byte that passes from one stream to another does so by a listed hand-over, and no other is listed.
+
+    Looks at who used each byte last, over prologue and two passes; what follows is like the second.
+    """
+    count = len(plan.tape_size)
+    listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
+    if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
+        return Verdict(False, "bad-handover", f"a hand-over names a tape entry that is none of {count}")
+    stream = plan.tape_stream.tolist()
+    seen: set[tuple[int, int]] = set()
+    last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last
+    uses = [use for use in _uses_of_tape(plan) if use.low < use.high and use.start < use.end]
+    for use in sorted(uses, key=lambda use: use.start):
+        kept = [(use.low, use.high, use.row)]
+        for low, high, row in last:
+            if max(low, use.low) >= min(high, use.high):
+                kept.append((low, high, row))
+                continue
+            if stream[row] != stream[use.row]:
+                seen.add((row, use.row))
+            kept += [piece for piece in ((low, use.low, row), (use.high, high, row)) if piece[0] < piece[1]]
+        last = kept
+    for one, two in sorted(seen ^ listed):
+        if (one, two) in seen:
+            return Verdict(
+                False,
+                "shared-by-streams",
+                f"tape entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
+                f"without a hand-over",
+            )
+        return Verdict(False, "bad-handover", f"tape entry {two} takes over no bytes of entry {one}")
     return Verdict(True)

@@ -1,0 +1,60 @@
+"""Several programs in one arena, one at a time.
+
+Contract: every plan stands by itself, and all state one peak, the size of an arena that serves each of them. Since
+only one of them runs at a time, they share all addresses, and the least common peak is the largest of their own.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.planner.layout import columns
+from stalloc.planner.planning import Arrays, plan, plan_tape, tape_bound
+from stalloc.planner.problem import epochs, load_curve
+from stalloc.planner.record import Plan
+from stalloc.trace import Trace
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+
+
+def plan_joint(sources: "Sequence[Trace | Tape | Arrays]", *, alignment: int = 512) -> list[Plan]:
+    """One plan for each of `sources`: traces, tapes, or (start, end, size). All have the same `peak_bytes`.
+
+    The one that needs most is planned first; the others need not be better than that. Raises BadInputError for input
+    that cannot be planned.
+    """
+    bounds = [_bound(source, alignment) for source in sources]
+    plans: dict[int, Plan] = {}
+    peak = 0
+    for index in np.argsort([-bound for bound in bounds], kind="stable").tolist():
+        source = sources[index]
+        if isinstance(source, Trace | tuple):
+            plans[index] = plan(source, alignment=alignment, aim_bytes=peak)
+        else:
+            plans[index] = plan_tape(source, alignment)
+        peak = max(peak, plans[index].peak_bytes)
+    proven = max((made.proven_bound_bytes for made in plans.values()), default=0)
+    return [
+        dataclasses.replace(
+            plans[index],
+            peak_bytes=peak,
+            proven_bound_bytes=proven,
+            optimal=peak == proven,
+            provenance={**plans[index].provenance, "joint": {"index": index, "plans": len(plans)}},
+        )
+        for index in range(len(plans))
+    ]
+
+
+def _bound(source: "Trace | Tape | Arrays", alignment: int) -> int:
+    """The maximum load of one source, sizes rounded up."""
+    if not isinstance(source, Trace | tuple):
+        return tape_bound(source, alignment)
+    given = (source.start, source.end, source.size) if isinstance(source, Trace) else source
+    start, end, size = columns(*given)
+    rows = start < end
+    a, b, num_epochs = epochs(start[rows], end[rows])
+    return int(load_curve(a, b, (size[rows] + (alignment - 1)) & -alignment, num_epochs).max(initial=0))

@@ -1,0 +1,175 @@
+"""A plan changed to fit a trace that is nearly the same.
+
+Contract: the plan fits the new trace. What both have keeps its offset wherever the new lifespans allow, and only the
+rest is placed; if that costs more than the stated gap, everything is planned anew.
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stalloc.compiled import njit
+from stalloc.errors import BadInputError
+from stalloc.planner.layout import columns, plan_arrays
+from stalloc.planner.placement import fit
+from stalloc.planner.planning import Arrays, plan
+from stalloc.planner.problem import Column, epochs, load_curve
+from stalloc.planner.record import Plan
+from stalloc.trace import Trace
+
+#: how far apart two traces may drift between requests that match, and how many in a row must match again
+DRIFT, AGAIN = 128, 6
+#: pairs of requests that placing the rest may compare
+PAIRS = 60_000_000
+#: moments a request up to which the load is counted moment by moment
+SPARSE = 16
+
+
+def replan(before: Plan, source: Trace | Arrays, *, worst_gap: float = 0.001) -> Plan:
+    """The plan `before` changed to fit `source`, a trace or (start, end, size), each (n,).
+
+    Requests are matched in order of start by their sizes, as a text is compared with a later version of it. The new
+    plan may lie further above its lower bound than `before` by at most `worst_gap` of that bound; else, and for plans
+    of programs, the source is planned from scratch. `provenance["replanned_rows"]` is how many rows were placed.
+
+    Raises BadInputError for a plan with constraints on rows, and for input that cannot be planned.
+    """
+    if len(before.row_alignment) or len(before.fixed_row) or len(before.forbidden_low):
+        raise BadInputError("the plan has constraints on rows, which another trace does not have: plan it anew.")
+    given = (source.start, source.end, source.size) if isinstance(source, Trace) else source
+    start, end, size = columns(*given)
+    if before.kind != "trace" or len(size) == 0 or len(before.size) == 0:
+        return plan(source, alignment=before.alignment)
+    plan_arrays(start[:0], end[:0], size[:0], alignment=before.alignment)
+    if (size < 0).any() or (end < start).any() or float(size.sum(dtype=np.float64)) >= 2.0**60:
+        return plan(source, alignment=before.alignment)  # which says what is wrong
+    rounded = (size + (before.alignment - 1)) & -before.alignment
+    old_order, new_order = _in_time(before.start), _in_time(start)
+    match = matched(before.size[old_order], size[new_order])
+    offset = np.full(len(size), -1, np.int64)
+    found = match >= 0
+    offset[new_order[found]] = before.offset[old_order[match[found]]]
+    idle = (rounded == 0) | (start == end)
+    offset[idle] = 0
+    bound = _maximum_load(start, end, rounded)
+    suspects = new_order[found][_lives_differently(before, start, end, old_order[match[found]], new_order[found])]
+    if len(suspects) * len(size) > PAIRS:
+        return plan(source, alignment=before.alignment, fold="never")
+    free_clashing(start, end, rounded, offset, suspects[~idle[suspects]])
+    height = bound + before.peak_bytes - before.lower_bound_bytes
+    most = height + int(worst_gap * bound)
+    placed = _place_rest(start, end, rounded, offset, height, most)
+    if placed is None:
+        return plan(source, alignment=before.alignment, fold="never")
+    peak = int((offset + rounded)[~idle].max(initial=0))
+    if peak > most:
+        return plan(source, alignment=before.alignment, fold="never")
+    stream = source.stream if isinstance(source, Trace) else np.zeros(len(size), np.int64)
+    return dataclasses.replace(
+        before,
+        offset=offset,
+        size=size,
+        start=start,
+        end=end,
+        stream=stream,
+        peak_bytes=peak,
+        lower_bound_bytes=bound,
+        proven_bound_bytes=bound,
+        optimal=peak == bound,
+        provenance={**before.provenance, "replanned_rows": placed},
+    )
+
+
+def _place_rest(start: Column, end: Column, size: Column, offset: Column, height: int, most: int) -> int | None:
+    """Place what has no offset, then what ends above `height`, then all around that if some ends above `most`.
+
+    None if that is too much, else how many rows were placed.
+    """
+    none = np.zeros(len(size), np.int64)
+    once = np.ones(len(size), np.int64)
+    total = 0
+    for stage in range(3):
+        high = np.flatnonzero((offset + size > height) & (start < end))
+        if stage and len(high) == 0:
+            break
+        if stage == 2:
+            around = np.flatnonzero(
+                (start >= start[high].min()) & (end <= end[high].max()) & (start < end) & (size > 0)
+            )
+            if len(around) * len(size) > PAIRS:
+                break
+            offset[around] = -1
+        offset[high] = -1
+        rest = np.flatnonzero(offset < 0)
+        total += len(rest)
+        if total * len(size) > PAIRS:
+            return None
+        fit(start, end, none, none, size, once, offset, rest[np.argsort(-size[rest], kind="stable")], True)
+    return total
+
+
+def _maximum_load(start: Column, end: Column, size: Column) -> int:
+    first, last = int(start.min()), int(end.max())
+    if last - first > SPARSE * len(start):
+        rows = start < end
+        start, end, last = epochs(start[rows], end[rows])
+        first, size = 0, size[rows]
+    return int(load_curve(start - first, end - first, size, max(last - first, 1)).max(initial=0))
+
+
+def _lives_differently(before: Plan, start: Column, end: Column, old: Column, new: Column) -> NDArray[np.bool_]:
+    """(m,) whether the rows `new` outlive another number of the rows that both have than the rows `old` did.
+
+    Two rows of which neither does are live together exactly if they were before.
+    """
+    outlived = np.searchsorted(before.start[old], before.end[old])
+    return outlived != np.searchsorted(start[new], end[new])
+
+
+def _in_time(start: Column) -> Column:
+    if len(start) < 2 or (np.diff(start) >= 0).all():
+        return np.arange(len(start))
+    return np.argsort(start, kind="stable")
+
+
+@njit(nogil=True)
+def matched(old, new):
+    """(n,) the position in `old` that each position of `new` stands for, or -1; ascending, equal values only."""
+    match = np.full(len(new), -1, np.int64)
+    i, j = 0, 0
+    while i < len(old) and j < len(new):
+        if old[i] == new[j]:
+            match[j] = i
+            i += 1
+            j += 1
+            continue
+        di, dj = 1, 1
+        for drift in range(1, DRIFT):
+            hit = False
+            for skip in range(drift + 1):
+                same = 0
+                a, b = i + skip, j + drift - skip
+                while same < AGAIN and a + same < len(old) and b + same < len(new) and old[a + same] == new[b + same]:
+                    same += 1
+                if same == AGAIN or (same > 0 and a + same == len(old) and b + same == len(new)):
+                    di, dj, hit = skip, drift - skip, True
+                    break
+            if hit:
+                break
+        i += di
+        j += dj
+    return match
+
+
+@njit(nogil=True)
+def free_clashing(start, end, size, offset, suspects):
+    """Take the offset (sets -1) from each of `suspects` that shares bytes with a row that is live with it."""
+    for i in suspects:
+        for j in range(len(start)):
+            if j == i or offset[j] < 0 or size[j] == 0:
+                continue
+            together = max(start[i], start[j]) < min(end[i], end[j])
+            if together and max(offset[i], offset[j]) < min(offset[i] + size[i], offset[j] + size[j]):
+                offset[i] = -1
+                break

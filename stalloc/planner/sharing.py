@@ -1,0 +1,101 @@
+"""Streams in one arena: regions apart, or shared with planned hand-overs.
+
+Contract: entries of streams that do not share a region never share a byte; for those that do, `handovers` lists every
+pair of entries of different streams of which the later takes over a byte from the earlier, in any pass.
+"""
+
+from bisect import bisect_right
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.planner.layout import plan_arrays
+from stalloc.planner.line import Layout
+from stalloc.planner.problem import Column
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+
+Streams = Literal["separate", "share", "weigh"]
+
+
+def place_streams(tape: "Tape", alignment: int, streams: Streams, handover_bytes: int) -> tuple[Column, int, str]:
+    """(offset, peak, method): offsets of (n,) tape entries in bytes, -1 for those that are not planned."""
+    if streams not in ("separate", "share", "weigh"):
+        raise BadInputError(f"streams is {streams!r}: give 'separate', 'share' or 'weigh'.")
+    if handover_bytes < 0:
+        raise BadInputError(f"a hand-over is priced at {handover_bytes} bytes: give a number from 0.")
+    planned = np.flatnonzero(tape.planned)
+    names = np.unique(tape.stream[planned]).tolist()
+    groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
+    layouts = {group: _together(tape, group, alignment) for group in groups}
+    if streams == "weigh":
+        _merge(tape, layouts, alignment, handover_bytes)
+    offset = np.full(len(tape.size), -1, np.int64)
+    region = 0
+    placed = [layouts[group] for group in sorted(layouts)]
+    for rows, layout in placed:
+        offset[rows] = region + layout.offset
+        region += layout.peak_bytes
+    return offset, region, "; ".join(layout.method for _, layout in placed) or "nothing to place"
+
+
+def _together(tape: "Tape", group: tuple[int, ...], alignment: int) -> tuple[Column, Layout]:
+    rows = np.flatnonzero(tape.planned & np.isin(tape.stream, group))
+    ring = tape.ring_start, tape.ring_end
+    return rows, plan_arrays(tape.start[rows], tape.end[rows], tape.size[rows], alignment=alignment, ring=ring)
+
+
+def _merge(
+    tape: "Tape", layouts: dict[tuple[int, ...], tuple[Column, Layout]], alignment: int, handover_bytes: int
+) -> None:
+    """Let the two groups share whose common region saves most, as long as any saves."""
+
+    def cost(group: tuple[int, ...], rows: Column, layout: Layout) -> int:
+        offset = np.full(len(tape.size), -1, np.int64)
+        offset[rows] = layout.offset
+        passed = len(handovers(tape, offset)[0]) if len(group) > 1 else 0
+        return layout.peak_bytes + handover_bytes * passed
+
+    while True:
+        best: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+        merged: dict[tuple[int, ...], tuple[Column, Layout]] = {}
+        for one, two in combinations(sorted(layouts), 2):
+            both = tuple(sorted(one + two))
+            merged[both] = _together(tape, both, alignment)
+            saved = cost(one, *layouts[one]) + cost(two, *layouts[two]) - cost(both, *merged[both])
+            if saved > best[0]:
+                best = saved, one, two
+        if best[0] == 0:
+            return
+        _, one, two = best
+        del layouts[one], layouts[two]
+        both = tuple(sorted(one + two))
+        layouts[both] = merged[both]
+
+
+def handovers(tape: "Tape", offset: Column) -> tuple[Column, Column]:
+    """(earlier, later) tape entries, ascending: of other streams, and the later one takes bytes of the earlier."""
+    period = tape.ring_end - tape.ring_start
+    uses = []
+    for row in np.flatnonzero((offset >= 0) & (tape.size > 0) & (tape.start < tape.end)).tolist():
+        begin, low, high = int(tape.start[row]), int(offset[row]), int(offset[row] + tape.size[row])
+        uses.append((begin, row, low, high))
+        if row >= tape.num_prologue:
+            uses.append((begin + period, row, low, high))
+    uses.sort()
+    edges, owners = [0], [-1]  # owners[i] used the bytes [edges[i], edges[i + 1]) last
+    pairs: set[tuple[int, int]] = set()
+    for _, row, low, high in uses:
+        for edge in (low, high):
+            at = bisect_right(edges, edge)
+            if edges[at - 1] != edge:
+                edges.insert(at, edge)
+                owners.insert(at, owners[at - 1])
+        first, last = bisect_right(edges, low) - 1, bisect_right(edges, high) - 1
+        pairs |= {(owner, row) for owner in owners[first:last] if owner >= 0 and tape.stream[owner] != tape.stream[row]}
+        edges[first:last], owners[first:last] = [low], [row]
+    columns = np.array(sorted(pairs), np.int64).reshape(-1, 2)
+    return columns[:, 0].copy(), columns[:, 1].copy()
