@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stalloc.planner.joint import plan_joint
     from stalloc.planner.layout import plan_arrays
     from stalloc.planner.line import Layout
+    from stalloc.planner.moving import Moves, plan_moving_least
     from stalloc.planner.orders import METHODS
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "Layout",
+    "Moves",
     "Plan",
     "Progress",
     "Verdict",
@@ -27,6 +29,7 @@ __all__ = [
     "plan",
     "plan_arrays",
     "plan_joint",
+    "plan_moving_least",
     "plan_tape",
     "replan",
     "save_plans",
@@ -39,6 +42,8 @@ _LAZY = {
     "plan_arrays": "layout",
     "plan": "planning",
     "plan_joint": "joint",
+    "Moves": "moving",
+    "plan_moving_least": "moving",
     "plan_tape": "planning",
     "replan": "replanning",
     "Plan": "record",
