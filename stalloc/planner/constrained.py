@@ -164,7 +164,7 @@ def _wasted(live: Stays, size: Column, given: Constraints) -> int:
             [(int(given.fixed[row]), int(given.fixed[row] + size[row])) for row in placed]
             + [(int(a), int(b)) for a, b in zip(low, high, strict=True) if a < b]
         )
-        proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min(initial=0))))
+        proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min()) if len(rows) else 0))
         proven = max(proven, max((int((given.fixed + size)[row]) for row in placed), default=0))
         for grain in np.unique(given.alignment[rows]).tolist():
             # no two of these share a cell of that many bytes; only the topmost one's last cell may end beyond the peak

@@ -198,7 +198,7 @@ def _judge(plan: Plan, uses: list[_Use], what: str, *, bound: bool) -> Verdict:
             return Verdict(False, "negative-offset", f"{what} {use.row} is at offset {use.low}")
         if use.low % plan.alignment:
             return Verdict(False, "misaligned", f"{what} {use.row} is at {use.low}, no multiple of {plan.alignment}")
-        if use.high > plan.peak_bytes:
+        if use.high > plan.peak_bytes and use.low < use.high and use.start < use.end:
             return Verdict(
                 False, "beyond-peak", f"{what} {use.row} ends at byte {use.high}, above the peak of {plan.peak_bytes}"
             )
