@@ -143,6 +143,25 @@ print(json.dumps([before.phase, after.phase, after.hit_rate, STATE["RESERVED"], 
     assert reserved <= 16 << 20, "whatever the plan is worth, memory does not grow"
 
 
+def test_a_program_that_never_repeats_is_left_to_the_heap_when_the_record_is_full(run_checks: Any) -> None:
+    phase, note, events, exact = run_checks(
+        _PROLOGUE
+        + """
+import random
+STATE.write(EVENTS_CAPACITY=5000)
+rng = random.Random(1)
+for _ in range(5000):
+    x = cp.empty(rng.randrange(1000, 100_000), dtype=cp.uint8)
+report = stalloc.statistics()[0]
+print(json.dumps([report.phase, report.note, STATE["NUM_EVENTS"], STATE["EXACT"]]))
+"""
+    )
+    assert phase == "serving from the heap"
+    assert "before the record's table was full" in note
+    assert events <= 5000
+    assert exact == 0
+
+
 def test_streams_do_not_share_memory_and_devices_have_their_own(run_checks: Any) -> None:
     result = run_checks(
         _PROLOGUE

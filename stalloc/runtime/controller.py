@@ -311,6 +311,9 @@ class Controller:
         if self.phase is not Phase.OBSERVING or not self.settings.plan:
             return
         state = self.state
+        if not state["RECORDING"]:
+            self._rest("no repeating step was found before the record's table was full")
+            return
         num_steps = sum(kind == MARK_STEP for _, kind, _ in self.marks)
         if num_steps > _EAGER_MARKS and state["NUM_SIZABLE"] < self._look_at:
             return
@@ -318,9 +321,6 @@ class Controller:
         # marks come at the right moments; without them, look again when the record has grown by a quarter
         state["CHECK_AT"] = 0 if self.marks or self.expects_marks else state["NUM_SIZABLE"] * 5 // 4 + 64
         if (self.marks and num_steps < self.settings.observe_steps) or (self.expects_marks and not self.marks):
-            return
-        if not state["RECORDING"]:
-            self._rest("no repeating step was found before the record's table was full")
             return
         if self._arena is not None and self.state["ARENA_LIVE"]:
             return  # blocks of the last plan are still in its arena; its tape cannot be replaced yet
@@ -494,7 +494,3 @@ class Controller:
                 self._rest("the plan was dropped on request")
             self.phase = Phase.RESTING
             self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, EXACT=0)
-
-    def close(self) -> None:
-        """The interpreter goes down: never enter Python again. Memory stays: tensors may still be freed."""
-        self.state["CLOSED"] = 1

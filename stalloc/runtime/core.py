@@ -74,10 +74,11 @@ def _stream_index(state, stream):
 
 @njit()
 def record(state, action, stream, address, size):
-    """Add an event to the record; a full table ends the recording."""
+    """Add an event to the record; a full table ends the recording, and Python is to hear of it."""
     count = peek(state, NUM_EVENTS)
     if count >= peek(state, EVENTS_CAPACITY):
         poke(state, RECORDING, 0)
+        poke(state, CHECK_AT, 1)
         return
     table = peek(state, EVENTS)
     poke(table, count * EVENT_ROW + E_ACTION, action | stream << 8)
@@ -359,7 +360,7 @@ def allocate_on(state, requested, raw_stream):
         unlock(state)
         reason = -address & ((1 << REASON_BITS) - 1)
         helped = False
-        if address < 0 and peek(state, CLOSED) == 0:
+        if address < 0:
             helped = call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), -address, size) == 1
         if reason in (AT_BOUNDARY, POLL, CHECK):
             way = WAY_AFTER_ASKING  # the tape has not moved yet
@@ -372,8 +373,7 @@ def allocate_on(state, requested, raw_stream):
 @njit()
 def _refuse(state, requested):
     """Python explains a request that no device can serve."""
-    if peek(state, CLOSED) == 0:
-        call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), REFUSED, requested)
+    call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), REFUSED, requested)
     lock(state)
     _add(state, NUM_OOMS, 1)
     unlock(state)
@@ -447,7 +447,7 @@ def free_on(state, address):
     else:
         _add(state, NUM_UNKNOWN_FREES, 1)
     unlock(state)
-    if held == BLOCK_SHARED and peek(state, CLOSED) == 0:
+    if held == BLOCK_SHARED:
         call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), DEFER, address)
 
 

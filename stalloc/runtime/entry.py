@@ -7,6 +7,7 @@ a visit to Python from the middle of somebody else's error handling.
 """
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ def slow_entry(handler: Callable[[int, int, int], int]) -> int:
     thunk = kind(handler)
     _engines.append(thunk)
     api = ctypes.pythonapi
+    process = ctypes.CDLL(None)
     finalizing = getattr(api, "Py_IsFinalizing", None) or api._Py_IsFinalizing
     source = f"""
 define i64 @slow(i64 %device, i64 %request, i64 %argument) {{
@@ -88,7 +90,30 @@ check:
   br i1 %gone, label %leave, label %open
 leave:
   %left = atomicrmw sub ptr %inside.word, i64 1 seq_cst
+  %self.function = inttoptr i64 {_address(process.pthread_self)} to ptr
+  %self = call i64 %self.function()
+  %last = icmp eq i64 %self, {threading.main_thread().ident}
+  br i1 %last, label %refuse, label %other
+other:
+  %state.function = inttoptr i64 {_address(api.PyGILState_GetThisThreadState)} to ptr
+  %state = call ptr %state.function()
+  %foreign = icmp eq ptr %state, null
+  br i1 %foreign, label %refuse, label %daemon
+refuse:
   ret i64 0
+daemon:
+  %check.function = inttoptr i64 {_address(api.PyGILState_Check)} to ptr
+  %held = call i32 %check.function()
+  %holds = icmp ne i32 %held, 0
+  br i1 %holds, label %save, label %wait
+save:
+  %save.function = inttoptr i64 {_address(api.PyEval_SaveThread)} to ptr
+  %saved = call ptr %save.function()
+  br label %wait
+wait:
+  %pause = inttoptr i64 {_address(process.pause)} to ptr
+  %interrupted = call i32 %pause()
+  br label %wait
 open:
   %type = alloca ptr
   %value = alloca ptr
@@ -117,6 +142,8 @@ def close_slow_entries(timeout_seconds: float = 2.0) -> None:
 
     Before Python 3.14 a thread that asks for the GIL of an interpreter which is gone is unwound like by an exception,
     and the program aborts where that meets C++ code which catches all exceptions, as around CuPy's C allocators.
+    Threads of Python that come later wait for the end of the process, as those that ask for the GIL do from 3.14 on:
+    only daemons are left, and nobody waits for them. The main thread and threads of others get no memory.
     """
     _gate[0] = 1
     end = time.monotonic() + timeout_seconds

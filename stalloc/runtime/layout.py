@@ -13,7 +13,6 @@ DEVICE = 10
 RANDOM = 11  # state of the generator that gives free blocks their treap priority
 SCRATCH = 12  # two words for the clock
 EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
-CLOSED = 15  # 1: the interpreter is going down, Python must not be entered
 PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
 
 # tables (addresses) and their fill

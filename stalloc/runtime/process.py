@@ -37,7 +37,7 @@ class Runtime:
                     "make it from a trace of this machine's devices."
                 )
             self.controllers[plan.device].use(plan)
-        atexit.register(self._close)
+        atexit.register(entry.close_slow_entries)
 
     def _help(self, device: int, request: int, argument: int) -> int:
         try:
@@ -57,11 +57,6 @@ class Runtime:
                     stacklevel=2,
                 )
             return 0
-
-    def _close(self) -> None:
-        for controller in self.controllers:
-            controller.close()
-        entry.close_slow_entries()
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark on every device that the program has used."""
