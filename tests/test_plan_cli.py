@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -128,6 +130,13 @@ def test_a_device_that_the_plan_lacks_is_a_mismatch(instance, plan_file, capsys)
         ["plan", "{trace}", "{trace}", "-o", "{folder}/a.plan.npz"],
         ["plan", "{trace}", "--align", "500"],
         ["plan", "{trace}", "--align", "0"],
+        ["plan", "{trace}", "--method", "best"],
+        ["plan", "{trace}", "--time-budget", "-1"],
+        ["plan", "{trace}", "--fixed", "{folder}/missing.csv"],
+        ["plan", "{trace}", "--fixed", "{trace}"],
+        ["plan", "{trace}", "{trace}", "--fixed", "{trace}"],
+        ["plan", "{trace}", "--csv", "{folder}"],
+        ["plan", "{trace}", "--csv", "{trace}"],
         ["plan", "{folder}/missing.csv"],
         ["plan", "{trace}", "--json", "{folder}/none/a.json"],
         ["validate", "{trace}", "{trace}"],
@@ -147,3 +156,91 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, instance, capsys, a
 def test_the_trace_survives_a_plan_written_over_it(instance):
     assert main(["plan", str(instance), "-o", str(instance)]) == 2
     assert instance.read_text() == INSTANCE
+
+
+def test_fixed_requests_stay_and_csv_tells_where_all_are(tmp_path, instance, capsys):
+    fixed, out = tmp_path / "fixed.csv", tmp_path / "out.csv"
+    fixed.write_text("offset,id\n8192,3\n512,1\n")
+    assert main(["plan", str(instance), "--fixed", str(fixed), "--csv", str(out), "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert device["csv"] == str(out)
+    header, *lines = out.read_text().splitlines()
+    assert header == "id,lower,upper,size,offset"
+    rows = {line.split(",")[0]: [int(cell) for cell in line.split(",")[1:]] for line in lines}
+    assert [f"{name},{','.join(map(str, row[:3]))}" for name, row in sorted(rows.items())] == INSTANCE.splitlines()[1:]
+    assert (rows["3"][3], rows["1"][3]) == (8192, 512)
+    assert main(["plan", str(out)]) == 0  # what is written can be read
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("0,0\n2,512\n", "id 0) and row 2 (id 2)"),
+        ("0,100\n", "id 0"),
+        ("9,0\n", "'9'"),
+        ("0,0\n0,0\n", "line 3"),
+        ("0,-1\n", "line 2"),
+        ("0\n", "line 2"),
+    ],
+)
+def test_wrong_places_are_one_sentence(tmp_path, instance, capsys, lines, named):
+    fixed = tmp_path / "fixed.csv"
+    fixed.write_text("id,offset\n" + lines)
+    assert main(["plan", str(instance), "--fixed", str(fixed)]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["7,0,40,-1", "7,9,4,100", f"7,0,40,{2**63}", "3,0,40,100", "7,0,40,1.5"])
+def test_wrong_requests_are_one_sentence_that_names_them(tmp_path, capsys, line):
+    path = tmp_path / "wrong.csv"
+    path.write_text(f"{INSTANCE}{line}\n")
+    assert main(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stalloc: ")
+    assert error.count("\n") == 1
+    assert "line 7" in error or "id 3 " in error
+
+
+def test_sizes_of_nothing_take_no_room(tmp_path, capsys):
+    path = tmp_path / "nothing.csv"
+    path.write_text(f"{INSTANCE}7,0,40,0\n")
+    assert main(["plan", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["peak_bytes"] == 4096 + 1024 + 3072
+
+
+def test_ctrl_c_ends_with_the_best_plan_so_far(tmp_path):
+    pieces = [(0, 1000, 0, 100_000)]
+    rng = np.random.default_rng(5)
+    while len(pieces) < 150:
+        index = max(range(len(pieces)), key=lambda i: (pieces[i][1] - pieces[i][0]) * (pieces[i][3] - pieces[i][2]))
+        first, last, low, high = pieces.pop(index)
+        if rng.random() < 0.5:
+            cut = int(rng.integers(first + 1, last))
+            pieces += [(first, cut, low, high), (cut, last, low, high)]
+        else:
+            cut = int(rng.integers(low + 1, high))
+            pieces += [(first, last, low, cut), (first, last, cut, high)]
+    path = tmp_path / "tight.csv"
+    path.write_text(
+        "id,lower,upper,size\n" + "".join(f"{i},{a},{b},{d - c}\n" for i, (a, b, c, d) in enumerate(pieces))
+    )
+    source = (
+        "import signal, sys, threading\n"
+        "from stalloc.cli import main\n"
+        "import stalloc.planner.planning as planning\n"
+        "made = planning.plan_arrays\n"
+        "def interrupted(*args, **options):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    return made(*args, **options)\n"
+        "planning.plan_arrays = interrupted\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", source, "plan", str(path), "--align", "1", "--time-budget", "500", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "best plan so far" in done.stderr
+    (device,) = json.loads(done.stdout)["devices"]
+    assert (device["interrupted"], device["optimal"]) == ("Ctrl-C", False)
+    assert device["planned_requests"] == 150

@@ -88,14 +88,8 @@ def plan(
             program = _program(source, given.granule, provenance, streams, handover_bytes)
             if program is not None:
                 return _marked(program, budget)
-        layout = plan_arrays(
-            start,
-            end,
-            size,
-            alignment=given.alignment if len(size) else alignment,
-            fixed=given.fixed,
-            forbidden=forbidden,
-        )
+        ids = source.extra.get("id") if isinstance(source, Trace) else None
+        layout = plan_arrays(start, end, size, alignment=alignment, fixed=given.fixed, forbidden=forbidden, ids=ids)
     made = Plan(
         offset=layout.offset,
         size=size,
