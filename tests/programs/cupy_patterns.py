@@ -190,11 +190,6 @@ def main(operations: int, seed: int) -> None:
     report = stalloc.statistics()[0]
     result["in_threads"] = {"hits": report.hits, "misses": report.misses, "conflicts": report.conflicts}
     result["plans_made"] = report.plans_made
-    for _ in range(40):
-        if CONTROLLER.phase.value == "running on the plan":
-            break
-        loop.step(heap)
-    result["planned_again"] = CONTROLLER.phase.value
 
     CONTROLLER.drop_plan()
     for _ in range(5):
