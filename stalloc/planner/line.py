@@ -4,16 +4,22 @@ Contract: a packing without overlap, and the maximum load as its bound; parts th
 """
 
 import hashlib
+import time
 from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.planner.effort import current, over
+from stalloc.planner.effort import current, over, tell
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.portfolio import Packing, compressed, improve, solve
 from stalloc.planner.problem import Column, Part, Problem, epochs, load_curve, parts
+from stalloc.planner.search import searching
 
+#: parts with more requests than this are not searched exactly
+SEARCHED = 2_000
+#: nodes that a part may cost when nobody gave a time budget
+NODES = 150_000
 #: from so many requests on, a peak this close to the bound will do
 MANY, CLOSE_ENOUGH = 50_000, 1e-3
 
@@ -51,20 +57,43 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
         problem = compressed(start[part.rows], end[part.rows], size[part.rows])
         pieces.append((part, problem, _key(problem)))
     distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
-    peak, methods = max(bound, current().aim_bytes), []
+    peak, methods, proven = max(bound, current().aim_bytes), [], bound
     known: dict[bytes, Packing] = {}
     for part, problem, key in pieces:
         packing = known.get(key)
         if packing is None or part.base_bytes + packing.peak_bytes > peak:
             share = len(problem.size) / distinct if hurried else 1.0
-            packing = known[key] = solve(problem, peak - part.base_bytes, share, enough - part.base_bytes)
+            packing = solve(problem, peak - part.base_bytes, share, enough - part.base_bytes)
+            packing, low = _searched(problem, packing, peak - part.base_bytes)
+            known[key], proven = packing, max(proven, part.base_bytes + low)
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
     if current().patient and peak > max(bound, current().aim_bytes):
         _improved(pieces, known, offset, max(bound, current().aim_bytes), methods)
     peak = int((offset + size).max())
-    return Layout(offset, peak, bound, told(methods))
+    return Layout(offset, peak, bound, told(methods), proven)
+
+
+def _searched(problem: Problem, packing: Packing, target: int) -> tuple[Packing, int]:
+    """What exact search makes of a small part that quick placement leaves above the target, and the proven bound.
+
+    The bound holds for the whole as well, on top of what is live throughout: that can always slide to the bottom.
+    Counted in nodes, so that equal input gives equal output; with a time budget the search takes half of what is left.
+    """
+    count, budget = len(problem.size), current()
+    if packing.peak_bytes <= max(target, problem.bound) or budget.method == "greedy" or count > SEARCHED or over():
+        return packing, problem.bound
+    until = (budget.seconds + time.monotonic() - budget.began) / 2 if budget.seconds is not None else np.inf
+    nodes = NODES if budget.seconds is None else 1 << 62
+    best, bound = packing, problem.bound
+    for state in searching(problem, packing, target, seed=budget.seed):
+        if state.packing is not best:
+            tell(count, state.packing.peak_bytes, state.bound_bytes, state.packing.method)
+        best, bound = state.packing, state.bound_bytes
+        if state.num_nodes >= nodes or over() or time.monotonic() - budget.began >= until:
+            break
+    return best, bound
 
 
 def _improved(

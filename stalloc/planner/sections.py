@@ -349,7 +349,7 @@ def _next_level(b: Any, epoch: int, level: int) -> int:
             j = b.by_start[q]
             if b.placed[j] == 0 and (b.end[j] <= epoch or b.start[j] > epoch):
                 found = min(found, b.least[j] + b.size[j])
-    return found
+    return int(found)
 
 
 @njit(nogil=True)
