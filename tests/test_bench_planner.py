@@ -1,8 +1,5 @@
 """The planner's table: every baseline packs, the made-up stages are what they say, the command writes its rows."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -136,23 +133,3 @@ def test_too_few_requests_or_an_unknown_kind_are_refused() -> None:
         generator.make("1f1b", 100)
     with pytest.raises(ValueError, match="zigzag"):
         generator.make("zigzag", 100_000)
-
-
-@pytest.mark.slow
-def test_the_command_writes_its_rows(tmp_path: Path, shared_instances: Path) -> None:
-    rows, page = tmp_path / "rows.json", tmp_path / "page.md"
-    environment = os.environ | {"STALLOC_SHARED": str(shared_instances.parent)}
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "planner"), "--quick", "--json", str(rows), "--markdown", str(page)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode in (0, 1), done.stderr
-    written = json.loads(rows.read_text())
-    assert all({"name", "value", "target", "ok"} <= row.keys() for row in written)
-    missed = [row["name"] for row in written if row["ok"] is False]
-    assert (done.returncode == 1) == bool(missed)
-    assert "MiniMalloc A to K, whole calls, s" in {row["name"] for row in written}
-    assert page.read_text().count("| A | 154 |") == 1
