@@ -188,29 +188,28 @@ def _at_boundary(state, key):
 
 
 @njit(inline="always")
+def _cell_mask(word, low, high):
+    """The bits of a word of cells that belong to the cells [low, high)."""
+    mask = -1
+    if word == low >> 6:
+        mask &= -1 << (low & 63)
+    if word == high >> 6:
+        mask &= (1 << (high & 63)) - 1
+    return mask
+
+
+@njit(inline="always")
 def _cells_empty(cells, low, high):
-    first, last = low >> 6, (high - 1) >> 6
-    for word in range(first, last + 1):
-        mask = -1
-        if word == first:
-            mask &= -1 << (low & 63)
-        if word == last:
-            mask &= -1 if (high & 63) == 0 else (1 << (high & 63)) - 1
-        if peek(cells, word) & mask:
-            return False
-    return True
+    taken = 0
+    for word in range(low >> 6, ((high - 1) >> 6) + 1):
+        taken |= peek(cells, word) & _cell_mask(word, low, high)
+    return taken == 0
 
 
 @njit(inline="always")
 def _flip_cells(cells, low, high):
-    first, last = low >> 6, (high - 1) >> 6
-    for word in range(first, last + 1):
-        mask = -1
-        if word == first:
-            mask &= -1 << (low & 63)
-        if word == last:
-            mask &= -1 if (high & 63) == 0 else (1 << (high & 63)) - 1
-        poke(cells, word, peek(cells, word) ^ mask)
+    for word in range(low >> 6, ((high - 1) >> 6) + 1):
+        poke(cells, word, peek(cells, word) ^ _cell_mask(word, low, high))
 
 
 @njit()
