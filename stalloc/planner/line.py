@@ -12,14 +12,14 @@ import numpy as np
 from stalloc.planner.effort import current, over, tell
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
-from stalloc.planner.portfolio import Packing, compressed, improve, solve
+from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
 from stalloc.planner.problem import Column, Part, Problem, epochs, load_curve, parts
 from stalloc.planner.search import searching
 
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000
-#: nodes that a part may cost when nobody gave a time budget
-NODES = 150_000
+#: nodes times requests and epochs that a part may cost when nobody gave a time budget
+WORK = 100_000_000
 #: from so many requests on, a peak this close to the bound will do
 MANY, CLOSE_ENOUGH = 50_000, 1e-3
 
@@ -63,8 +63,11 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
         packing = known.get(key)
         if packing is None or part.base_bytes + packing.peak_bytes > peak:
             share = len(problem.size) / distinct if hurried else 1.0
-            packing = solve(problem, peak - part.base_bytes, share, enough - part.base_bytes)
-            packing, low = _searched(problem, packing, peak - part.base_bytes)
+            target = peak - part.base_bytes
+            packing, low = _searched(problem, target)
+            if packing is None or packing.peak_bytes > max(target, low):
+                tried = solve(problem, target, share, enough - part.base_bytes)
+                packing = tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing
             known[key], proven = packing, max(proven, part.base_bytes + low)
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
@@ -75,17 +78,21 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
     return Layout(offset, peak, bound, told(methods), proven)
 
 
-def _searched(problem: Problem, packing: Packing, target: int) -> tuple[Packing, int]:
-    """What exact search makes of a small part that quick placement leaves above the target, and the proven bound.
+def _searched(problem: Problem, target: int) -> tuple[Packing | None, int]:
+    """What exact search makes of a small part if the quickest tries do not reach the target, and the proven bound.
 
     The bound holds for the whole as well, on top of what is live throughout: that can always slide to the bottom.
     Counted in nodes, so that equal input gives equal output; with a time budget the search takes half of what is left.
     """
     count, budget = len(problem.size), current()
-    if packing.peak_bytes <= max(target, problem.bound) or budget.method == "greedy" or count > SEARCHED or over():
+    if budget.method == "greedy" or count > SEARCHED:
+        return None, problem.bound
+    packing = quick(problem, target)
+    tell(count, packing.peak_bytes, problem.bound, packing.method)
+    if packing.peak_bytes <= max(target, problem.bound) or over():
         return packing, problem.bound
     until = (budget.seconds + time.monotonic() - budget.began) / 2 if budget.seconds is not None else np.inf
-    nodes = NODES if budget.seconds is None else 1 << 62
+    nodes = WORK // (count + len(problem.floor)) if budget.seconds is None else 1 << 62
     best, bound = packing, problem.bound
     for state in searching(problem, packing, target, seed=budget.seed):
         if state.packing is not best:

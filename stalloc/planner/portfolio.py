@@ -27,6 +27,8 @@ NOISES = (0.05, 0.3, 0.1)
 HOLES_LIMIT = 20_000
 #: with fewer requests than this two layers are not tried: the small ones are worth finer search
 LAYERS_FROM = 2_000
+#: with more requests than exact search takes, noise helps soonest
+SHAKEN_FROM = 2_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,13 @@ def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) ->
     return _ratchet(problem, target, best, effort)
 
 
+def quick(problem: Problem, target: int) -> Packing:
+    """The packing of the first try that reaches the target, or one that does not."""
+    target = max(target, problem.bound)
+    packing, _ = _first(_guided(problem, target, GUIDED, 0.0, 0))
+    return packing if packing is not None else _plain(problem, "EW", True)
+
+
 def improve(problem: Problem, target: int, best: Packing) -> Packing:
     """The best packing found until the budget is over, from one that is known."""
     return _ratchet(problem, max(target, problem.bound), best, 1 << 62)
@@ -82,6 +91,9 @@ def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Pack
         yield from _guided(problem, target, GUIDED[1:], 0.0, 0)
     else:
         yield from _guided(problem, target, GUIDED, 0.0, 0)
+        if count >= SHAKEN_FROM:
+            for seed in range(3):
+                yield from _guided(problem, target, ("WA",), 0.3, seed + 1000 * current().seed)
     for order in PLAIN:
         yield _plain(problem, order, False), count
     for order in GUIDED:

@@ -24,7 +24,8 @@ RESTART_NODES = 2
 #: work (nodes times requests and epochs) between two looks at the clock
 SLICE = 4_000_000
 
-#: (the hottest epoch first, then W longest, A largest area or Z largest size, how to choose an epoch)
+#: (the hottest epoch first; then W longest, A largest area, Z largest size, or L lowest in the best packing; how to
+#: choose an epoch). The last kind is solution-guided search (Beck, JAIR 29, 2007).
 STRATEGIES = (
     (True, "W", sections.VALLEYS),
     (True, "A", sections.VALLEYS),
@@ -34,8 +35,14 @@ STRATEGIES = (
     (True, "A", sections.FEWEST),
     (False, "Z", sections.FEWEST),
     (True, "W", sections.WEIGHTED),
+    (False, "L", sections.VALLEYS),
+    (False, "L", sections.FEWEST),
+    (False, "L", sections.WEIGHTED),
 )
-NOISE = 0.3
+#: of the logarithms of W, A and Z, from the second round of strategies on
+NOISES = (0.3, 0.1, 0.03)
+#: the height of the best packing in the same units
+LOW_SCALE = 20.0
 
 
 class Progress(NamedTuple):
@@ -112,6 +119,7 @@ class _Hunt:
         self.room = 1
         self.board = sections.board(self.problem, seed)
         self.num_restarts: dict[int, int] = {}  #: by height
+        self.learnt = np.zeros(len(problem.floor))  #: failures by epoch
         self.slice = max(1, SLICE // (len(problem.size) + len(problem.floor)))
         self.heat = _hottest(self.problem)
 
@@ -128,15 +136,21 @@ class _Hunt:
         return Progress(self.packing, self.bound * self.unit, self.num_nodes)
 
     def look(self, height: int, quota: int, *, long: bool = False) -> Iterator[Progress]:
-        """Look for a packing below `height` in restarts of Luby lengths; `long`: begin with one that may prove."""
+        """Look for a packing below `height` in restarts of Luby lengths; `long`: begin with one that may prove.
+
+        Every other restart knows which epochs failed before: some problems need that, it leads others astray.
+        """
         end = self.num_nodes + quota
         length = quota // 4 if long else 0
         while self.num_nodes < end:
             index = self.num_restarts.get(height, 0)
             self.num_restarts[height] = index + 1
-            rule = self._reorder(height, index)
+            round_, turn = divmod(index, len(STRATEGIES))
+            rule = self._reorder(height, round_, turn)
             if not length:
-                length = RESTART_NODES * len(self.problem.size) * _luby(index // len(STRATEGIES) + 1)
+                length = RESTART_NODES * len(self.problem.size) * _luby(round_ + 1)
+            knows = (index + round_) % 2 == 1
+            self.board.weight[:] = self.learnt if knows else 0
             sections.begin_search(self.board, height)
             status = sections.PAUSED
             begun = self.num_nodes
@@ -146,6 +160,7 @@ class _Hunt:
                 if status == sections.PAUSED:
                     yield self.progress()
             length = 0
+            self.learnt = self.board.weight + (0 if knows else self.learnt)
             if status == sections.FOUND:
                 self._found()
             elif status == sections.NONE:
@@ -156,15 +171,20 @@ class _Hunt:
             if status in (sections.FOUND, sections.NONE):
                 return
 
-    def _reorder(self, height: int, index: int) -> int:
+    def _reorder(self, height: int, round_: int, turn: int) -> int:
         """Ranks of the strategy whose turn it is; the epoch rule."""
-        hottest_first, letter, rule = STRATEGIES[index % len(STRATEGIES)]
+        hottest_first, letter, rule = STRATEGIES[turn]
         span = np.log((self.problem.end - self.problem.start).astype(np.float64))
         size = np.log(self.problem.size.astype(np.float64))
-        key = {"W": span + 1e-6 * size, "A": span + size + 1e-6 * span, "Z": size + 1e-6 * span}[letter]
-        if index >= len(STRATEGIES):
-            generator = np.random.default_rng((self.seed, index, height))
-            key = key + generator.uniform(-NOISE, NOISE, len(key))
+        key = {
+            "W": span + 1e-6 * size,
+            "A": span + size + 1e-6 * span,
+            "Z": size + 1e-6 * span,
+            "L": self.packing.offset * (-LOW_SCALE / self.packing.peak_bytes),
+        }[letter]
+        if round_:
+            noise = NOISES[round_ % len(NOISES)]
+            key = key + np.random.default_rng((self.seed, round_, turn, height)).uniform(-noise, noise, len(key))
         order = np.lexsort((-key, -self.heat)) if hottest_first else np.argsort(-key, kind="stable")
         self.board.rank[order] = np.arange(len(order))
         return rule
@@ -177,12 +197,10 @@ class _Hunt:
             self.packing = Packing(offset, peak * self.unit, "exact search")
 
     def _enlarge(self) -> None:
-        """A board with more space for the way back; what was learnt about the epochs stays."""
+        """A board with more space for the way back."""
         if self.room < 64:
             self.room *= 4
-            weight = self.board.weight
             self.board = sections.board(self.problem, self.seed, room=self.room)
-            self.board.weight[:] = weight
 
 
 def _hottest(problem: Problem) -> Column:
