@@ -1,0 +1,46 @@
+"""Programs for the models: what a trace says was asked for, without what its own allocator made of it.
+
+Upheld: what was live before recording is allocated first, in the order of its addresses where they are known.
+"""
+
+import numpy as np
+
+from stalloc.replay.protocol import Events, Kind
+from stalloc.trace.record import Action, Trace
+
+_KINDS = {
+    Action.ALLOC: Kind.ALLOC,
+    Action.FREE_REQUESTED: Kind.FREE_REQUESTED,
+    Action.FREE_COMPLETED: Kind.FREE_COMPLETED,
+}
+
+
+def events_of(trace: Trace) -> Events:
+    """The requests of a trace as events, the baseline before all others.
+
+    A trace of bare lifespans gets its frees before the allocs of the same moment.
+    """
+    old = trace.num_baseline_requests
+    if len(trace.action):
+        asked = np.isin(trace.action, list(_KINDS)) & (trace.event_request >= 0)
+        rows = np.flatnonzero(asked)
+        kind = np.zeros(len(Action), np.int8)
+        for action, meaning in _KINDS.items():
+            kind[action] = meaning
+        kinds, request, event = kind[trace.action[rows]], trace.event_request[rows], rows
+    else:
+        count = trace.num_requests
+        at = np.concatenate([trace.end, trace.start])
+        is_alloc = np.concatenate([np.zeros(count, np.int8), np.ones(count, np.int8)])
+        row = np.concatenate([np.arange(count), np.arange(count)])
+        order = np.lexsort((row, is_alloc, at))
+        order = order[(at[order] >= 0) & (is_alloc[order].astype(bool) | (at[order] < trace.num_events))]
+        kinds = np.where(is_alloc[order], Kind.ALLOC, Kind.FREE_COMPLETED).astype(np.int8)
+        request, event = row[order], at[order]
+    return Events(
+        kind=np.concatenate([np.full(old, Kind.ALLOC, np.int8), kinds]),
+        request=np.concatenate([np.arange(old), request]).astype(np.int64),
+        event=np.concatenate([np.full(old, -1), event]).astype(np.int64),
+        size=trace.size,
+        stream=trace.stream,
+    )

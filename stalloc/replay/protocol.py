@@ -1,0 +1,86 @@
+"""What a replay takes and gives: columns in, columns out, so that every model is one compiled loop.
+
+Contract: a model that is fed the same events in one call or in many ends in the same state and reports the same
+figures. A model never moves a live block, and the blocks of its map cover its segments without a gap or an overlap.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from stalloc.trace.record import Column
+
+
+class Kind(enum.IntEnum):
+    """What a program asks of an allocator."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1  #: the program gave the block up; streams may still use it
+    FREE_COMPLETED = 2  #: its bytes may be handed out again
+    EMPTY_CACHE = 3
+
+
+class Events(NamedTuple):
+    """A program as an allocator sees it. Columns, so that compiled code takes them as they are."""
+
+    kind: Column  #: (m,) int8 of Kind
+    request: Column  #: (m,) int64 row of the request, -1 for EMPTY_CACHE
+    event: Column  #: (m,) int64 event index in the trace; -1 for what was live before recording
+    size: Column  #: (n,) int64 requested bytes of each request
+    stream: Column  #: (n,) int64 index of each request's stream
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """What a model said to the events it was fed; columns are int64."""
+
+    reserved_bytes: Column  #: (m,) after each event
+    allocated_bytes: Column  #: (m,) requested bytes in blocks that are not yet given up, after each event
+    failed: int  #: position of the first event that ran out of memory; -1 for none. Nothing was done from there on
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a model has done so far."""
+
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    allocated_bytes: int  #: requested bytes that are live
+    peak_allocated_bytes: int
+    device_allocs: int  #: cudaMalloc, or cuMemCreate for a mapped page
+    device_frees: int
+    retries: int  #: requests that had to empty the cache first
+    more: dict[str, int]  #: what only this model counts
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMap:
+    """Every block of a model, ordered by address; columns are int64."""
+
+    address: Column  #: (b,)
+    size_bytes: Column  #: (b,)
+    request: Column  #: (b,) row of the request that holds it; -1 for a free block
+    waiting: Column  #: (b,) 1 if the program gave the block up and its free is not completed
+    stream: Column  #: (b,) index of the stream whose cache it belongs to
+    segment: Column  #: (b,) index into the segments
+    segment_address: Column  #: (s,)
+    segment_size: Column  #: (s,) bytes mapped
+
+
+class Allocator(Protocol):
+    """One model. Built by a factory that takes settings and a capacity in bytes (0: without limit)."""
+
+    name: str
+    settings: dict[str, Any]
+
+    def feed(self, events: Events) -> Fed:
+        """Go on with these events; `size` and `stream` hold every request that was ever fed, by the same rows."""
+        ...
+
+    def counters(self) -> Counters:
+        """What was done so far."""
+        ...
+
+    def blocks(self) -> BlockMap:
+        """Where everything is."""
+        ...
