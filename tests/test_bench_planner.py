@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stalloc.cli import main
 from stalloc.planner import plan_arrays
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
@@ -133,3 +134,13 @@ def test_too_few_requests_or_an_unknown_kind_are_refused() -> None:
         generator.make("1f1b", 100)
     with pytest.raises(ValueError, match="zigzag"):
         generator.make("zigzag", 100_000)
+
+
+def test_the_command_line_hands_over_to_a_benchmark(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "planner", "--quick", "--help"]) == 0
+    assert "--markdown" in capfd.readouterr().out
+
+
+def test_an_unknown_benchmark_is_named_beside_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plannner"]) == 2
+    assert "no benchmark 'plannner': choose from planner, runtime" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def of_traces(measured: Measured) -> list[Row]:
 
 
 def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -> list[Row]:
-    """MiniMalloc A to K, the capacity not given: the time until the last improvement, and that of whole calls."""
+    """MiniMalloc A to K, the capacity not given: the time until it is kept, and that of whole calls."""
     if not measured:
         return []
     rows = []
@@ -74,9 +74,9 @@ def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -
         within = sum(result.peak_bytes <= CAPACITY for _, _, result in results)
         rows.append(at_least(f"MiniMalloc within {CAPACITY:,}{suffix}", within, len(results)))
         found, whole = (
-            sum(times) for times in zip(*((r.found_seconds, r.seconds) for _, _, r in results), strict=True)
+            sum(times) for times in zip(*((r.within_seconds, r.seconds) for _, _, r in results), strict=True)
         )
-        rows.append(at_most(f"MiniMalloc A to K{suffix}, until the last improvement", found, limit, "s"))
+        rows.append(at_most(f"MiniMalloc A to K{suffix}, until the capacity is kept", found, limit, "s"))
         rows.append(Row(f"MiniMalloc A to K{suffix}, whole calls, s", round(whole, 5)))
     at_bound = sum(result.peak_bytes == load for _, load, result in measured)
     rows.append(at_least("MiniMalloc at the load", at_bound, max(len(measured) - 2, 0)))

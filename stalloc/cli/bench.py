@@ -1,0 +1,31 @@
+"""Run one of the benchmarks of the checkout and print its table.
+
+`stalloc bench planner` plans every instance there is beside the methods of others; `stalloc bench runtime` times the
+allocator. What follows the name goes to the benchmark, such as --quick, --json FILE or --help. Benchmarks are part of
+the source checkout, not of an installed package.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import stalloc
+from stalloc.errors import BadInputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc bench`."""
+    parser.add_argument("name", metavar="NAME", help="planner, runtime or another benchmark")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hand over to the benchmark; its exit code is ours: 1 when a target is missed."""
+    folder = Path(stalloc.__file__).parents[1] / "scripts" / "bench"
+    found = {path.name: path for path in sorted(folder.glob("*")) if path.is_file() and not path.suffix}
+    if not found:
+        raise BadInputError("the benchmarks are not installed with the package: run this in a checkout of stalloc.")
+    if args.name not in found:
+        raise BadInputError(f"there is no benchmark {args.name!r}: choose from {', '.join(found)}.")
+    return subprocess.run([sys.executable, str(found[args.name]), *args.arguments], check=False).returncode
