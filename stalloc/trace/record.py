@@ -71,7 +71,7 @@ class Trace:
     action: Column
     """(m,) int8 of Action."""
     address: Column
-    """(m,) uint64."""
+    """(m,) uint64; for an out-of-memory event the bytes that were free on the device, where the source says so."""
     event_size: Column
     """(m,) bytes."""
     event_stream: Column

@@ -148,7 +148,7 @@ def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Colu
     num = len(known)
     return (
         np.fromiter((_ACTIONS[event["action"]] for event in known), np.int8, num),
-        np.fromiter((event.get("addr", 0) for event in known), np.uint64, num),
+        np.fromiter((event.get("addr", event.get("device_free", 0)) for event in known), np.uint64, num),
         np.fromiter((event["size"] for event in known), np.int64, num),
         np.fromiter((event["stream"] for event in known), np.int64, num),
         np.fromiter((event.get("time_us", 0) for event in known), np.int64, num),
