@@ -16,11 +16,13 @@ import numpy as np
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
+from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.unpickle import load_plain_pickle
 from stalloc.trace.streams import index_streams
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
+_ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
 _ALIGN_BYTES = 512
 
@@ -35,6 +37,8 @@ class _Segments:
     block_address: Column
     block_size: Column
     block_stream: Column
+    block_site: Column
+    """Stack of each block, -1 where there is none."""
 
 
 def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
@@ -97,7 +101,8 @@ def _read_device(
 ) -> Trace:
     where = f"{path}: device {device}"
     action, address, size, raw_stream, time_us = _event_columns(where, history)
-    end_state = _segment_columns(budget, segments)
+    stacks = StackCollector()
+    end_state = _segment_columns(budget, segments, stacks)
     raw = np.concatenate([raw_stream, end_state.stream, end_state.block_stream])
     streams, stream_index = index_streams(raw)
     event_stream, segment_stream, block_stream = np.split(
@@ -111,6 +116,8 @@ def _read_device(
         # the baseline that is still there at the end goes first: it has start -1 as well
         return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_old), column])
 
+    event_site = _event_sites(history, stacks)
+    site = with_old(np.where(pairs.start >= 0, event_site[pairs.start], -1), end_state.block_site[old])
     mark_event, mark_kind, mark_name, names = _marks(snapshot, device, time_us)
     trace = Trace(
         device=device,
@@ -135,7 +142,7 @@ def _read_device(
         names=names,
         reserved_start_bytes=0,
         info={},
-        extra={},
+        extra=stacks.columns(site, event_site),
     )
     return _with_reserved(where, trace, _info(path, snapshot))
 
@@ -155,14 +162,24 @@ def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Colu
     )
 
 
-def _segment_columns(budget: _Budget, segments: list[Any]) -> _Segments:
-    blocks: list[tuple[int, int, int]] = []
+def _event_sites(history: list[Any], stacks: StackCollector) -> Column:
+    known = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
+    return np.fromiter(
+        (stacks.add(event.get("frames")) if event["action"] in _ASKING_ACTIONS else -1 for event in known),
+        np.int32,
+        len(known),
+    )
+
+
+def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollector) -> _Segments:
+    blocks: list[tuple[int, int, int, int]] = []
     for segment in segments:
         address, stream = int(segment["address"]), int(segment.get("stream", 0))
         for block in budget.spend(segment["blocks"]):
             if block["state"] != "inactive":
                 requested = block.get("requested_size", block["size"])
-                blocks.append((int(block.get("address", address)), int(requested), stream))
+                frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
+                blocks.append((int(block.get("address", address)), int(requested), stream, stacks.add(frames)))
             address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
     return _Segments(
         address=np.array([segment["address"] for segment in segments], np.uint64),
@@ -171,6 +188,7 @@ def _segment_columns(budget: _Budget, segments: list[Any]) -> _Segments:
         block_address=np.array([block[0] for block in blocks], np.uint64),
         block_size=np.array([block[1] for block in blocks], np.int64),
         block_stream=np.array([block[2] for block in blocks], np.int64),
+        block_site=np.array([block[3] for block in blocks], np.int32),
     )
 
 

@@ -1,0 +1,256 @@
+"""Call sites: which stack asked for a request, each distinct stack and frame kept once, in five columns of Trace.extra.
+
+| column | |
+|---|---|
+| `site` | (n,) int32: stack that allocated each request; -1: not known |
+| `event_site` | (m,) int32: stack of each event that asks for memory (alloc, segment, oom); -1: none kept |
+| `site_begin` | (k+1,) int64: stack i is `site_frame[site_begin[i]:site_begin[i+1]]`, innermost frame first |
+| `site_frame` | (l,) int32: frames by number |
+| `site_text` | (t,) uint8: a JSON list of [file name, line, function], one a frame |
+
+Files are untrusted: what is kept is bounded, what is read back is checked, and names hold printable characters only. A
+name may still hold markup: whoever shows it escapes it.
+"""
+
+import json
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stalloc.errors import BadInputError
+from stalloc.trace.record import Column, Trace
+
+MAX_DEPTH = 512
+MAX_TEXT = 1000
+MAX_FRAMES, MAX_ENTRIES, MAX_CHARACTERS = 1 << 18, 1 << 23, 1 << 25
+UNKNOWN = "unknown"
+
+_COLUMNS = {
+    "site": np.int32,
+    "event_site": np.int32,
+    "site_begin": np.int64,
+    "site_frame": np.int32,
+    "site_text": np.uint8,
+}
+_parts = operator.itemgetter("filename", "line", "name")
+
+
+class Frame(NamedTuple):
+    """One frame of a stack; C++ frames have the line 0 and no file, `??` or a C++ file."""
+
+    filename: str
+    line: int
+    name: str
+
+
+class StackCollector:
+    """Gathers stacks while a source is read; equal stacks get one number."""
+
+    def __init__(self) -> None:
+        self._of_list: dict[int, int] = {}  # lists that several events share, by identity
+        self._of_stack: dict[tuple[Any, ...], int] = {}
+        self._frame: dict[Any, int] = {}
+        self._frames: list[Frame] = []
+        self._begin, self._entries = [0], list[int]()
+        self._characters = 0
+
+    def add(self, frames: Any) -> int:
+        """The number of a stack, given as a list of {filename, line, name} that lives as long as this; -1 for none.
+
+        A stack that is not well-formed, or that comes after the bounds are reached, is none; a deep one is cut.
+        """
+        if not frames or not isinstance(frames, list | tuple):
+            return -1
+        number = self._of_list.get(id(frames))
+        if number is None:
+            try:
+                stack = tuple(map(_parts, frames[:MAX_DEPTH]))
+                number = self._of_stack.get(stack)
+            except (KeyError, TypeError):
+                stack, number = (), -1
+            if number is None:
+                number = self._of_stack[stack] = self._keep(stack)
+            self._of_list[id(frames)] = number
+        return number
+
+    def _keep(self, stack: tuple[Any, ...]) -> int:
+        if len(self._entries) + len(stack) > MAX_ENTRIES:
+            return -1
+        numbers = [self._number(parts) for parts in stack]
+        if min(numbers) < 0:
+            return -1
+        self._entries += numbers
+        self._begin.append(len(self._entries))
+        return len(self._begin) - 2
+
+    def _number(self, parts: Any) -> int:
+        number = self._frame.get(parts)
+        if number is None:
+            filename, line, name = parts
+            if not isinstance(filename, str) or not isinstance(name, str) or not isinstance(line, int):
+                return -1
+            frame = Frame(filename[-MAX_TEXT:], min(max(line, 0), 1 << 31), name[:MAX_TEXT])
+            self._characters += len(frame.filename) + len(frame.name)
+            if len(self._frames) >= MAX_FRAMES or self._characters > MAX_CHARACTERS:
+                return -1
+            number = self._frame[parts] = len(self._frames)
+            self._frames.append(frame)
+        return number
+
+    def columns(self, site: Column, event_site: Column) -> dict[str, Column]:
+        """What belongs into Trace.extra, given the stacks of the (n,) requests and (m,) events; nothing if all are -1.
+
+        Only stacks and frames that these refer to are written, so that devices can share a collector.
+        """
+        used = np.unique(np.concatenate([site, event_site]).astype(np.int64))
+        used = used[used >= 0]
+        if not len(used):
+            return {}
+        renumbered = np.full(len(self._begin), -1, np.int32)
+        renumbered[used] = np.arange(len(used))
+        stacks = [self._entries[self._begin[number] : self._begin[number + 1]] for number in used.tolist()]
+        frames, entries = np.unique(
+            np.concatenate([np.array(stack, np.int64) for stack in stacks]), return_inverse=True
+        )
+        text = json.dumps([self._frames[number] for number in frames.tolist()], separators=(",", ":")).encode()
+        return {
+            "site": renumbered[site],  # -1 picks the last entry, which no stack has
+            "event_site": renumbered[event_site],
+            "site_begin": np.cumsum([0, *map(len, stacks)], dtype=np.int64),
+            "site_frame": entries.reshape(-1).astype(np.int32),
+            "site_text": np.frombuffer(text, np.uint8),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Sites:
+    """The call sites of a trace."""
+
+    site: Column
+    """(n,) int32: stack of each request, or -1."""
+    event_site: Column
+    """(m,) int32: stack of each event, or -1."""
+    begin: Column
+    """(k+1,) int64: where each stack begins in `frame`."""
+    frame: Column
+    """(l,) int32: index into `frames`."""
+    frames: tuple[Frame, ...]
+
+    @property
+    def num_stacks(self) -> int:
+        """Number of distinct stacks."""
+        return len(self.begin) - 1
+
+    def stack(self, number: int) -> list[Frame]:
+        """A stack, innermost frame first; empty for -1."""
+        if number < 0:
+            return []
+        return [self.frames[index] for index in self.frame[self.begin[number] : self.begin[number + 1]].tolist()]
+
+    def names(self, depth: int = 1) -> list[str]:
+        """(k,) the name of each stack: see `site_name`."""
+        return [site_name(self.stack(number), depth) for number in range(self.num_stacks)]
+
+
+def read_sites(trace: Trace) -> Sites | None:
+    """The call sites of a trace, None if it has none. Raises BadInputError if its tables contradict each other."""
+    if not _COLUMNS.keys() <= trace.extra.keys():
+        return None
+    site, event_site, begin, frame, text = (trace.extra[name] for name in _COLUMNS)
+    wrong = f"trace of device {trace.device}: its table of call sites is damaged: convert or record it again."
+    for column, dtype in zip((site, event_site, begin, frame, text), _COLUMNS.values(), strict=True):
+        if column.ndim != 1 or column.dtype != dtype:
+            raise BadInputError(wrong)
+    try:
+        listed = json.loads(text.tobytes())
+        frames = tuple(Frame(str(filename), int(line), str(name)) for filename, line, name in listed)
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise BadInputError(wrong) from error
+    fits = len(site) == trace.num_requests and len(event_site) == len(trace.action) and len(begin) >= 1
+    fits = fits and begin[0] == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
+    for column, end in ((site, len(begin) - 1), (event_site, len(begin) - 1)):
+        fits = fits and (not len(column) or bool(column.min() >= -1 and column.max() < end))
+    fits = fits and (not len(frame) or bool(frame.min() >= 0 and frame.max() < len(frames)))
+    if not fits:
+        raise BadInputError(wrong)
+    return Sites(site=site, event_site=event_site, begin=begin, frame=frame, frames=frames)
+
+
+def site_names(trace: Trace, rows: Sequence[int] | npt.NDArray[Any], depth: int = 1) -> list[str]:
+    """The name of the call site of each of these rows of a trace; `unknown` where it is not known."""
+    sites = read_sites(trace)
+    if sites is None:
+        return [UNKNOWN] * len(rows)
+    names = np.array([*sites.names(depth), UNKNOWN], dtype=object)  # -1 picks the last one
+    return names[sites.site[np.asarray(rows, np.int64)]].tolist()
+
+
+def site_name(stack: Sequence[Frame], depth: int = 1) -> str:
+    """A stack in a few words: its `depth` innermost frames that are worth showing, as `model.py:57 forward`."""
+    shown = user_frames(stack)[:depth]
+    return " from ".join(_frame_name(frame) for frame in shown) if shown else UNKNOWN
+
+
+def user_frames(stack: Sequence[Frame]) -> list[Frame]:
+    """The frames that tell whose memory it is, innermost first.
+
+    Python frames outside torch and the standard library; where there are none, those inside torch; where there is no
+    Python at all, as in the threads of autograd, the node of the backward pass, else the operator.
+    """
+    python = [frame for frame in stack if is_python(frame)]
+    if python:
+        return [frame for frame in python if not is_library(frame)] or python
+    nodes = [frame for frame in stack if _NODE.search(frame.name)]
+    if nodes:
+        return nodes
+    operators = [frame for frame in stack if frame.name.startswith(_OPERATORS) and "empty" not in frame.name]
+    return operators or [frame for frame in stack if not frame.name.startswith(_ALLOCATOR)] or list(stack)
+
+
+def is_python(frame: Frame) -> bool:
+    """Whether a frame is one of Python, not of C++ or of the interpreter."""
+    return frame.filename.endswith(".py") or frame.filename.startswith("<")
+
+
+def is_library(frame: Frame) -> bool:
+    """Whether a Python frame belongs to torch, its relatives or the standard library.
+
+    Recordings may have lost their directories; then the names of torch's own files decide.
+    """
+    folder, _, base = frame.filename.rpartition("/")
+    if frame.filename.startswith("<frozen") or frame.filename.startswith("<eval_with_key>"):
+        return True
+    if not folder:
+        return bool(_TORCH_FILES.fullmatch(base))
+    if "-packages/" in frame.filename:
+        return bool(_LIBRARIES.search(frame.filename.rpartition("-packages")[2]))
+    return bool(_STANDARD.search(frame.filename)) or "/torchinductor_" in frame.filename
+
+
+_NODE = re.compile(r"(\w+)::apply\(")
+_OPERATORS = ("at::_ops::", "at::native::")
+_ALLOCATOR = ("torch::unwind", "torch::CapturedTraceback", "torch::cuda::(anonymous", "c10::cuda::", "at::detail::")
+_LIBRARIES = re.compile(r"^/(torch|torch_npu|torchgen|functorch|triton|cupy|cupy_backends)/")
+_STANDARD = re.compile(r"/(lib/python3(\.\d+)?|torch/(nn|cuda|utils|optim|autograd|_\w+|distributed))/")
+_TORCH_FILES = re.compile(
+    r"(module|functional|_tensor|_ops|container|conv|linear|batchnorm|normalization|pooling|activation|embedding|sparse|"
+    r"dropout|upsampling|loss|_functions|function|graph|optimizer|adam|adamw|sgd|_contextlib|checkpoint|"
+    r"checkpoint_wrapper|data_parallel|parallel_apply|replicate|comm|distributed|_fsdp_param|_fsdp_param_group|"
+    r"_fsdp_state|_fsdp_collectives|eval_frame|convert_frame|symbolic_convert|output_graph|aot_autograd|"
+    r"runtime_wrappers|output_code|compile_fx|triton_heuristics|benchmarking|constant_folding|joint_graph|interpreter|"
+    r"vmap|apis|pyfunctorch|autograd_function|_jit_internal|storage|contextlib|threading|runpy)\.py"
+)
+
+
+def _frame_name(frame: Frame) -> str:
+    if not is_python(frame):
+        node = _NODE.search(frame.name)
+        name = f"{node[1]} (autograd)" if node else frame.name.partition("(")[0] or frame.name
+    else:
+        name = f"{frame.filename.rpartition('/')[2]}:{frame.line} {frame.name}"
+    return name if name.isprintable() else "".join(char if char.isprintable() else "?" for char in name)
