@@ -65,6 +65,7 @@ class BlockMap:
     segment: Column  #: (b,) index into the segments
     segment_address: Column  #: (s,)
     segment_size: Column  #: (s,) bytes mapped
+    segment_pool: Column | None = None  #: (s,) 0 for the usual pool, others are private; None: all are usual
 
 
 class Allocator(Protocol):
