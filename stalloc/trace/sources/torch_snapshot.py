@@ -25,6 +25,7 @@ _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
 _ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
 _ALIGN_BYTES = 512
+_USUAL_POOL = (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,10 @@ class _Segments:
     block_stream: Column
     block_site: Column
     """Stack of each block, -1 where there is none."""
+    pool: Column
+    """Of each segment: 0 the usual pools, others are private, such as those of CUDA graphs."""
+    tables: dict[str, Column]
+    """Every block, free ones included, and what else is said of segments: see docs/files.md."""
 
 
 def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
@@ -142,7 +147,7 @@ def _read_device(
         names=names,
         reserved_start_bytes=0,
         info={},
-        extra=stacks.columns(site, event_site),
+        extra=stacks.columns(site, event_site) | end_state.tables | _block_requests(end_state, pairs, old, num_events),
     )
     return _with_reserved(where, trace, _info(path, snapshot))
 
@@ -173,14 +178,18 @@ def _event_sites(history: list[Any], stacks: StackCollector) -> Column:
 
 def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollector) -> _Segments:
     blocks: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int]] = []
     for segment in segments:
         address, stream = int(segment["address"]), int(segment.get("stream", 0))
         for block in budget.spend(segment["blocks"]):
+            spans.append((int(block.get("address", address)), int(block["size"])))
             if block["state"] != "inactive":
                 requested = block.get("requested_size", block["size"])
                 frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
                 blocks.append((int(block.get("address", address)), int(requested), stream, stacks.add(frames)))
             address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
+    pools = [tuple(map(int, segment.get("segment_pool_id", _USUAL_POOL))) for segment in segments]
+    private = {pool: number for number, pool in enumerate(dict.fromkeys([_USUAL_POOL, *pools]))}
     return _Segments(
         address=np.array([segment["address"] for segment in segments], np.uint64),
         size=np.array([segment["total_size"] for segment in segments], np.int64),
@@ -189,7 +198,35 @@ def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollecto
         block_size=np.array([block[1] for block in blocks], np.int64),
         block_stream=np.array([block[2] for block in blocks], np.int64),
         block_site=np.array([block[3] for block in blocks], np.int32),
+        pool=np.array([private[pool] for pool in pools], np.int64),
+        tables={
+            "block_address": np.array([span[0] for span in spans], np.uint64),
+            "block_size": np.array([span[1] for span in spans], np.int64),
+            "segment_pool": np.array([_pool(segment) for segment in segments], np.int64).reshape(-1, 2),
+            "segment_is_small": np.array([segment.get("segment_type") == "small" for segment in segments], np.int8),
+            "segment_is_expandable": np.array([bool(segment.get("is_expandable")) for segment in segments], np.int8),
+        },
     )
+
+
+def _pool(segment: dict[str, Any]) -> tuple[int, int]:
+    owner, number = segment.get("segment_pool_id", (0, 0))
+    return int(owner), int(number)
+
+
+def _block_requests(end_state: _Segments, pairs: Pairs, old: Column, num_events: int) -> dict[str, Column]:
+    """Which request is in each block at the end, -1 for a free one."""
+    num_old = int(old.sum())
+    alive = np.flatnonzero(pairs.end == num_events)
+    address = np.concatenate([end_state.block_address[old], pairs.address[alive]])
+    row = np.concatenate([np.arange(num_old), alive + num_old])
+    order = np.argsort(address)
+    address, row = address[order], row[order]
+    block = end_state.tables["block_address"]
+    if not len(address):
+        return {"block_request": np.full(len(block), -1, np.int64)}
+    place = np.minimum(np.searchsorted(address, block), len(address) - 1)
+    return {"block_request": np.where(address[place] == block, row[place], -1).astype(np.int64)}
 
 
 def _baseline_blocks(where: str, pairs: Pairs, end_state: _Segments, num_events: int) -> Column:
