@@ -110,7 +110,7 @@ def _free(t, block):
     t.words[_CACHED] += 1
 
 
-@njit()
+@njit(nogil=True)
 def _run(t, kind, request, size, stream, chosen, start, reserved, allocated):
     for i in range(start, len(kind)):
         row = request[i]

@@ -67,9 +67,7 @@ class TableModel:
         Raises BadInputError if an event names a request that has no row.
         """
         num_events, num_requests = len(events.kind), len(events.size)
-        rows = events.request[events.kind != Kind.EMPTY_CACHE]
-        if len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
-            raise BadInputError(f"an event names a request outside of the {num_requests} rows: give one row each.")
+        check_rows(events)
         self._make_room(num_requests, int(events.stream.max(initial=0)) + 1)
         reserved, allocated = np.zeros((2, num_events), np.int64)
         columns = (
@@ -126,6 +124,14 @@ class TableModel:
             segment_address=t.segments[used, tables.S_ADDRESS].copy(),
             segment_size=t.segments[used, tables.S_SIZE].copy(),
         )
+
+
+def check_rows(events: Events) -> None:
+    """Raises BadInputError if an event names a request that has no row."""
+    num_requests = len(events.size)
+    rows = events.request[events.kind != Kind.EMPTY_CACHE]
+    if len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
+        raise BadInputError(f"an event names a request outside of the {num_requests} rows: give one row each.")
 
 
 def parse_bytes(model: str, key: str, text: str) -> int:

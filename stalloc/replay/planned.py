@@ -1,0 +1,354 @@
+"""stalloc itself: the runtime's own compiled matching, plan and heap, on a device that is only numbers.
+
+Contract: every address comes from stalloc.runtime.core, the code that serves torch and CuPy, and what it asks of
+Python is answered by the runtime's Controller; only the memory below is made up. Two ways of use:
+- "plan" (the default): everything that will be fed is known and planned beforehand, as with a plan from a file. The
+  first feed is what is planned, unless `plan_for` was called before; then feeding in pieces changes nothing. The
+  reserved peak is that of the plan, in granules of the device, and what tiny requests need, which are never planned.
+  Streams share addresses: a plan of a recording says where requests could have lived.
+- "observe": the runtime watches from the first event, looks for a step that repeats (it sees no marks), plans it and
+  switches. Unlike in a program the boundary of a step waits for the planner however long it takes, so that equal
+  input gives equal figures.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.errors import BadInputError
+from stalloc.replay.model import check_rows, read_settings
+from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
+from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
+from stalloc.runtime import core, layout
+from stalloc.runtime.controller import Controller, Phase, Settings
+from stalloc.runtime.entry import slow_entry
+from stalloc.runtime.segments import round_up
+from stalloc.runtime.words import peek
+from stalloc.trace.record import Column
+
+_RESERVED, _ALLOC, _FREE_COMPLETED = layout.RESERVED, int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
+_ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model
+_HELD, _GIVEN_UP = 1, 2  # in Planned._held
+_PATIENT_SECONDS = 1e6
+
+
+@njit(nogil=True)
+def _run(state, words, held, address, kind, request, size, stream, reserved, allocated):
+    """Feed events that are no EMPTY_CACHE; the position of the first that ran out of memory, or their number."""
+    for i in range(len(kind)):
+        row = request[i]
+        if kind[i] == _ALLOC:
+            place = core.allocate_on(state, size[row], stream[row])
+            if place == 0 and size[row] > 0:
+                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], peek(state, _RESERVED))
+                return i
+            address[row] = place
+            if place != 0:
+                held[row] = _HELD
+                words[_ALLOCATED] += size[row]
+                words[_PEAK_ALLOCATED] = max(words[_PEAK_ALLOCATED], words[_ALLOCATED])
+        elif held[row] != 0:
+            if held[row] == _HELD:
+                words[_ALLOCATED] -= size[row]
+                held[row] = _GIVEN_UP
+            if kind[i] == _FREE_COMPLETED:
+                held[row] = 0
+                core.free_on(state, address[row])
+        reserved[i] = peek(state, _RESERVED)
+        words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
+        allocated[i] = words[_ALLOCATED]
+    return len(kind)
+
+
+@dataclass(frozen=True)
+class _Size:
+    size: int
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Bytes of the made-up device, with the names that CuPy's memory has."""
+
+    ptr: int
+    mem: _Size
+
+
+class _Device:
+    """A device without memory: it counts."""
+
+    kind: Literal["virtual"] = "virtual"
+    name = "a device of numbers"
+    compute_capability = (0, 0)
+
+    def __init__(self, index: int, capacity_bytes: int) -> None:
+        self.index = index
+        self.total_bytes = capacity_bytes or layout.LARGEST
+        self.taken = 0
+        self.num_allocs = self.num_frees = 0
+        self._next = FIRST_ADDRESS
+
+    def new_pool(self) -> None:
+        return None
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.total_bytes - self.taken, self.total_bytes
+
+    def malloc(self, size_bytes: int) -> _Memory | None:
+        if self.taken + size_bytes > self.total_bytes:
+            return None
+        self.taken += size_bytes
+        self.num_allocs += 1
+        address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
+        return _Memory(address, _Size(size_bytes))
+
+    def free(self, memory: _Memory) -> None:
+        self.taken -= memory.mem.size
+        self.num_frees += 1
+
+
+class _OfflineController(Controller):
+    """The runtime's controller over a device of numbers: only where memory comes from is different."""
+
+    device: Any
+
+    def _malloc(self, size_bytes: int) -> Any:
+        memory = self.device.malloc(size_bytes)
+        if memory is None:
+            self.state["NUM_RETRIES"] += 1
+            self.release_unused()
+            memory = self.device.malloc(size_bytes)
+        return memory
+
+    def release_unused(self) -> None:
+        for base in self.state.take_free_segments():
+            self.device.free(self._segments.pop(base))
+        if self._arena is not None and self.state.forget_arena():
+            self.device.free(self._arena)
+            self._arena = None
+
+    @property
+    def held(self) -> list[_Memory]:
+        """What came from the device and was not given back."""
+        return [*self._segments.values(), *([self._arena] if self._arena is not None else [])]
+
+    def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
+        """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
+        self.state.write(EXACT=0, RECORDING=0, CHECK_AT=0)
+        arena_bytes = round_up(peak_bytes)
+        memory = self._malloc(arena_bytes) if arena_bytes else None
+        if memory is None:
+            self.phase = Phase.RESTING
+            return False
+        self._arena, self.phase = memory, Phase.PLANNED
+        core.reserve(self.state.address, arena_bytes)
+        self.state.install_tape(size, stream, offset, 0, 0)
+        self.state.serve_arena(memory.ptr, arena_bytes)
+        return True
+
+
+_controllers: dict[int, _OfflineController] = {}  # by the number of the device, for the entry that all share
+_lock = threading.Lock()
+_entry = 0
+
+
+def _help(device: int, request: int, argument: int) -> int:
+    return int(_controllers[device].help(request, argument))
+
+
+def _make_controller(capacity_bytes: int, settings: Settings) -> _OfflineController:
+    global _entry
+    with _lock:
+        if _entry == 0:
+            _entry = slow_entry(_help)
+        index = len(_controllers)
+        while index in _controllers:
+            index += 1
+        controller = _OfflineController(_Device(index, capacity_bytes), _entry, settings)
+        _controllers[index] = controller
+    return controller
+
+
+class Planned:
+    """`mode`: "plan" or "observe"."""
+
+    name = "stalloc"
+    modes: ClassVar[tuple[str, ...]] = ("plan", "observe")
+
+    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
+        self.settings = {"mode": "plan"} | (settings or {})
+        if capacity_bytes < 0:
+            raise BadInputError(f"a capacity of {capacity_bytes} bytes is negative: give 0 for no limit.")
+        if self.settings["mode"] not in self.modes:
+            raise BadInputError(f"stalloc has no mode {self.settings['mode']!r}: give one of {', '.join(self.modes)}.")
+        observing = self.settings["mode"] == "observe"
+        self._controller = _make_controller(
+            capacity_bytes, Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS)
+        )
+        self._planned = observing
+        self._plan_bytes = 0
+        self._plan_seconds = 0.0
+        self._words = np.zeros(3, np.int64)
+        self._held = np.zeros(0, np.int8)
+        self._address = np.zeros(0, np.int64)
+
+    def __del__(self) -> None:
+        controller = getattr(self, "_controller", None)
+        if controller is not None:
+            _controllers.pop(controller.device.index, None)
+
+    def plan_for(self, events: Events) -> None:
+        """Plan a whole program and take its arena; what is fed next follows it. Nothing to do when observing."""
+        if self._planned:
+            return
+        from stalloc.planner import plan
+
+        self._planned = True
+        allocs = events.kind == Kind.ALLOC
+        rows, start = events.request[allocs], np.flatnonzero(allocs)
+        ends = np.full(len(events.size), len(events.kind))
+        frees = np.flatnonzero(events.kind == Kind.FREE_COMPLETED)
+        ends[events.request[frees]] = frees
+        size, stream = events.size[rows], events.stream[rows]
+        kept = size > 0
+        first_use = np.array(list(dict.fromkeys([0, *stream[kept].tolist()])), np.int64)
+        index = np.zeros(int(first_use.max()) + 1, np.int64)  # the core numbers streams as they come, the first is 0
+        index[first_use] = np.arange(len(first_use))
+        kept &= size > layout.TINY
+        size, stream, start, ends = size[kept], index[stream[kept]], start[kept], ends[rows[kept]]
+        if not len(size):
+            return
+        began = time.perf_counter()
+        made = plan((start, ends, size), alignment=layout.ALIGNMENT)
+        self._plan_seconds = time.perf_counter() - began
+        if self._controller.serve_recording(size, stream, made.offset, made.peak_bytes):
+            self._plan_bytes = made.peak_bytes
+            self._words[_PEAK_RESERVED] = self._controller.state["RESERVED"]
+
+    def feed(self, events: Events) -> Fed:
+        """Go on with these events; see Allocator.feed."""
+        check_rows(events)
+        self.plan_for(events)
+        num_events, num_requests = len(events.kind), len(events.size)
+        if len(self._held) < num_requests:
+            self._held = np.append(self._held, np.zeros(num_requests - len(self._held), np.int8))
+        self._address = lengthen(self._address, num_requests)
+        reserved, allocated = np.zeros((2, num_events), np.int64)
+        state, words = self._controller.state, self._words
+        size, stream = np.ascontiguousarray(events.size, np.int64), np.ascontiguousarray(events.stream, np.int64)
+        kind, request = np.ascontiguousarray(events.kind, np.int8), np.ascontiguousarray(events.request, np.int64)
+        start, failed = 0, -1
+        for stop in [*np.flatnonzero(kind == Kind.EMPTY_CACHE).tolist(), num_events]:
+            piece = slice(start, stop)
+            columns = kind[piece], request[piece], size, stream, reserved[piece], allocated[piece]
+            done = int(_run(state.address, words, self._held, self._address, *columns))
+            if done < stop - start:
+                failed = start + done
+                break
+            if stop < num_events:
+                self._controller.release_unused()
+                reserved[stop], allocated[stop] = state["RESERVED"], words[_ALLOCATED]
+            start = stop + 1
+        if failed >= 0:
+            reserved[failed:], allocated[failed:] = state["RESERVED"], words[_ALLOCATED]
+        return Fed(reserved, allocated, failed)
+
+    def counters(self) -> Counters:
+        """What was done so far."""
+        state, device = self._controller.state, self._controller.device
+        return Counters(
+            reserved_bytes=state["RESERVED"],
+            peak_reserved_bytes=int(self._words[_PEAK_RESERVED]),
+            allocated_bytes=int(self._words[_ALLOCATED]),
+            peak_allocated_bytes=int(self._words[_PEAK_ALLOCATED]),
+            device_allocs=device.num_allocs,
+            device_frees=device.num_frees,
+            retries=state["NUM_RETRIES"],
+            more={
+                "planned_hits": state["HITS"],
+                "unplanned": state["MISSES"],
+                "conflicts": state["CONFLICTS"],
+                "arena_bytes": state["ARENA_BYTES"],
+                "plan_bytes": self._plan_bytes,
+                "plans": self._controller.num_plans,
+                "peak_reserved_since_plan_bytes": state.span_peak("RESERVED") if state["STEP_COUNT"] else 0,
+            },
+        )
+
+    @property
+    def plan_seconds(self) -> float:
+        """How long the planning of the recording took."""
+        return self._plan_seconds
+
+    @property
+    def note(self) -> str:
+        """What the runtime has to say about itself: its phase, and why it rests, if it does."""
+        controller = self._controller
+        return f"{controller.phase.value}{f': {controller.note}' if controller.note else ''}"
+
+    def addresses(self) -> Column:
+        """(n,) where each request was placed last; 0 for a request that never was, or that had no bytes."""
+        return self._address.copy()
+
+    def blocks(self) -> BlockMap:
+        """Where everything is. The space of the arena that nobody uses is free, whatever the plan says of it."""
+        held = sorted(self._controller.held, key=lambda memory: memory.ptr)
+        bases = np.array([memory.ptr for memory in held], np.int64)
+        lengths = np.array([memory.mem.size for memory in held], np.int64)
+        taken = self._taken()
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        k = 0
+        for segment, (base, length) in enumerate(zip(bases.tolist(), lengths.tolist(), strict=True)):
+            at, stream = base, 0
+            while k < len(taken) and taken[k][0] < base + length:
+                address, size, row, stream = taken[k]
+                if address > at:
+                    rows.append((at, address - at, -1, 0, stream, segment))
+                rows.append((address, size, row, int(self._held[row] == _GIVEN_UP), stream, segment))
+                at, k = address + size, k + 1
+            if at < base + length:
+                rows.append((at, base + length - at, -1, 0, stream, segment))
+        columns = np.array(rows, np.int64).reshape(-1, 6).T.copy()
+        return BlockMap(
+            address=columns[0],
+            size_bytes=columns[1],
+            request=columns[2],
+            waiting=columns[3],
+            stream=columns[4],
+            segment=columns[5],
+            segment_address=bases,
+            segment_size=lengths,
+        )
+
+    def _taken(self) -> list[tuple[int, int, int, int]]:
+        """Live blocks by address: address, bytes, request, stream."""
+        state = self._controller.state
+        arena, arena_bytes = state["ARENA"], state["ARENA_BYTES"]
+        slots = state._tape[2] if state._tape else np.zeros((0, layout.SLOT_ROW), np.int64)
+        tape = state._tape[0] if state._tape else np.zeros((0, layout.TAPE_ROW), np.int64)
+        entry = {int(slot[layout.S_OFFSET]): int(slot[layout.S_ENTRY]) for slot in slots if slot[layout.S_ENTRY] >= 0}
+        out = []
+        for row in np.flatnonzero(self._held):
+            address = int(self._address[row])
+            if arena <= address < arena + arena_bytes:
+                key = int(tape[entry[address - arena], layout.T_KEY])
+                size, index = key >> layout.STREAM_BITS, key & (layout.MAX_STREAMS - 1)
+            else:
+                block = state.blocks[int(core.find_live(state.address, address))]
+                size, index = int(block[layout.B_SIZE]), int(state.pools[block[layout.B_POOL], layout.P_STREAM])
+            out.append((address, size, int(row), int(state.streams[index])))
+        return sorted(out)
+
+
+def _read_mode(model: str, key: str, text: str) -> str:
+    if text not in Planned.modes:
+        raise BadInputError(f"the setting {key} of {model} is {text!r}: give one of {', '.join(Planned.modes)}.")
+    return text
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Settings from "mode:observe"."""
+    return read_settings("stalloc", text, {"mode": _read_mode})
