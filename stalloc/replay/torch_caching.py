@@ -13,8 +13,10 @@ from stalloc.errors import BadInputError
 from stalloc.replay import torch_blocks as rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed
 from stalloc.replay.torch_cache import FAILED, NEED_ROWS, empty_cache, run
-from stalloc.replay.torch_settings import TorchSettings
+from stalloc.replay.torch_settings import TorchSettings, parse_settings
 from stalloc.trace.record import Column
+
+__all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
 
 _FIRST_ADDRESS = 1 << 44
 _UNLIMITED_SPACE_BYTES = 1 << 44
@@ -83,9 +85,10 @@ class TorchCaching:
         numbers[rows.EXPANDABLE] = settings.expandable_segments
         numbers[rows.SPACE_BYTES] = _UNLIMITED_SPACE_BYTES
         if capacity_bytes:
+            numbers[rows.SPACE_BYTES] = capacity_bytes + capacity_bytes // 8
+        if capacity_bytes and settings.memory_fraction is not None:
             allowed = int(settings.memory_fraction * capacity_bytes)
             numbers[rows.ALLOWED] = allowed
-            numbers[rows.SPACE_BYTES] = capacity_bytes + capacity_bytes // 8
             if settings.garbage_collection_threshold > 0:
                 numbers[rows.COLLECT_ABOVE] = int(settings.garbage_collection_threshold * allowed)
 

@@ -1,0 +1,133 @@
+"""Say why reserved is above allocated: every byte of the difference under a named cause, and what holds it there.
+
+FILE is a trace of any kind that stalloc reads. A memory snapshot of torch is explained from what it records itself;
+other traces are replayed with torch's caching allocator from an empty device, and the report says so. --at chooses the
+moment: the most reserved (peak, the default), the last out-of-memory error (oom, the default where there is one), or an
+event index.
+
+Allocated counts the bytes that were requested and not given up. The causes add up to reserved - allocated, to the byte:
+rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation (free
+space at the ends of segments and in segments that are used again, which would merge if segments were one range), other
+streams (cached for a stream other than the one that asked last), private pools, waiting frees (given up, but a stream
+may still use them), cache never returned (whole segments that nothing uses again in the record).
+
+At an out-of-memory error the verdict is "capacity" if the request is larger than all that was free together, on the
+device and in the allocator, else "fragmentation"; then each single change is named under which the request would have
+been served, as replayed from an empty device of the same size.
+"""
+
+import argparse
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.errors import BadInputError
+from stalloc.replay.explanation import CAUSES, Explanation, explain
+from stalloc.trace import Action, Trace, load_traces
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc explain`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="trace to explain")
+    parser.add_argument("--at", metavar="EVENT", help="an event index, peak or oom")
+    parser.add_argument("--device", type=int, metavar="N", help="this device only")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="segments and call sites shown (default: 5)")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain each device of each file."""
+    if args.top < 0:
+        raise BadInputError(f"--top is {args.top}: give a number from 0.")
+    devices = []
+    for file in args.files:
+        traces = [trace for trace in load_traces(file) if args.device in (None, trace.device)]
+        if not traces:
+            raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
+        chosen = [trace for trace in traces if args.at != "oom" or _has_oom(trace)]
+        if not chosen:
+            raise BadInputError(f"{file} has no out-of-memory event: use --at peak, or the index of an event.")
+        for trace in chosen:
+            at = args.at or ("oom" if _has_oom(trace) else "peak")
+            devices.append((file, trace, explain(trace, at, top=args.top)))
+    entries = [_entry(file, trace, made) for file, trace, made in devices]
+    write_json(args, {"files": list(args.files), "devices": entries})
+    if wants_text(args):
+        _print(args, entries)
+    return 0
+
+
+def _has_oom(trace: Trace) -> bool:
+    return bool(np.any(trace.action == Action.OOM))
+
+
+def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
+    entry = {"file": file, **dataclasses.asdict(made), "notes": list(trace.info.get("notes", []))}
+    memory = entry.pop("out_of_memory")
+    return entry | (memory or {})
+
+
+def _print(args: argparse.Namespace, entries: list[dict[str, Any]]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge
+    for entry in entries:
+        _print_entry(console, entry)
+    again = shlex.quote(args.files[0])
+    console.print(f"Next: stalloc simulate --sweep {escape(again)}")
+
+
+def _print_entry(console: Console, entry: dict[str, Any]) -> None:
+    reserved, allocated = entry["reserved_bytes"], entry["allocated_bytes"]
+    moment = f"after event {entry['event']:,}" if entry["event"] >= 0 else "when recording began"
+    console.print(
+        f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}, {moment}: "
+        f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
+        f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)"
+    )
+    if entry["source"] != "record":
+        console.print(f"  not recorded by the file: {escape(entry['source'])}")
+    for note in entry["notes"]:
+        console.print(f"  note: {escape(note)}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, amount in sorted(entry["causes"].items(), key=lambda item: -item[1]):
+        if amount:
+            table.add_row(f"  {name.replace('_', ' ')}", human_bytes(amount), CAUSES[name])
+    console.print(table)
+    if "verdict" in entry:
+        _print_verdict(console, entry)
+    for segment in entry["segments"]:
+        console.print(
+            f"  {human_bytes(segment['free_bytes'])} free of {human_bytes(segment['size_bytes'])} stay with "
+            f"{segment['num_blocks']:,} live block{'s' * (segment['num_blocks'] != 1)} "
+            f"({human_bytes(segment['live_bytes'])}) of {escape(', '.join(segment['sites']))}"
+        )
+    console.print()
+
+
+def _print_verdict(console: Console, entry: dict[str, Any]) -> None:
+    whole = entry["whole_segments_bytes"]
+    console.print(
+        f"Out of memory by [bold]{entry['verdict']}[/bold]: {human_bytes(entry['wanted_bytes'])} wanted by "
+        f"{escape(entry['asked_by'])}; {human_bytes(entry['device_free_bytes'])} free on the device, "
+        f"{human_bytes(entry['partly_used_bytes'])} free in partly used segments"
+        + (f", {human_bytes(whole)} in whole segments" if whole else "")
+        + f", the largest piece for the stream {human_bytes(entry['largest_free_bytes'])}."
+    )
+    if not entry["avoided_by"]:
+        console.print("No single change that was tried would have served it.")
+        return
+    console.print("It would have been served, replayed from an empty device of the same size, with")
+    for result in entry["avoided_by"][:5]:
+        how = f"PYTORCH_ALLOC_CONF={shlex.quote(result['settings'])}" if result["settings"] else result["allocator"]
+        console.print(f"  {escape(how)}: reserves {human_bytes(result['peak_reserved_bytes'])}")

@@ -1,0 +1,167 @@
+"""Say what every other allocator or setting would have done with a program: reserved, fragmentation, device calls.
+
+FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
+replayed from an empty device, what was live before recording first. Without options torch's caching allocator is
+compared as it is, with expandable segments, and with stalloc; --all takes every model there is, --sweep the settings of
+torch's allocator that people try, and names the best.
+
+An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. With --capacity the device
+has so many bytes, and what does not fit says where it runs out. For a snapshot, the model with the settings of the file
+is held against the segments that the file itself records: "exact", or the first event that differs.
+"""
+
+import argparse
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.device import parse_memory
+from stalloc.replay.registry import ALLOCATORS, make
+from stalloc.replay.simulation import (
+    SWEEP,
+    SWEEP_UNDER_PRESSURE,
+    Candidate,
+    Simulated,
+    recorded_settings,
+    simulate_all,
+)
+from stalloc.trace import Trace, load_traces
+
+_USUAL = (Candidate("torch"), Candidate("torch", "expandable_segments:True"), Candidate("stalloc"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc simulate`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="trace to replay")
+    parser.add_argument(
+        "--allocator",
+        action="append",
+        default=[],
+        metavar="NAME[:SETTINGS]",
+        help=f"a model, can be repeated: {', '.join(ALLOCATORS)}",
+    )
+    parser.add_argument(
+        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator, can be repeated"
+    )
+    parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB (default: no limit)")
+    parser.add_argument("--all", action="store_true", help="every model with its usual settings")
+    parser.add_argument("--sweep", action="store_true", help="the settings of torch's allocator that people try")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay each device of each file; 0 also when something does not fit, which is a finding."""
+    capacity = parse_memory(args.capacity) if args.capacity else 0
+    candidates = _candidates(args, capacity)
+    for candidate in candidates:
+        make(candidate.allocator, candidate.settings, capacity)  # a bad name or setting is said before long work
+    loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
+    jobs = [(trace, _with_recorded(trace, candidates)) for _, trace in loaded]
+    with Progress(transient=True, disable=not Console(stderr=True).is_terminal, console=Console(stderr=True)) as bar:
+        task = bar.add_task("replaying", total=sum(len(wanted) for _, wanted in jobs))
+        results = simulate_all(
+            jobs, capacity, told=lambda: bar.advance(task), num_threads=min(len(jobs) * 2, os.cpu_count() or 1)
+        )
+    devices = [_entry(file, trace, found, args.sweep) for (file, trace), found in zip(loaded, results, strict=True)]
+    write_json(args, {"files": list(args.files), "capacity_bytes": capacity or None, "devices": devices})
+    if wants_text(args):
+        _print(args, devices, capacity)
+    return 0
+
+
+def _candidates(args: argparse.Namespace, capacity: int) -> list[Candidate]:
+    chosen = []
+    for text in args.allocator:
+        name, _, settings = text.partition(":")
+        chosen.append(Candidate(name, settings))
+    chosen += [Candidate("torch", conf) for conf in args.conf]
+    if args.all:
+        chosen += [Candidate(name) for name in ALLOCATORS]
+    if args.sweep:
+        chosen += [Candidate("torch", conf) for conf in SWEEP + (SWEEP_UNDER_PRESSURE if capacity else ())]
+    return list(dict.fromkeys(chosen or _USUAL))
+
+
+def _with_recorded(trace: Trace, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates, and torch with the settings of the record if torch is among them."""
+    recorded = Candidate("torch", recorded_settings(trace))
+    if recorded in candidates or not any(candidate.allocator == "torch" for candidate in candidates):
+        return candidates
+    return [recorded, *candidates]
+
+
+def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "file": file,
+        "device": trace.device,
+        "events": trace.num_events,
+        "requests": trace.num_requests,
+        "recorded_settings": recorded_settings(trace),
+        "notes": list(trace.info.get("notes", [])),
+        "results": [dataclasses.asdict(result) for result in found],
+    }
+    if sweep:
+        best = next(result for result in found if result.allocator == "torch")
+        entry["best"] = {"allocator": best.allocator, "settings": best.settings}
+    return entry
+
+
+def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: int) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge
+    for entry in devices:
+        console.print(
+            f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}: "
+            f"{entry['requests']:,} requests" + (f", {human_bytes(capacity)} of memory" if capacity else "")
+        )
+        for note in entry["notes"]:
+            console.print(f"  note: {escape(note)}")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees"):
+            table.add_column(name, justify="left" if name in ("allocator", "settings") else "right", no_wrap=True)
+        table.add_column("retries", justify="right")
+        table.add_column("", no_wrap=True)
+        for result in entry["results"]:
+            table.add_row(
+                result["allocator"],
+                escape(result["settings"]) or "-",
+                human_bytes(result["peak_reserved_bytes"]),
+                human_bytes(result["peak_allocated_bytes"]),
+                f"{result['fragmentation']:.2%}",
+                f"{result['device_allocs']:,}",
+                f"{result['device_frees']:,}",
+                f"{result['retries']:,}",
+                _remark(result),
+            )
+        console.print(table)
+        if "best" in entry:
+            settings = entry["best"]["settings"]
+            console.print(
+                f"Best of torch's settings: PYTORCH_ALLOC_CONF={escape(shlex.quote(settings))}"
+                if settings
+                else "Best of torch's settings: the defaults."
+            )
+        console.print()
+    console.print(f"Next: stalloc explain {escape(shlex.quote(args.files[0]))}")
+
+
+def _remark(result: dict[str, Any]) -> str:
+    if not result["fits"]:
+        return f"does not fit: {human_bytes(result['failed_bytes'])} wanted at event {result['failed_event']:,}"
+    if result["exact"]:
+        return "as the file records"
+    if result["exact"] is False:
+        where = result["first_difference"]
+        return (
+            f"unlike the record{f' from event {where:,} on' if where is not None else ''}: {escape(result['reason'])}"
+        )
+    return ""

@@ -1,0 +1,295 @@
+"""Why reserved is above allocated at one event: every byte of the difference under one named cause.
+
+Contract: the causes add up to reserved - allocated, to the byte. Allocated counts requested bytes that the program has
+not given up; reserved is what the segments hold.
+
+The names are those people use: hard fragmentation is free space that live blocks enclose, soft fragmentation is free
+space at the ends of segments and in whole segments, which would merge if the segments were one range.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.replay.protocol import BlockMap
+from stalloc.replay.recorded_state import recorded_blocks, request_addresses
+from stalloc.replay.simulation import (
+    SWEEP,
+    SWEEP_UNDER_PRESSURE,
+    Candidate,
+    Simulated,
+    recorded_settings,
+    run_one,
+    with_request,
+)
+from stalloc.trace import Action, Trace
+from stalloc.trace.record import Column
+from stalloc.trace.sites import UNKNOWN, site_names
+
+#: every cause there is, and what it says
+CAUSES = {
+    "rounding": "blocks are larger than what was requested",
+    "hard_fragmentation": "free space between live blocks",
+    "soft_fragmentation": "free space at the ends of segments and in segments that are used again",
+    "other_streams": "cached for another stream",
+    "private_pools": "free in private pools, such as those of CUDA graphs",
+    "waiting_frees": "given up, but a stream may still use it",
+    "cache_never_returned": "whole segments that nothing uses again in this record",
+}
+
+
+@dataclass(frozen=True)
+class PinnedSegment:
+    """A segment that cannot go back because of what lives in it."""
+
+    address: int
+    size_bytes: int
+    free_bytes: int
+    num_blocks: int  #: live
+    live_bytes: int
+    sites: tuple[str, ...]  #: call sites of its largest live blocks
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """An out-of-memory event: whether there was too little memory, or too little of it in one piece."""
+
+    verdict: str  #: "capacity" or "fragmentation"
+    wanted_bytes: int
+    stream: int
+    device_free_bytes: int
+    partly_used_bytes: int  #: free in segments that also hold live blocks, all streams
+    whole_segments_bytes: int  #: free segments that the allocator still held
+    largest_free_bytes: int  #: in one piece inside a segment of the stream
+    same_stream_bytes: int  #: free in segments of the stream
+    avoided_by: list[Simulated] = field(default_factory=list)  #: best first
+    asked_by: str = UNKNOWN  #: call site
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the reserved bytes of one device are at one event."""
+
+    device: int
+    event: int
+    reserved_bytes: int
+    allocated_bytes: int
+    causes: dict[str, int]  #: bytes by name; the names are those of CAUSES
+    source: str  #: "record", or the model whose blocks these are
+    segments: list[PinnedSegment]  #: those with most free bytes first
+    sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
+    out_of_memory: OutOfMemory | None = None
+
+
+def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool = True) -> Explanation:
+    """Split reserved - allocated of a trace after an event, "peak" (most reserved) or "oom" (the last one).
+
+    A trace with segments is explained from its own record; any other by replaying it with torch's caching allocator.
+    Raises BadInputError for an event that the trace does not have.
+    """
+    recorded = bool(len(trace.segment_address) and len(trace.action))
+    blocks, event, source = _recorded(trace, at) if recorded else _replayed(trace, at)
+    stream = _stream_at(trace, event)
+    never = _never_used_again(trace, blocks, event) if recorded else np.zeros(len(blocks.segment_address), bool)
+    causes, free_of_segment, live_of_segment = _causes(trace, blocks, stream, never)
+    held = blocks.request >= 0
+    names = np.full(trace.num_requests, UNKNOWN, object)
+    names[blocks.request[held]] = site_names(trace, blocks.request[held])
+    allocated = int(trace.size[blocks.request[held & (blocks.waiting == 0)]].sum())
+    made = Explanation(
+        device=trace.device,
+        event=event,
+        reserved_bytes=int(blocks.segment_size.sum()),
+        allocated_bytes=allocated,
+        causes=causes,
+        source=source,
+        segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
+        sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
+        out_of_memory=_out_of_memory(trace, blocks, event, advise) if _is_oom(trace, event) else None,
+    )
+    assert sum(causes.values()) == made.reserved_bytes - allocated
+    return made
+
+
+def _is_oom(trace: Trace, event: int) -> bool:
+    return 0 <= event < len(trace.action) and trace.action[event] == Action.OOM
+
+
+def _event(trace: Trace, at: int | str, reserved: Column) -> int:
+    """The event that is meant."""
+    if at == "oom":
+        found = np.flatnonzero(trace.action == Action.OOM)
+        if not len(found):
+            raise BadInputError(
+                f"device {trace.device} has no out-of-memory event: use --at peak, or the index of an event."
+            )
+        return int(found[-1])
+    if at == "peak":
+        return int(np.argmax(reserved)) - 1
+    try:
+        event = int(at)
+    except ValueError:
+        raise BadInputError(f"--at is {at!r}: give an event index, peak or oom.") from None
+    if not 0 <= event < trace.num_events:
+        raise BadInputError(f"device {trace.device} has events 0 to {trace.num_events - 1}: there is no event {event}.")
+    return event
+
+
+def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
+    reserved = np.concatenate([[trace.reserved_start_bytes], trace.reserved_bytes()])
+    if at == "peak":
+        # a peak may last: where most is allocated the difference is not overstated
+        change = np.zeros(trace.num_events + 2, np.int64)
+        np.add.at(change, trace.start + 1, trace.size)
+        np.subtract.at(change, trace.end + 1, trace.size)
+        live = np.cumsum(change[:-1])
+        event = int(np.argmax(np.where(reserved == reserved.max(), live, -1))) - 1
+    else:
+        event = _event(trace, at, reserved)
+    return recorded_blocks(trace, event), event, "record"
+
+
+def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
+    from stalloc.replay.events import events_of
+    from stalloc.replay.registry import make
+
+    events = events_of(trace)
+    fed = make("torch", "", 0).feed(events)
+    before = int(np.count_nonzero(events.event < 0))
+    if at == "peak":
+        position = int(np.argmax(np.where(fed.reserved_bytes == fed.reserved_bytes.max(), fed.allocated_bytes, -1)))
+        event = int(events.event[position]) if position >= before else -1
+        stop = position + 1
+    else:
+        event = _event(trace, at, fed.reserved_bytes)
+        stop = int(np.searchsorted(events.event, event, side="right"))
+    model = make("torch", "", 0)
+    model.feed(events._replace(kind=events.kind[:stop], request=events.request[:stop], event=events.event[:stop]))
+    return model.blocks(), event, "torch's caching allocator, replayed from an empty device"
+
+
+def _stream_at(trace: Trace, event: int) -> int:
+    """The stream that asked last: what is free for it counts as free, what is free for others does not."""
+    if _is_oom(trace, event):
+        return int(trace.event_stream[event])
+    if len(trace.action):
+        allocs = np.flatnonzero(trace.action[: event + 1] == Action.ALLOC)
+        if len(allocs):
+            return int(trace.event_stream[allocs[-1]])
+    begun = int(np.searchsorted(trace.start, event, side="right"))
+    return int(trace.stream[begun - 1]) if begun else 0
+
+
+def _never_used_again(trace: Trace, blocks: BlockMap, event: int) -> Column:
+    """(s,) bool: no later request of the record lies in the segment."""
+    address = request_addresses(trace)
+    later = np.sort(address[trace.start > event])
+    first = np.searchsorted(later, blocks.segment_address)
+    return first == np.searchsorted(later, blocks.segment_address + blocks.segment_size)
+
+
+def _causes(trace: Trace, blocks: BlockMap, stream: int, never: Column) -> tuple[dict[str, int], Column, Column]:
+    """Bytes by cause, and the free and live bytes of each segment."""
+    num_segments = len(blocks.segment_address)
+    free = blocks.request < 0
+    held = ~free
+    free_of = np.bincount(blocks.segment[free], blocks.size_bytes[free], num_segments).astype(np.int64)
+    live_of = np.bincount(blocks.segment[held], blocks.size_bytes[held], num_segments).astype(np.int64)
+    enclosed = np.zeros(len(free), bool)
+    if len(free) > 2:
+        same = blocks.segment[1:] == blocks.segment[:-1]
+        enclosed[1:-1] = same[:-1] & same[1:] & held[:-2] & held[2:]
+    private = blocks.segment_pool[blocks.segment] > 0 if blocks.segment_pool is not None else np.zeros(len(free), bool)
+    whole = live_of[blocks.segment] == 0
+    rest = free.copy()
+    causes = dict.fromkeys(CAUSES, 0)
+    taken = held & (blocks.waiting == 0)
+    causes["rounding"] = int((blocks.size_bytes[taken] - trace.size[blocks.request[taken]]).sum())
+    causes["waiting_frees"] = int(blocks.size_bytes[held & (blocks.waiting == 1)].sum())
+    for name, chosen in (
+        ("private_pools", private),
+        ("cache_never_returned", whole & never[blocks.segment]),
+        ("other_streams", blocks.stream != stream),
+        ("hard_fragmentation", enclosed),
+        ("soft_fragmentation", np.ones(len(free), bool)),
+    ):
+        causes[name] = int(blocks.size_bytes[rest & chosen].sum())
+        rest &= ~chosen
+    return causes, free_of, live_of
+
+
+def _pinned(blocks: BlockMap, names: Column, free_of: Column, live_of: Column, top: int) -> list[PinnedSegment]:
+    partly = np.flatnonzero((free_of > 0) & (live_of > 0))
+    found = []
+    for segment in partly[np.argsort(-free_of[partly], kind="stable")][:top].tolist():
+        rows = np.flatnonzero((blocks.segment == segment) & (blocks.request >= 0))
+        largest = rows[np.argsort(-blocks.size_bytes[rows], kind="stable")][:3]
+        found.append(
+            PinnedSegment(
+                address=int(blocks.segment_address[segment]),
+                size_bytes=int(blocks.segment_size[segment]),
+                free_bytes=int(free_of[segment]),
+                num_blocks=len(rows),
+                live_bytes=int(live_of[segment]),
+                sites=tuple(dict.fromkeys(names[blocks.request[largest]].tolist())),
+            )
+        )
+    return found
+
+
+def _pinning_sites(blocks: BlockMap, names: Column, free_of: Column) -> dict[str, int]:
+    """The free bytes of each partly used segment, shared equally among its live blocks, by call site."""
+    rows = np.flatnonzero((blocks.request >= 0) & (free_of[blocks.segment] > 0))
+    share = (
+        free_of[blocks.segment[rows]] / np.bincount(blocks.segment[rows], minlength=len(free_of))[blocks.segment[rows]]
+    )
+    total: dict[str, float] = {}
+    for name, part in zip(names[blocks.request[rows]].tolist(), share.tolist(), strict=True):
+        total[name] = total.get(name, 0.0) + part
+    return {name: round(part) for name, part in sorted(total.items(), key=lambda item: (-item[1], item[0]))}
+
+
+def _out_of_memory(trace: Trace, blocks: BlockMap, event: int, advise: bool) -> OutOfMemory:
+    wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
+    device_free = int(trace.address[event])
+    free = blocks.request < 0
+    num_segments = len(blocks.segment_address)
+    live_of = np.bincount(blocks.segment[~free], minlength=num_segments)
+    whole = free & (live_of[blocks.segment] == 0)
+    partly = free & ~whole
+    own = free & (blocks.stream == stream)
+    in_all = device_free + int(blocks.size_bytes[free].sum())
+    capacity = int(blocks.segment_size.sum()) + device_free
+    return OutOfMemory(
+        verdict="fragmentation" if in_all >= wanted else "capacity",
+        wanted_bytes=wanted,
+        stream=stream,
+        device_free_bytes=device_free,
+        partly_used_bytes=int(blocks.size_bytes[partly].sum()),
+        whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
+        largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),
+        same_stream_bytes=int(blocks.size_bytes[own].sum()),
+        avoided_by=what_would_have_fitted(trace, event, capacity) if advise else [],
+        asked_by=_asked_by(trace, event),
+    )
+
+
+def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
+    """The single changes under which the request of an out-of-memory event would have been served, best first.
+
+    Settings of torch's allocator and stalloc, each replayed from an empty device of `capacity_bytes`.
+    """
+    events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
+    tried = [Candidate("torch", conf) for conf in (*SWEEP, *SWEEP_UNDER_PRESSURE) if conf != recorded_settings(trace)]
+    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in [*tried, Candidate("stalloc")]]
+    return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
+
+
+def _asked_by(trace: Trace, event: int) -> str:
+    from stalloc.trace.sites import read_sites, site_name
+
+    sites = read_sites(trace)
+    if sites is None or sites.event_site[event] < 0:
+        return UNKNOWN
+    return site_name(sites.stack(int(sites.event_site[event])))

@@ -1,0 +1,143 @@
+"""Where everything was at an event, by what the file itself records: no model has a say.
+
+Contract: the blocks of the map cover the segments that the events and the final list imply, without a gap or an
+overlap. Torch rounds a block up to 512 bytes and, in its large pool, does not split off 1 MiB or less: so a gap of up
+to that much behind a live block of that pool belongs to the block. What lies behind it in a larger gap is free.
+"""
+
+from bisect import bisect_right
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.replay.protocol import BlockMap
+from stalloc.trace import Action, Trace
+
+#: what torch rounds up to, the largest rest that its large pool keeps with a block, the segments of its small pool
+_ROUNDED, _UNSPLIT, _SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+
+
+def recorded_blocks(trace: Trace, event: int) -> BlockMap:
+    """Every block after the event. Raises BadInputError for a trace without addresses and segments.
+
+    Event -1 is the start of the recording.
+    """
+    if not len(trace.segment_address) or not len(trace.action):
+        raise BadInputError(f"device {trace.device}: the trace has no segments: replay it with a model instead.")
+    segments = _segments(trace, event)
+    live = np.flatnonzero((trace.start <= event) & (event < trace.end) & (trace.size > 0))
+    address = request_addresses(trace)[live]
+    order = np.argsort(address, kind="stable")
+    live, address = live[order], address[order]
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    at = 0
+    for number, (begin, size, stream) in enumerate(segments):
+        cursor, end = begin, begin + size
+        while at < len(live) and int(address[at]) < begin:
+            at += 1  # in no segment: a plug-in's, or cut away
+        while at < len(live) and int(address[at]) < end:
+            row, start = int(live[at]), int(address[at])
+            if start > cursor:
+                rows.append((cursor, start - cursor, -1, 0, stream, number))
+            following = int(address[at + 1]) if at + 1 < len(live) else end
+            limit = min(following, end)
+            taken = min(-(-int(trace.size[row]) // _ROUNDED) * _ROUNDED, limit - start)
+            if 0 < limit - start - taken <= _UNSPLIT and size != _SMALL_SEGMENT:
+                taken = limit - start
+            waiting = int(trace.free_requested[row] <= event)
+            rows.append((start, taken, row, waiting, stream, number))
+            cursor = start + taken
+            at += 1
+        if cursor < end:
+            rows.append((cursor, end - cursor, -1, 0, stream, number))
+    address, size, request, waits, stream, segment = np.array(rows, np.int64).reshape(-1, 6).T
+    table = np.array(segments, np.int64).reshape(-1, 3)
+    return BlockMap(
+        address=address,
+        size_bytes=size,
+        request=request,
+        waiting=waits,
+        stream=stream,
+        segment=segment,
+        segment_address=table[:, 0],
+        segment_size=table[:, 1],
+        segment_pool=_pools(trace, table[:, 0], table[:, 1]),
+    )
+
+
+def request_addresses(trace: Trace) -> np.ndarray:
+    """(n,) int64 address of each request; -1 where no event and no segment tells."""
+    address = np.full(trace.num_requests, -1, np.int64)
+    known = np.flatnonzero(trace.event_request >= 0)
+    address[trace.event_request[known]] = trace.address[known].astype(np.int64)
+    rows, places = trace.extra.get("block_request"), trace.extra.get("block_address")
+    if rows is not None and places is not None:  # blocks at the end; those live throughout have no event
+        held = rows >= 0
+        address[rows[held]] = places[held].astype(np.int64)
+    return address
+
+
+def _pools(trace: Trace, address: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """(s,) 1 for a segment of a private pool, as far as the final list tells."""
+    private = np.zeros(len(address), np.int64)
+    pools = trace.extra.get("segment_pool")
+    if pools is not None:
+        for begin in trace.segment_address[(pools != 0).any(axis=1)].astype(np.int64).tolist():
+            private |= (address <= begin) & (begin < address + size)
+    return private
+
+
+def _segments(trace: Trace, event: int) -> list[tuple[int, int, int]]:
+    """(address, bytes, stream) of each mapped range after the event, in order: the final list, undone backwards."""
+    ranges = _Ranges(
+        zip(
+            trace.segment_address.astype(np.int64).tolist(),
+            trace.segment_size.tolist(),
+            trace.segment_stream.tolist(),
+            strict=True,
+        )
+    )
+    later = np.arange(event + 1, trace.num_events)[::-1]
+    for at in later[np.isin(trace.action[later], _SEGMENT_ACTIONS)].tolist():
+        begin, size, stream = int(trace.address[at]), int(trace.event_size[at]), int(trace.event_stream[at])
+        action = trace.action[at]
+        if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+            ranges.remove(begin, size)
+        else:
+            ranges.add(begin, size, stream, joins=action == Action.SEGMENT_UNMAP)
+    return ranges.all()
+
+
+_SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+
+
+class _Ranges:
+    """Disjoint address ranges in order."""
+
+    def __init__(self, ranges) -> None:
+        self._ranges: list[tuple[int, int, int]] = sorted(ranges)
+
+    def all(self) -> list[tuple[int, int, int]]:
+        return list(self._ranges)
+
+    def add(self, begin: int, size: int, stream: int, *, joins: bool) -> None:
+        """Add a range; one that `joins` becomes one with neighbours of its stream that touch it."""
+        at = bisect_right(self._ranges, (begin, 0, 0))
+        if joins and at < len(self._ranges) and self._ranges[at][0] == begin + size and self._ranges[at][2] == stream:
+            size += self._ranges.pop(at)[1]
+        if joins and at and sum(self._ranges[at - 1][:2]) == begin and self._ranges[at - 1][2] == stream:
+            at -= 1
+            before, more, _ = self._ranges.pop(at)
+            begin, size = before, size + more
+        self._ranges.insert(at, (begin, size, stream))
+
+    def remove(self, begin: int, size: int) -> None:
+        """Take a range out of the one that holds it; what is not there is left alone."""
+        at = bisect_right(self._ranges, (begin, 1 << 62, 0)) - 1
+        if at < 0:
+            return
+        first, length, stream = self._ranges[at]
+        if begin + size > first + length:
+            return
+        rest = [(first, begin - first, stream), (begin + size, first + length - begin - size, stream)]
+        self._ranges[at : at + 1] = [piece for piece in rest if piece[1]]

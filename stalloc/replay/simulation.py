@@ -1,0 +1,173 @@
+"""One program, many allocators: what each would have reserved, how often it would have asked the device, and whether
+the program would have fitted.
+
+Contract: every model is fed the same events, from an empty device; figures are the models' own, to the byte. Where the
+trace says what its allocator did, a model with the recorded settings is held against that event by event.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stalloc.replay.events import events_of
+from stalloc.replay.protocol import Events, Kind
+from stalloc.trace import Trace
+
+#: settings of torch's caching allocator that people try, and what they are for
+SWEEP = (
+    "",
+    "max_split_size_mb:32",
+    "max_split_size_mb:64",
+    "max_split_size_mb:128",
+    "max_split_size_mb:256",
+    "max_split_size_mb:512",
+    "max_split_size_mb:1024",
+    "roundup_power2_divisions:2",
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:8",
+    "roundup_power2_divisions:16",
+    "roundup_power2_divisions:4,max_split_size_mb:128",
+    "max_split_size_mb:128,max_non_split_rounding_mb:64",
+    "expandable_segments:True",
+    "expandable_segments:True,roundup_power2_divisions:8",
+)
+#: these do something only when memory is short
+SWEEP_UNDER_PRESSURE = ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.8")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An allocator with settings, written as `--conf` takes them."""
+
+    allocator: str
+    settings: str = ""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one allocator would have done with one device's program."""
+
+    allocator: str
+    settings: str
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int  #: requested bytes
+    fragmentation: float  #: 1 - allocated/reserved when the most is reserved
+    device_allocs: int
+    device_frees: int
+    retries: int
+    fits: bool
+    failed_event: int | None  #: event index of the first request that ran out of memory
+    failed_bytes: int | None  #: what it asked for
+    seconds: float
+    exact: bool | None = None  #: agrees with the file's own record; None where that is not of this allocator
+    first_difference: int | None = None  #: event index
+    reason: str = ""  #: of the difference
+    counts: dict[str, int] = field(default_factory=dict)  #: what only this model counts
+
+
+def simulate(trace: Trace, candidates: Sequence[Candidate], capacity_bytes: int = 0) -> list[Simulated]:
+    """Feed the program of a trace to each allocator, on an empty device of `capacity_bytes` (0: without limit).
+
+    What was live before recording is allocated first. Best first: those that fit, by peak reserved bytes, then by
+    calls to the device. Raises BadInputError for allocators and settings that do not exist.
+    """
+    return ranked(run_one(trace, candidate, capacity_bytes) for candidate in candidates)
+
+
+def ranked(results: Iterable[Simulated]) -> list[Simulated]:
+    """Best first: what fits, what reserves least, what calls the device least."""
+    return sorted(
+        results,
+        key=lambda r: (not r.fits, r.peak_reserved_bytes, r.device_allocs + r.device_frees, r.allocator, r.settings),
+    )
+
+
+def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events: Events | None = None) -> Simulated:
+    """One allocator. `events` if they are not simply those of the trace."""
+    from stalloc.replay.registry import make
+
+    events = events_of(trace) if events is None else events
+    began = time.perf_counter()
+    model = make(candidate.allocator, candidate.settings, capacity_bytes)
+    fed = model.feed(events)
+    seconds = time.perf_counter() - began
+    counters = model.counters()
+    done = len(events.kind) if fed.failed < 0 else fed.failed
+    fragmentation = 0.0
+    if done:
+        reserved, allocated = fed.reserved_bytes[:done], fed.allocated_bytes[:done]
+        peak = int(reserved.max())
+        if peak:
+            fragmentation = 1 - int(allocated[reserved == peak].max()) / peak
+    failed = fed.failed >= 0
+    exact, difference, reason = _against_record(trace, candidate)
+    return Simulated(
+        allocator=candidate.allocator,
+        settings=candidate.settings,
+        peak_reserved_bytes=counters.peak_reserved_bytes,
+        peak_allocated_bytes=counters.peak_allocated_bytes,
+        fragmentation=round(fragmentation, 6),
+        device_allocs=counters.device_allocs,
+        device_frees=counters.device_frees,
+        retries=counters.retries,
+        fits=not failed,
+        failed_event=int(events.event[fed.failed]) if failed else None,
+        failed_bytes=int(events.size[events.request[fed.failed]]) if failed else None,
+        seconds=round(seconds, 6),
+        exact=exact,
+        first_difference=difference,
+        reason=reason,
+        counts=dict(counters.more),
+    )
+
+
+def simulate_all(
+    jobs: Sequence[tuple[Trace, Sequence[Candidate]]],
+    capacity_bytes: int = 0,
+    told: Callable[[], None] = lambda: None,
+    num_threads: int = 2,
+) -> list[list[Simulated]]:
+    """`simulate` for several traces side by side (compiled models run without the GIL); `told` after each result."""
+
+    def one(job: tuple[Trace, Candidate]) -> Simulated:
+        result = run_one(*job, capacity_bytes)
+        told()
+        return result
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        running = [[pool.submit(one, (trace, candidate)) for candidate in wanted] for trace, wanted in jobs]
+        return [ranked(future.result() for future in futures) for futures in running]
+
+
+def recorded_settings(trace: Trace) -> str:
+    """The allocator settings that a snapshot says it was recorded with, as torch's variable holds them."""
+    settings = trace.info.get("allocator_settings", {})
+    value = settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or ""
+    return str(value)
+
+
+def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> Events:
+    """The program up to an event, and then one request more: the one that ran out of memory."""
+    events = events_of(trace)
+    kept = np.flatnonzero(events.event < at_event)
+    return Events(
+        kind=np.append(events.kind[kept], np.int8(Kind.ALLOC)),
+        request=np.append(events.request[kept], trace.num_requests),
+        event=np.append(events.event[kept], at_event),
+        size=np.append(events.size, size_bytes),
+        stream=np.append(events.stream, stream),
+    )
+
+
+def _against_record(trace: Trace, candidate: Candidate) -> tuple[bool | None, int | None, str]:
+    """Whether torch's model follows the record, if the candidate is the allocator that made it."""
+    recorded = recorded_settings(trace)
+    if candidate.allocator != "torch" or candidate.settings != recorded or not len(trace.segment_address):
+        return None, None, ""
+    from stalloc.replay.torch_record import check_record
+
+    check = check_record(trace)
+    return check.exact, check.first_difference, check.reason

@@ -1,0 +1,206 @@
+"""stalloc explain: every byte between reserved and allocated has one cause, on real snapshots and on made-up ones."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from stalloc.cli import main
+from stalloc.errors import BadInputError
+from stalloc.replay.explanation import explain
+from stalloc.trace import Action, load_traces
+
+MIB = 1 << 20
+ADDRESS = 0x7F00_0000_0000
+
+
+def event(action, place, size, stream=0, site="step.py", **more):
+    frames = [{"filename": site, "line": 1, "name": "f"}]
+    return {"action": action, "addr": ADDRESS + place, "size": size, "stream": stream, "frames": frames} | more
+
+
+def segment(place, *blocks, stream=0, pool=(0, 0)):
+    size = sum(block_size for block_size, _, _ in blocks)
+    listed, at = [], ADDRESS + place
+    for block_size, requested, state in blocks:
+        listed.append({"address": at, "size": block_size, "requested_size": requested, "state": state})
+        at += block_size
+    return {
+        "device": 0,
+        "address": ADDRESS + place,
+        "total_size": size,
+        "stream": stream,
+        "segment_type": "large",
+        "segment_pool_id": pool,
+        "is_expandable": False,
+        "blocks": listed,
+    }
+
+
+LIVE, FREE, WAITING = "active_allocated", "inactive", "active_pending_free"
+
+
+def write(path, events, segments):
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [events], "allocator_settings": {}}))
+    return path
+
+
+@pytest.fixture
+def every_cause(tmp_path):
+    """One segment for each cause."""
+    a, b, c, d, e = (place * 64 * MIB for place in range(5))
+    events = [
+        *(
+            event("segment_alloc", place, 20 * MIB, stream)
+            for place, stream in ((a, 0), (b, 7), (c, 7), (d, 0), (e, 0))
+        ),
+        event("alloc", b, 20 * MIB, 7),
+        event("free_requested", b, 20 * MIB, 7),
+        event("free_completed", b, 20 * MIB, 7),
+        event("alloc", c, 4 * MIB, 7, "other.py"),
+        event("alloc", d, 20 * MIB),
+        event("free_requested", d, 20 * MIB),
+        event("alloc", e, 10 * MIB),
+        event("alloc", a, 4 * MIB - 100),
+        event("alloc", a + 4 * MIB, 4 * MIB),
+        event("alloc", a + 8 * MIB, 4 * MIB, site="holds.py"),
+        event("free_requested", a + 4 * MIB, 4 * MIB),
+        event("free_completed", a + 4 * MIB, 4 * MIB),
+    ]
+    segments = [
+        segment(
+            a,
+            (4 * MIB, 4 * MIB - 100, LIVE),
+            (4 * MIB, 0, FREE),
+            (4 * MIB, 4 * MIB, LIVE),
+            (8 * MIB, 0, FREE),
+        ),
+        segment(b, (20 * MIB, 0, FREE), stream=7),
+        segment(c, (4 * MIB, 4 * MIB, LIVE), (16 * MIB, 0, FREE), stream=7),
+        segment(d, (20 * MIB, 20 * MIB, WAITING)),
+        segment(e, (10 * MIB, 10 * MIB, LIVE), (10 * MIB, 0, FREE), pool=(0, 1)),
+    ]
+    return write(tmp_path / "every.pickle", events, segments)
+
+
+def test_each_cause_has_its_bytes(every_cause):
+    (trace,) = load_traces(every_cause)
+    made = explain(trace, trace.num_events - 1)
+    assert made.reserved_bytes == 100 * MIB
+    assert made.allocated_bytes == 22 * MIB - 100
+    assert made.causes == {
+        "rounding": 100,
+        "hard_fragmentation": 4 * MIB,
+        "soft_fragmentation": 8 * MIB,
+        "other_streams": 16 * MIB,
+        "private_pools": 10 * MIB,
+        "waiting_frees": 20 * MIB,
+        "cache_never_returned": 20 * MIB,
+    }
+
+
+def test_call_sites_carry_what_stays_because_of_them(every_cause):
+    (trace,) = load_traces(every_cause)
+    made = explain(trace, trace.num_events - 1)
+    # 12 MiB stay with two blocks, 16 with the one of another stream, 10 with one in the private pool
+    assert made.sites == {"other.py:1 f": 16 * MIB, "step.py:1 f": 16 * MIB, "holds.py:1 f": 6 * MIB}
+    assert [(s.free_bytes, s.num_blocks) for s in made.segments] == [(16 * MIB, 1), (12 * MIB, 2), (10 * MIB, 1)]
+
+
+def test_a_segment_that_is_used_again_is_not_called_never_returned(every_cause):
+    (trace,) = load_traces(every_cause)
+    before_its_use = 4  # the last of the five segment_alloc events; nothing is live
+    made = explain(trace, before_its_use)
+    assert made.allocated_bytes == 0
+    assert made.causes["cache_never_returned"] == 0
+    assert sum(made.causes.values()) == made.reserved_bytes == 100 * MIB
+
+
+def out_of_memory(tmp_path, device_free, wanted):
+    events = [
+        event("segment_alloc", 0, 20 * MIB),
+        event("alloc", 0, 8 * MIB, site="keeps.py"),
+        {"action": "oom", "device_free": device_free, "size": wanted, "stream": 0, "frames": []},
+    ]
+    return write(tmp_path / "oom.pickle", events, [segment(0, (8 * MIB, 8 * MIB, LIVE), (12 * MIB, 0, FREE))])
+
+
+def test_an_out_of_memory_error_with_enough_in_all_is_fragmentation(tmp_path, capsys):
+    file = out_of_memory(tmp_path, device_free=10 * MIB, wanted=22 * MIB)
+    assert main(["explain", str(file), "--json", "-"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["devices"]
+    assert said["verdict"] == "fragmentation"
+    assert (said["wanted_bytes"], said["device_free_bytes"]) == (22 * MIB, 10 * MIB)
+    assert (said["partly_used_bytes"], said["largest_free_bytes"]) == (12 * MIB, 12 * MIB)
+
+
+def test_an_out_of_memory_error_with_too_little_in_all_is_capacity(tmp_path, capsys):
+    file = out_of_memory(tmp_path, device_free=10 * MIB, wanted=22 * MIB + 1)
+    assert main(["explain", str(file), "--at", "oom"]) == 0
+    said = capsys.readouterr().out
+    assert "Out of memory by capacity: 22.00 MiB wanted" in said
+    assert "keeps.py:1 f" in said
+
+
+@pytest.mark.parametrize("at", ["peak", "random"])
+def test_causes_of_real_snapshots_add_up(shared_traces, at):
+    rng = np.random.default_rng(4)
+    for path in sorted(shared_traces.glob("*.pickle.gz")):
+        for trace in load_traces(path):
+            for moment in ("peak",) if at == "peak" else rng.integers(0, trace.num_events, 5).tolist():
+                made = explain(trace, moment, advise=False)
+                where = f"{path.name} device {trace.device} at {moment}"
+                reserved = np.append(trace.reserved_bytes(), trace.reserved_start_bytes)
+                asked = trace.free_requested > made.event
+                live = asked & (trace.start <= made.event) & (made.event < trace.end)
+                assert made.reserved_bytes == reserved[made.event], where
+                assert made.allocated_bytes == trace.size[live].sum(), where
+                assert sum(made.causes.values()) == made.reserved_bytes - made.allocated_bytes, where
+                assert min(made.causes.values()) >= 0, where
+
+
+def test_the_llama_run_failed_by_fragmentation_and_says_what_would_have_helped(shared_traces, capsys):
+    file = str(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz")
+    assert main(["explain", file, "--at", "oom", "--json", "-"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["devices"]
+    assert said["verdict"] == "fragmentation"
+    assert round(said["wanted_bytes"] / 2**30, 2) == 3.91
+    assert round(said["device_free_bytes"] / 2**30, 2) == 3.75
+    assert round(said["partly_used_bytes"] / 2**30, 2) == 0.79
+    capacity = said["reserved_bytes"] + said["device_free_bytes"]
+    helped = {(entry["allocator"], entry["settings"]): entry["peak_reserved_bytes"] for entry in said["avoided_by"]}
+    assert {("torch", "expandable_segments:True"), ("stalloc", "")} <= helped.keys()
+    assert max(helped.values()) <= capacity
+    assert ("torch", "") not in helped
+
+
+def test_a_trace_without_segments_is_replayed_and_says_so(shared_traces, capsys):
+    file = str(shared_traces / "somas_resnet50.csv.gz")
+    assert main(["explain", file, "--json", "-"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["devices"]
+    assert "replayed" in said["source"]
+    assert sum(said["causes"].values()) == said["reserved_bytes"] - said["allocated_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--at", "17"], "has events 0 to 16: there is no event 17"),
+        (["--at", "sometime"], "give an event index, peak or oom"),
+        (["--at", "oom"], "no out-of-memory event"),
+        (["--device", "3"], "no events of device 3"),
+    ],
+)
+def test_a_moment_that_does_not_exist_is_one_sentence(every_cause, capsys, arguments, sentence):
+    assert main(["explain", str(every_cause), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_an_oom_event_is_asked_for_where_there_is_none(every_cause):
+    (trace,) = load_traces(every_cause)
+    assert not np.any(trace.action == Action.OOM)
+    with pytest.raises(BadInputError, match="no out-of-memory event"):
+        explain(trace, "oom")
