@@ -76,8 +76,9 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     if len({device for device, _ in devices}) < len(devices):
         raise BadInputError(f"{path}: two kinds of device share one number: profile them one by one.")
     properties = _device_properties(path, data)
+    said = _converter_notes(path, data)
     return [
-        _read_device(path, device, events, annotations, properties.get(device, {}))
+        _read_device(path, device, events, annotations, properties.get(device, {}), said)
         for (device, _), events in sorted(devices.items())
     ]
 
@@ -110,6 +111,7 @@ def _read_device(
     events: list[_Event],
     annotations: list[tuple[float, float, str]],
     properties: dict[str, Any],
+    said: list[str],
 ) -> Trace:
     events = [event for event in events if event.size_bytes]
     events.sort(key=lambda event: (event.time_us, event.order))
@@ -134,6 +136,7 @@ def _read_device(
         notes.append("no addresses in the file: each free is taken to end the newest allocation of its size")
     if unseen_note:
         notes.append(unseen_note)
+    notes += said
 
     reserved_start, at, change = _reserved_changes(events)  # segment events go in before events `at`
     clock = np.array([event.time_us for event in events], np.float64)
@@ -211,6 +214,15 @@ def _marks(clock: Column, annotations: list[tuple[float, float, str]]) -> list[M
     timed.sort(key=lambda mark: mark[0])
     places = np.searchsorted(clock, [mark[0] for mark in timed])
     return [(int(event), kind, name) for event, (_, kind, name) in zip(places, timed, strict=True)]
+
+
+def _converter_notes(path: Path, data: bytes) -> list[str]:
+    """What `stalloc convert` says of a file that it wrote, such as that addresses are made up."""
+    spans = list_elements(path, data, "stalloc_notes") if b'"stalloc_notes"' in data[:4096] else None
+    listed = (
+        [decode(path, data[begin:end], "a note") for begin, end in list(zip(*spans, strict=True))[:20]] if spans else []
+    )
+    return [note[:300] for note in listed if isinstance(note, str)]
 
 
 def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:

@@ -149,7 +149,7 @@ def _read_device(
         info={},
         extra=stacks.columns(site, event_site) | end_state.tables | _block_requests(end_state, pairs, old, num_events),
     )
-    return _with_reserved(where, trace, _info(path, snapshot))
+    return _with_reserved(where, trace, _info(path, snapshot, device))
 
 
 def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Column, Column, Column]:
@@ -270,7 +270,12 @@ def _marks(snapshot: dict[str, Any], device: int, time_us: Column) -> tuple[Colu
     """Annotations as marks: profiler steps are steps, all others are phases. Placed by wall time, once."""
     annotations = snapshot.get("external_annotations") or []
     placed: list[tuple[int, int, str]] = []
-    if len(time_us) and time_us[0] > 0 and isinstance(annotations, list):
+    if isinstance(annotations, list) and all("mark" in note for note in annotations):  # ours: places without a clock
+        for note in annotations:
+            event, kind = (int(number) for number in note["mark"])
+            if note["device"] == device:
+                placed.append((event, kind, str(note["name"])))
+    elif len(time_us) and time_us[0] > 0 and isinstance(annotations, list):
         for note in annotations:
             if note.get("device", device) != device or note.get("stage") not in ("START", "END"):
                 continue
@@ -292,8 +297,13 @@ def _marks(snapshot: dict[str, Any], device: int, time_us: Column) -> tuple[Colu
     )
 
 
-def _info(path: Path, snapshot: dict[str, Any]) -> dict[str, Any]:
+def _info(path: Path, snapshot: dict[str, Any], device: int) -> dict[str, Any]:
     info: dict[str, Any] = {"source": "torch snapshot", "file": path.name, "notes": []}
+    converted = snapshot.get("stalloc")  # what `stalloc convert` says of a snapshot that it wrote
+    if isinstance(converted, dict):
+        said = converted["devices"][str(device)]
+        info["notes"] = [str(note)[:300] for note in said["notes"][:20]]
+        info["converted_from"] = str(said["source"])[:100]
     settings = snapshot.get("allocator_settings")
     if isinstance(settings, dict):
         info["allocator_settings"] = {str(key): value for key, value in settings.items() if _is_plain(value)}

@@ -1,0 +1,139 @@
+"""Write a trace in another format: for PyTorch's memory_viz, Perfetto, planners, or stalloc itself.
+
+IN is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The name of OUT says the format, unless
+--to does:
+
+  .trace.npz       trace     everything that stalloc knows
+  .pickle, .pkl    snapshot  as torch.cuda.memory._dump_snapshot writes it, for memory_viz
+  .json            perfetto  Chrome trace: allocated and reserved, a slice for each request, steps and phases; stalloc
+                             and readers of torch.profiler's traces read its [memory] events back
+  .csv             csv       planning CSV id,lower,upper,size of one device, as minimalloc reads it
+
+The last three may end in .gz as well. A snapshot that becomes a snapshot again has the same events, blocks and call
+sites. What a source does not have and a format needs (addresses, segments) is made up by a plan; the file says so, and
+so do the notes that are printed.
+"""
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.errors import BadInputError
+from stalloc.trace import Trace, load_traces, save_traces
+
+_SUFFIXES = {".npz": "trace", ".pickle": "snapshot", ".pkl": "snapshot", ".json": "perfetto", ".csv": "csv"}
+_FORMATS = ("trace", "snapshot", "perfetto", "csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc convert`."""
+    parser.add_argument("input", metavar="IN", help="trace to read")
+    parser.add_argument("output", metavar="OUT", help="file to write")
+    parser.add_argument("--device", type=int, metavar="N", help="write this device only (default: all)")
+    parser.add_argument("--to", choices=_FORMATS, metavar="FORMAT", help=f"one of {', '.join(_FORMATS)}")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert one file."""
+    output = Path(args.output)
+    target = args.to or _format_of(output)
+    _check_output(Path(args.input), output, force=args.force)
+    traces = of_device(args.input, load_traces(args.input), args.device)
+    if target == "csv" and len(traces) > 1:
+        numbers = ", ".join(str(trace.device) for trace in traces)
+        raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
+    made_up = _writer(target)(output, traces)
+    told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
+    result = {
+        "input": args.input,
+        "output": args.output,
+        "format": target,
+        "bytes": output.stat().st_size,
+        "devices": [
+            {
+                "device": trace.device,
+                "source": trace.info.get("source", ""),
+                "requests": trace.num_requests,
+                "events": len(trace.action),
+            }
+            for trace in traces
+        ],
+        "notes": [*told, *(note for note in made_up if note not in told)],
+    }
+    write_json(args, result)
+    if wants_text(args):
+        _print(result)
+    return 0
+
+
+def of_device(file: str, traces: list[Trace], device: int | None) -> list[Trace]:
+    """The traces of one device, or all without a number; BadInputError if the file does not have it."""
+    chosen = [trace for trace in traces if device is None or trace.device == device]
+    if not chosen:
+        numbers = ", ".join(str(trace.device) for trace in traces)
+        raise BadInputError(f"{file} has no device {device}, it has {numbers}: choose one of them with --device.")
+    return chosen
+
+
+def _format_of(output: Path) -> str:
+    name = output.name.removesuffix(".gz")
+    found = _SUFFIXES.get(Path(name).suffix)
+    if found is None or (found == "trace" and not output.name.endswith(".trace.npz")):
+        raise BadInputError(
+            f"the name {output} tells no format: let it end in .trace.npz, .pickle, .json or .csv, or give --to."
+        )
+    return found
+
+
+def _check_output(source: Path, output: Path, *, force: bool) -> None:
+    if output.is_dir():
+        raise BadInputError(f"{output} is a folder: name the file to write, such as {output / 'step.trace.npz'}.")
+    if not output.parent.is_dir():
+        raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise BadInputError(f"{output} is what is read: name another file to write to.")
+    if output.exists() and not force:
+        raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
+
+
+def _writer(target: str) -> Callable[[Path, Sequence[Trace]], list[str]]:
+    if target == "snapshot":
+        from stalloc.report.snapshot import write_snapshot
+
+        return write_snapshot
+    if target == "perfetto":
+        from stalloc.report.perfetto import write_perfetto
+
+        return write_perfetto
+    if target == "csv":
+        from stalloc.report.lifespans_csv import write_lifespans_csv
+
+        return lambda path, traces: write_lifespans_csv(path, traces[0])
+    return _write_trace
+
+
+def _write_trace(path: Path, traces: Sequence[Trace]) -> list[str]:
+    save_traces(path, traces)
+    return []
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    size = human_bytes(result["bytes"])
+    console.print(f"[bold]{escape(result['output'])}[/bold], {result['format']}, {size}")
+    for entry in result["devices"]:
+        console.print(
+            f"  [dim]device {entry['device']}[/dim]  {entry['requests']:,} requests, {entry['events']:,} events, "
+            f"from {escape(str(entry['source']))}"
+        )
+    for note in result["notes"]:
+        console.print(f"  [dim]note[/dim]  {escape(note)}")
+    console.print(f"Next: stalloc stats {escape(shlex.quote(result['output']))}")

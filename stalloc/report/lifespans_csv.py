@@ -1,0 +1,46 @@
+"""Bare lifespans for planners: CSV `id,lower,upper,size[,offset]`, as google/minimalloc reads them.
+
+The format has lifespans of one device and nothing else: `[lower, upper)` are event indices, moved by one where
+something was live before the recording, which starts at 0 then.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from stalloc.report.writing import write_whole
+from stalloc.trace import Trace
+
+
+def write_lifespans_csv(path: Path, trace: Trace) -> list[str]:
+    """Write the requests of a trace, one a line; returns what the format leaves out, a sentence each."""
+    write_whole(path, _lines(trace))
+    notes = ["a planning CSV holds lifespans and sizes only: events, addresses, streams, marks and times are left out"]
+    if trace.num_baseline_requests:
+        notes.append("what was live before the recording starts at 0, so every event is one later than in the record")
+    return notes
+
+
+def _lines(trace: Trace) -> Iterator[bytes]:
+    ids = trace.extra.get("id")
+    shift = -min(int(trace.start.min(initial=0)), 0)  # what was live before recording starts at -1
+    names = ["id", "lower", "upper", "size"]
+    columns = [
+        np.arange(trace.num_requests) if ids is None else ids,
+        trace.start + shift,
+        trace.end + shift,
+        trace.size,
+    ]
+    offset = trace.extra.get("offset")
+    if offset is not None and offset.shape == trace.size.shape:
+        names.append("offset")
+        columns.append(offset)
+    yield (",".join(names) + "\n").encode()
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        yield (",".join(map(_cell, row)) + "\n").encode()
+
+
+def _cell(value: object) -> str:
+    text = str(value)
+    return '"' + text.replace('"', '""') + '"' if any(char in text for char in ',"\r\n') else text

@@ -1,0 +1,266 @@
+"""Snapshots as torch.cuda.memory writes them, for its memory_viz page and whatever else reads them.
+
+Contract: plain containers, numbers and strings, pickled by protocol 4; blocks cover their segments without a gap. A
+record that came from a snapshot is read back as an equal record. Every other one is written as far as the format goes:
+`places_of` says what of its addresses and segments is made up, and so does the file, under the key `stalloc`.
+"""
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalloc.report.placing import ALIGN_BYTES, Places, places_of
+from stalloc.report.writing import write_whole
+from stalloc.trace import MARK_PHASE_END, Action, Trace
+from stalloc.trace.record import Column
+from stalloc.trace.sites import read_sites
+
+_NAMES = {int(action): action.name.lower() for action in Action}
+_SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
+Stack = list[dict[str, Any]]
+
+
+def write_snapshot(path: Path, traces: Sequence[Trace]) -> list[str]:
+    """Write the traces, one a device, as one snapshot; returns what had to be made up or left out, a sentence each."""
+    snapshot, notes = snapshot_of(traces)
+    write_whole(path, [pickle.dumps(snapshot, protocol=4)])
+    return notes
+
+
+def snapshot_of(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
+    """The snapshot of traces, one a device, and what of it is made up or left out."""
+    histories: list[list[dict[str, Any]]] = [[] for _ in range(max((trace.device for trace in traces), default=-1) + 1)]
+    segments: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    devices: dict[str, Any] = {}
+    notes: list[str] = []
+    for trace in traces:
+        places = places_of(trace)
+        stacks = _stacks(trace)
+        lost = [*places.notes, *_left_out(trace, places)]
+        events = _events(trace, places)
+        histories[trace.device] = _history(trace, events, stacks)
+        segments += _segments(trace, places, stacks)
+        annotations += _annotations(trace, events)
+        devices[str(trace.device)] = {
+            "source": str(trace.info.get("source", "")),
+            "file": str(trace.info.get("file", "")),
+            "notes": [*map(str, trace.info.get("notes", [])), *lost],
+        }
+        notes += [note for note in lost if note not in notes]
+    snapshot: dict[str, Any] = {
+        "segments": segments,
+        "device_traces": histories,
+        "external_annotations": annotations,
+        "stalloc": {"devices": devices},
+    }
+    settings = [trace.info["allocator_settings"] for trace in traces if "allocator_settings" in trace.info]
+    if settings:
+        snapshot["allocator_settings"] = settings[0]
+    return snapshot, notes
+
+
+class _Events:
+    """The (e,) events to be written: their rows in the trace, or those of bare lifespans."""
+
+    def __init__(self, action: Column, address: Column, size: Column, stream: Column, time_us: Column) -> None:
+        self.action, self.address, self.size, self.stream, self.time_us = action, address, size, stream, time_us
+        self.site = np.full(len(action), -1, np.int64)
+        self.row = np.arange(len(action))
+        """Event of the trace that each was."""
+
+
+def _events(trace: Trace, places: Places) -> _Events:
+    if not len(trace.action):
+        return _events_of_lifespans(trace, places)
+    address = trace.address.copy()
+    of_request = trace.event_request >= 0
+    address[of_request] = places.address[trace.event_request[of_request]]
+    keep = np.ones(trace.num_events, bool)
+    if not places.segments_recorded:
+        keep = ~np.isin(trace.action, _SEGMENT_ACTIONS)
+    columns = (trace.action, address, trace.event_size, trace.event_stream, trace.time_us)
+    events = _Events(*(column[keep] for column in columns))
+    events.row = np.flatnonzero(keep)
+    sites = read_sites(trace)
+    if sites is not None:
+        events.site = sites.event_site[keep].astype(np.int64)
+    return events
+
+
+def _events_of_lifespans(trace: Trace, places: Places) -> _Events:
+    """Frees before the allocs of the same moment; what ends last of all stays."""
+    freed = np.flatnonzero(trace.end < trace.num_events)
+    born = np.flatnonzero(trace.start >= 0)
+    count = len(freed)
+    row = np.concatenate([freed, freed, born])
+    action = np.repeat(
+        np.array([Action.FREE_REQUESTED, Action.FREE_COMPLETED, Action.ALLOC]), [count, count, len(born)]
+    )
+    at = np.concatenate([trace.end[freed], trace.end[freed], trace.start[born]])
+    order = np.lexsort((action, row, action == Action.ALLOC, at))
+    row, action, at = row[order], action[order], at[order]
+    events = _Events(action, places.address[row], trace.size[row], trace.stream[row], np.zeros(len(row), np.int64))
+    events.row = at
+    return events
+
+
+def _stacks(trace: Trace) -> list[Stack]:
+    """Each stack once, so that the pickle holds it once; the last one is that of -1."""
+    sites = read_sites(trace)
+    if sites is None:
+        return [[]]
+    frames = [{"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in sites.frames]
+    bounds = sites.begin.tolist()
+    numbers = sites.frame.tolist()
+    return [[frames[i] for i in numbers[begin:end]] for begin, end in itertools.pairwise(bounds)] + [[]]
+
+
+def _history(trace: Trace, events: _Events, stacks: list[Stack]) -> list[dict[str, Any]]:
+    history: list[dict[str, Any]] = []
+    columns = (events.action, events.address, events.size, events.stream, events.time_us, events.site)
+    for action, address, size, stream, time_us, site in zip(*(column.tolist() for column in columns), strict=True):
+        place = "device_free" if action == Action.OOM else "addr"
+        history.append(
+            {
+                "action": _NAMES[action],
+                place: address,
+                "size": size,
+                "stream": trace.streams[stream],
+                "time_us": time_us,
+                "frames": stacks[site],
+            }
+        )
+    return history
+
+
+def _segments(trace: Trace, places: Places, stacks: list[Stack]) -> list[dict[str, Any]]:
+    block_address, block_size, block_request = _blocks(trace, places)
+    sites = read_sites(trace)
+    site = sites.site if sites is not None else np.full(trace.num_requests, -1)
+    order = np.argsort(block_address)
+    block_address, block_size, block_request = block_address[order], block_size[order], block_request[order]
+    firsts = np.searchsorted(block_address, places.segment_address)
+    lasts = np.searchsorted(block_address, places.segment_address + places.segment_size.astype(np.uint64))
+    num_segments = len(places.segment_address)
+    pool = _told(trace, places, "segment_pool", (num_segments, 2))
+    small = _told(trace, places, "segment_is_small", (num_segments,))
+    expandable = _told(trace, places, "segment_is_expandable", (num_segments,))
+    segments = []
+    for i in range(num_segments):
+        begin, total = int(places.segment_address[i]), int(places.segment_size[i])
+        inside = slice(firsts[i], lasts[i])
+        blocks: list[dict[str, Any]] = []
+        for at, size, row in zip(
+            *(column[inside].tolist() for column in (block_address, block_size, block_request)), strict=True
+        ):
+            state = "inactive"
+            if row >= 0:
+                asked = trace.free_requested[row] < trace.num_events
+                state = "active_pending_free" if asked else "active_allocated"
+            blocks.append(
+                {
+                    "address": at,
+                    "size": size,
+                    "requested_size": int(trace.size[row]) if row >= 0 else 0,
+                    "state": state,
+                    "frames": stacks[int(site[row])] if row >= 0 else [],
+                }
+            )
+        active = [block for block in blocks if block["state"] != "inactive"]
+        segments.append(
+            {
+                "device": trace.device,
+                "address": begin,
+                "total_size": total,
+                "allocated_size": sum(block["size"] for block in active if block["state"] == "active_allocated"),
+                "active_size": sum(block["size"] for block in active),
+                "requested_size": sum(block["requested_size"] for block in active),
+                "stream": trace.streams[int(places.segment_stream[i])] if trace.streams else 0,
+                "segment_type": "small" if small[i] else "large",
+                "segment_pool_id": (int(pool[i, 0]), int(pool[i, 1])),
+                "is_expandable": bool(expandable[i]),
+                "frames": [],
+                "blocks": blocks,
+            }
+        )
+    return segments
+
+
+def _told(trace: Trace, places: Places, name: str, shape: tuple[int, ...]) -> Column:
+    """A table of the source about its segments, zeros where it has none."""
+    column = trace.extra.get(name)
+    if not places.segments_recorded or column is None or column.shape != shape or column.dtype.kind not in "iu":
+        return np.zeros(shape, np.int64)
+    return column
+
+
+def _blocks(trace: Trace, places: Places) -> tuple[Column, Column, Column]:
+    """Address, bytes and request (-1: free) of every block at the end."""
+    told = [trace.extra[name] for name in ("block_address", "block_size", "block_request") if name in trace.extra]
+    if (
+        places.segments_recorded
+        and len(told) == 3
+        and told[0].ndim == 1
+        and len({column.shape for column in told}) == 1
+    ):
+        address, size, request = told
+        if request.max(initial=-1) < trace.num_requests:
+            return address.astype(np.uint64), size.astype(np.int64), request.astype(np.int64)
+    alive = np.flatnonzero(trace.end == trace.num_events)
+    alive = alive[np.argsort(places.address[alive])]
+    blocks: list[tuple[int, int, int]] = []
+    live = [(int(places.address[row]), int(trace.size[row]), int(row)) for row in alive]
+    position = 0
+    for i in np.argsort(places.segment_address):
+        at, end = int(places.segment_address[i]), int(places.segment_address[i]) + int(places.segment_size[i])
+        while position < len(live) and live[position][0] < end:
+            address_, size_, row_ = live[position]
+            position += 1
+            following = min(live[position][0], end) if position < len(live) else end
+            if address_ > at:
+                blocks.append((at, address_ - at, -1))
+            rounded = max(-(-size_ // ALIGN_BYTES), 1) * ALIGN_BYTES
+            blocks.append((address_, min(rounded, following - address_), row_))
+            at = address_ + blocks[-1][1]
+        if at < end:
+            blocks.append((at, end - at, -1))
+    return (
+        np.array([block[0] for block in blocks], np.uint64),
+        np.array([block[1] for block in blocks], np.int64),
+        np.array([block[2] for block in blocks], np.int64),
+    )
+
+
+def _annotations(trace: Trace, events: _Events) -> list[dict[str, Any]]:
+    """Marks as torch's annotations; `mark` holds the event and the kind, since wall times may coincide or be absent."""
+    annotations: list[dict[str, Any]] = []
+    last = int(events.time_us[-1]) + 1 if len(events.time_us) else 0
+    place = np.searchsorted(events.row, trace.mark_event)
+    for event, kind, name in zip(place.tolist(), trace.mark_kind.tolist(), trace.mark_name.tolist(), strict=True):
+        annotations.append(
+            {
+                "stage": "END" if kind == MARK_PHASE_END else "START",
+                "name": trace.names[name],
+                "device": trace.device,
+                "time_us": int(events.time_us[event]) if event < len(events.time_us) else last,
+                "mark": [event, kind],
+            }
+        )
+    return annotations
+
+
+def _left_out(trace: Trace, places: Places) -> list[str]:
+    notes = []
+    if not places.segments_recorded and np.any(np.isin(trace.action, _SEGMENT_ACTIONS)):
+        notes.append("the record's events of segments are left out: they belong to segments that it does not list")
+    if not len(trace.action):
+        notes.append("the record has bare lifespans: its events are made up, in their order")
+    unseen = trace.info.get("unseen_bytes", 0)
+    if isinstance(unseen, int) and unseen > 0:
+        notes.append(f"{unseen} bytes that were live throughout are left out: no event names them")
+    return notes

@@ -1,0 +1,40 @@
+"""Files appear whole or not at all, and the same contents give the same bytes, compressed or not."""
+
+import gzip
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from stalloc.errors import BadInputError
+
+
+def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write the chunks one after the other to a file, compressed if its name ends in `.gz`.
+
+    Raises BadInputError if it cannot be written; then what was there before is still there.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with scratch.open("wb") as file:
+            if path.name.endswith(".gz"):
+                with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+                    _copy(chunks, packed)
+            else:
+                _copy(chunks, file)
+        scratch.replace(path)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _copy(chunks: Iterable[bytes], file: BinaryIO | gzip.GzipFile) -> None:
+    buffer = io.BytesIO()
+    for chunk in chunks:
+        buffer.write(chunk)
+        if buffer.tell() > 1 << 20:
+            file.write(buffer.getvalue())
+            buffer = io.BytesIO()
+    file.write(buffer.getvalue())
