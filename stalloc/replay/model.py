@@ -4,7 +4,7 @@ Contract (the protocol's): feeding at once or in pieces is the same; a feed that
 nothing from there on, and what comes after may be fed as if that event had not been.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,12 +41,9 @@ class TableModel:
     def _set(self, word: int, value: int) -> None:
         self._tables.words[word] = value
 
-    def _grow(self, factor: int = 1) -> None:
+    def _grow(self) -> None:
         t = self._tables
-        blocks, segments = t.blocks, t.segments
-        if not tables.has_room(t):
-            blocks = lengthen(blocks, 2 * len(blocks) + 8 * factor)
-            segments = lengthen(segments, 2 * len(segments) + 8 * factor)
+        blocks, segments = lengthen(t.blocks, 2 * len(t.blocks)), lengthen(t.segments, 2 * len(t.segments))
         self._tables = t._replace(blocks=blocks, segments=segments)
 
     def _make_room(self, num_requests: int, num_streams: int) -> None:
@@ -148,7 +145,7 @@ def parse_bytes(model: str, key: str, text: str) -> int:
     raise BadInputError(f"the setting {key} of {model} is {text!r}: give a number of bytes, as 64MiB or 2GiB.")
 
 
-def read_settings(model: str, text: str, keys: dict[str, Callable[[str, str, str], Any]]) -> dict[str, Any]:
+def read_settings(model: str, text: str, keys: Mapping[str, Callable[[str, str, str], Any]]) -> dict[str, Any]:
     """Settings from "key:value,…": each value by the reader of its key.
 
     Raises BadInputError for a key that the model does not have and for a value that its reader refuses.

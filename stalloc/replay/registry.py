@@ -17,6 +17,7 @@ _MODELS = {
     "expandable": ("torch_caching", "TorchCaching"),
     "stalloc": ("planned", "Planned"),
     "cupy": ("cupy_pool", "CupyPool"),
+    "gmlake": ("gmlake", "GMLake"),
 }
 _ALWAYS = {"expandable": "expandable_segments:True"}  #: settings that a name stands for
 

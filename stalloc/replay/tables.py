@@ -38,7 +38,7 @@ ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segment
 ) = range(15)
 OWN = 16
 
-# columns of Tables.blocks
+# columns of Tables.blocks; EXTRA and OTHER are the model's own
 (
     ADDRESS,
     SIZE,
@@ -54,8 +54,9 @@ OWN = 16
     REQUESTED,
     STREAM,
     EXTRA,
-) = range(14)
-BLOCK_COLUMNS = 14
+    OTHER,
+) = range(15)
+BLOCK_COLUMNS = 16  # two cache lines
 FREE, LIVE, WAITING = range(3)
 
 # columns of Tables.segments
@@ -115,6 +116,7 @@ def new_block(t):
     t.blocks[row, STATE] = FREE
     t.blocks[row, REQUEST] = -1
     t.blocks[row, EXTRA] = 0
+    t.blocks[row, OTHER] = 0
     return row
 
 

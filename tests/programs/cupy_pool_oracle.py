@@ -6,6 +6,7 @@ The device hands out addresses that were never used before, as the models do, an
 its number of streams, its sizes, a limit of the pool and a capacity.
 """
 
+import gc
 import sys
 
 import numpy as np
@@ -107,4 +108,5 @@ def run_programs(path: str, seed: int, num_programs: int, num_events: int) -> No
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a pool that runs out of memory collects garbage: what was imported is none
     run_programs(sys.argv[1], *(int(word) for word in sys.argv[2:5]))
