@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert one file."""
     output = Path(args.output)
-    target = args.to or _format_of(output)
     _check_output(Path(args.input), output, force=args.force)
+    target = args.to or _format_of(output)
     traces = of_device(args.input, load_traces(args.input), args.device)
     if target == "csv" and len(traces) > 1:
         numbers = ", ".join(str(trace.device) for trace in traces)

@@ -172,7 +172,8 @@ def _unseen_bytes(events: list[_Event]) -> tuple[int | None, str]:
         return None, f"the allocated total departs from the events {drifts} times: some events are missing"
     lowest = int(outside[0]) - _freed_before_allocated(events)
     if lowest > 0:
-        return lowest, f"{lowest / 2**30:.2f} GiB more were live throughout, which no event names and no plan places"
+        shown = f"{lowest / 2**30:.2f} GiB" if lowest >= 1 << 30 else f"{lowest / 2**20:.2f} MiB"
+        return lowest, f"{shown} more were live throughout, which no event names and no plan places"
     return max(lowest, 0), ""
 
 
