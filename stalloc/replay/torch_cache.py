@@ -185,10 +185,13 @@ def _collect(state):
 
 @njit()
 def _release_oversize(state, pool, size):
-    """Give back unsplittable blocks of the stream, enough for the request if there are; whether it was enough."""
+    """Give back unsplittable blocks of the stream, enough for the request if there are; whether it was enough.
+
+    torch stops here with an internal error if segments are expandable; the model goes on to empty the cache.
+    """
     cells, numbers = state.cells, state.numbers
     limit, header = numbers[MAX_SPLIT], free_tree(state, pool)
-    if limit == 0:
+    if limit == 0 or numbers[EXPANDABLE]:
         return False
     wanted = max(size, limit)
     block = best_fit(state, header, wanted)

@@ -41,8 +41,8 @@ class TorchSettings:
     """Divisions between two powers of two that a request is rounded up to, from [1 MiB, 2 MiB) on; 0: none."""
     garbage_collection_threshold: float = 0.0
     """Share of the memory that the process may use above which cached blocks are given back by age; 0: never."""
-    memory_fraction: float = 1.0
-    """Share of the capacity that the process may use."""
+    memory_fraction: float | None = None
+    """Share of the capacity that the process may use; None: not limited, and then nothing is collected by age."""
     expandable_segments: bool = False
     """One growing segment for each stream and pool, mapped page by page."""
 
@@ -56,13 +56,14 @@ def parse_settings(text: str) -> TorchSettings:
 
     Raises BadInputError for an unknown key or a value that torch refuses.
     """
+    pairs = _pairs("".join(text.split()))
+    # torch reads its environment twice, so the size of large segments counts for keys before it too
+    large_mb = _whole("large_segment_size_mb", dict(pairs).get("large_segment_size_mb", "20"), 11)
     values: dict[str, object] = {}
-    large_mb = 20
-    compact = "".join(text.split())
-    for key, value in _pairs(compact):
+    for key, value in pairs:
         if key == "large_segment_size_mb":
-            large_mb = _whole(key, value, 11)
             values["large_segment_bytes"] = large_mb * MIB
+            values.setdefault("max_non_split_rounding_bytes", large_mb * MIB)
         elif key == "max_split_size_mb":
             values["max_split_bytes"] = _whole(key, value, large_mb) * MIB
         elif key == "max_non_split_rounding_mb":
@@ -70,7 +71,8 @@ def parse_settings(text: str) -> TorchSettings:
         elif key == "garbage_collection_threshold":
             values["garbage_collection_threshold"] = _share(key, value, closed=False)
         elif key == "per_process_memory_fraction":
-            values["memory_fraction"] = _share(key, value, closed=True)
+            share = _share(key, value, closed=True)
+            values["memory_fraction"] = share if share < 1 else None  # torch sets no limit for the whole
         elif key == "roundup_power2_divisions":
             values["roundup_divisions"] = _divisions(key, value)
         elif key == "expandable_segments":
@@ -95,7 +97,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     """Key and value of each comma-separated pair; commas and colons within brackets belong to the value."""
     lists = _BRACKETS.findall(text)
     pairs: list[tuple[str, str]] = []
-    for part in filter(None, _BRACKETS.sub("[]", text).split(",")):
+    for part in _BRACKETS.sub("[]", text).removesuffix(",").split(",") if text else ():
         key, colon, value = part.partition(":")
         if not colon or not key or not value or ":" in value:
             raise BadInputError(
