@@ -12,7 +12,20 @@ from collections.abc import Sequence
 
 from stalloc.errors import StallocError
 
-VERBS = ("run", "record", "dryrun", "stats", "plan", "validate", "convert", "simulate", "explain", "info", "bench")
+VERBS = (
+    "run",
+    "record",
+    "dryrun",
+    "stats",
+    "plan",
+    "validate",
+    "convert",
+    "diff",
+    "simulate",
+    "explain",
+    "info",
+    "bench",
+)
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 

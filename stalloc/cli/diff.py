@@ -1,0 +1,196 @@
+"""Say what grew from one trace to another: peaks, and who holds them, by class, by call site and by size.
+
+A and B are traces of any kind that stalloc reads; `stalloc stats --help` names them. Devices are compared by number;
+two files of one device each are compared whatever their numbers.
+
+Allocated counts every request from alloc to free_completed, with sizes rounded up to 512 bytes, as `stalloc stats`
+does. Each file is looked at when its allocated peak begins; the changes of every list add up to the change of that
+peak. Persistent requests live across steps, transient ones die in the phase in which they are born, scoped are all
+others. A call site is the innermost line outside PyTorch; a function with one changed line in each file is one site.
+
+--fail-over makes it a guard for CI: the exit code is 1 if the allocated peak of any device grew by more. Reserved is
+shown and never judged, since it depends on what the pool did before.
+"""
+
+import argparse
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stalloc.cli.convert import of_device
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.device import parse_memory
+from stalloc.errors import BadInputError
+from stalloc.report.comparison import Change, Comparison, compare
+from stalloc.trace import Trace, load_traces
+
+_LISTS = ("class", "site", "size")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc diff`."""
+    parser.add_argument("first", metavar="A", help="trace to compare with")
+    parser.add_argument("second", metavar="B", help="trace that may have grown")
+    parser.add_argument("--device", type=int, metavar="N", help="compare this device only (default: all)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
+    parser.add_argument(
+        "--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%%, 200MiB, or a number of bytes"
+    )
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare two files; 1 if `--fail-over` says that too much grew."""
+    if args.top < 0:
+        raise BadInputError(f"--top is {args.top}: give a number from 0.")
+    limit = _limit(args.fail_over)
+    pairs, notes = _pairs(args)
+    devices = [_entry(first, second, compare(first, second), limit) for first, second in pairs]
+    failed = any(entry["grew_too_much"] for entry in devices)
+    result = {"first": args.first, "second": args.second, "fail_over": args.fail_over, "notes": notes}
+    write_json(args, result | {"devices": devices, "grew_too_much": failed})
+    if wants_text(args):
+        _print(args, devices, notes)
+    return 1 if failed else 0
+
+
+def _limit(text: str | None) -> tuple[float, int] | None:
+    """A share of the first peak and a number of bytes, one of which is zero."""
+    if text is None:
+        return None
+    if share := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text):
+        return float(share[1]) / 100, 0
+    try:
+        return 0.0, int(text) if text.isascii() and text.isdigit() else parse_memory(text)
+    except BadInputError as error:
+        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or a number of bytes.") from error
+
+
+def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
+    """Which traces are compared, and what has to be known about them."""
+    first, second = (of_device(file, load_traces(file), args.device) for file in (args.first, args.second))
+    notes = []
+    for file, traces in ((args.first, first), (args.second, second)):
+        told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
+        notes += [f"{Path(file).name}: {note}" for note in told]
+    if len(first) == len(second) == 1:
+        return [(first[0], second[0])], notes
+    of_first, of_second = ({trace.device: trace for trace in traces} for traces in (first, second))
+    for file, only in ((args.first, of_first.keys() - of_second), (args.second, of_second.keys() - of_first)):
+        if only:
+            notes.append(f"only {Path(file).name} has device {', '.join(map(str, sorted(only)))}")
+    both = sorted(of_first.keys() & of_second)
+    if not both:
+        raise BadInputError(f"{args.first} and {args.second} have no device in common: give files of the same devices.")
+    return [(of_first[device], of_second[device]) for device in both], notes
+
+
+def _entry(first: Trace, second: Trace, made: Comparison, limit: tuple[float, int] | None) -> dict[str, Any]:
+    """What JSON and the tables say of one device."""
+
+    def side(trace: Trace, peak: Any) -> dict[str, Any]:
+        return {
+            "device": trace.device,
+            "source": trace.info.get("source", ""),
+            "allocated_peak_bytes": peak.allocated_bytes,
+            "allocated_peak_event": peak.event,
+            "allocated_peak_requests": peak.requests,
+            "reserved_peak_bytes": peak.reserved_bytes,
+        }
+
+    def rows(changes: list[Change]) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(change) | {"change_bytes": change.change_bytes} for change in changes]
+
+    reserved = None
+    if made.first.reserved_bytes is not None and made.second.reserved_bytes is not None:
+        reserved = made.second.reserved_bytes - made.first.reserved_bytes
+    allowed = None if limit is None else int(limit[0] * made.first.allocated_bytes) + limit[1]
+    return {
+        "first": side(first, made.first),
+        "second": side(second, made.second),
+        "allocated_change_bytes": made.change_bytes,
+        "reserved_change_bytes": reserved,
+        "allowed_change_bytes": allowed,
+        "grew_too_much": allowed is not None and made.change_bytes > allowed,
+        "by_class": rows(made.by_class),
+        "by_site": rows(made.by_site),
+        "by_size": rows(made.by_size),
+    }
+
+
+def _print(args: argparse.Namespace, devices: list[dict[str, Any]], notes: list[str]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge
+    for entry in devices:
+        numbers = " and ".join(map(str, dict.fromkeys((entry["first"]["device"], entry["second"]["device"]))))
+        console.print(f"[bold]device {numbers}[/bold]: A is {escape(args.first)}, B is {escape(args.second)}")
+        console.print(_peaks(entry))
+        for name in _LISTS:
+            _print_list(console, name, entry[f"by_{name}"], args.top)
+        if entry["grew_too_much"]:
+            console.print(
+                f"[bold red]allocated grew by {human_bytes(entry['allocated_change_bytes'])}[/bold red], more than the "
+                f"{human_bytes(entry['allowed_change_bytes'])} that --fail-over {escape(args.fail_over)} allows"
+            )
+        console.print()
+    for note in notes:
+        console.print(f"[dim]note[/dim]  {escape(note)}")
+    console.print(f"Next: stalloc explain {escape(shlex.quote(args.second))}")
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+    return table
+
+
+def _peaks(entry: dict[str, Any]) -> Table:
+    table = _table("peak", "A", "B", "change")
+    for name in ("allocated", "reserved"):
+        before, after = (entry[side][f"{name}_peak_bytes"] for side in ("first", "second"))
+        change = entry[f"{name}_change_bytes"]
+        shown = "" if change is None else _signed(change)
+        if change and before:
+            shown += f" ({change / before:+.2%})"
+        table.add_row(
+            name, *("not recorded" if value is None else human_bytes(value) for value in (before, after)), shown
+        )
+    return table
+
+
+def _print_list(console: Console, name: str, rows: list[dict[str, Any]], top: int) -> None:
+    """The lines that changed, what grew most first; what shrank most has its place at the end."""
+    changed = [row for row in rows if row["change_bytes"] or row["first_requests"] != row["second_requests"]]
+    if not top or not rows:
+        return
+    if not changed:
+        console.print(f"by {name}: no change")
+        return
+    grown = [row for row in changed if row["change_bytes"] >= 0][:top]
+    shrunk = [row for row in changed if row["change_bytes"] < 0]
+    shown = grown + (shrunk[-(top - len(grown)) :] if len(grown) < top else [])
+    table = _table(f"by {name}", "A", "B", "change", "requests")
+    for row in shown:
+        table.add_row(
+            escape(row["name"]),
+            human_bytes(row["first_bytes"]),
+            human_bytes(row["second_bytes"]),
+            _signed(row["change_bytes"]),
+            f"{row['first_requests']:,} → {row['second_requests']:,}",
+        )
+    console.print(table)
+    if len(shown) < len(changed):
+        rest = sum(row["change_bytes"] for row in changed) - sum(row["change_bytes"] for row in shown)
+        console.print(f"  {len(changed) - len(shown):,} more, {_signed(rest)} together")
+
+
+def _signed(num_bytes: int) -> str:
+    return "0 B" if not num_bytes else f"{'+' if num_bytes > 0 else '-'}{human_bytes(abs(num_bytes))}"

@@ -1,0 +1,160 @@
+"""Two traces side by side, each at the moment when most is allocated: what grew, by class, by call site and by size.
+
+Upheld: the changes of every list add up to the change of the allocated peak, to the byte; a list is ordered by what
+grew most. Bytes are those of the rounded sizes, of which the peak is the lower bound of every plan.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, load_curve
+from stalloc.trace import Trace
+from stalloc.trace.record import Column
+from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One trace at its allocated peak; the first such event counts."""
+
+    allocated_bytes: int
+    event: int
+    """-1 in a trace without requests."""
+    requests: int
+    """Live at that event."""
+    reserved_bytes: int | None
+    """The most that was reserved at any event; None where the source does not say."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one class, call site or size holds at each peak."""
+
+    name: str
+    first_bytes: int
+    second_bytes: int
+    first_requests: int
+    second_requests: int
+
+    @property
+    def change_bytes(self) -> int:
+        """Positive: it grew."""
+        return self.second_bytes - self.first_bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One device of two traces."""
+
+    first: Peak
+    second: Peak
+    by_class: list[Change]
+    by_site: list[Change]
+    by_size: list[Change]
+
+    @property
+    def change_bytes(self) -> int:
+        """By how much the allocated peak grew."""
+        return self.second.allocated_bytes - self.first.allocated_bytes
+
+
+Held = dict[Hashable, tuple[int, int]]
+"""By key: bytes and requests."""
+
+
+def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
+    """Compare two traces at their allocated peaks, sizes rounded up to `alignment` bytes."""
+    peaks, rows = zip(*(_peak(trace, alignment) for trace in (first, second)), strict=True)
+    traces = list(zip((first, second), rows, strict=True))
+    classes = [_held(trace, live, _classes(trace, live), alignment) for trace, live in traces]
+    sizes = [_held(trace, live, trace.size[live].tolist(), alignment) for trace, live in traces]
+    old_sites, new_sites = (_held(trace, live, _sites(trace, live), alignment) for trace, live in traces)
+    return Comparison(
+        first=peaks[0],
+        second=peaks[1],
+        by_class=_changes(classes[0], classes[1], str),
+        by_site=_changes(old_sites, _moved_lines(old_sites, new_sites), _site_text),
+        by_size=_changes(sizes[0], sizes[1], lambda size: f"{size} bytes"),
+    )
+
+
+def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
+    """The peak and the rows that are live then."""
+    reserved = int(trace.reserved_bytes().max(initial=trace.reserved_start_bytes)) if len(trace.action) else 0
+    start = np.maximum(trace.start, 0)
+    events, live = load_curve(start, trace.end, trace.aligned_size(alignment))
+    if not len(events):
+        return Peak(0, -1, 0, reserved or None), np.empty(0, np.int64)
+    event = int(events[np.argmax(live)])
+    rows = np.flatnonzero((start <= event) & (trace.end > event))
+    return Peak(int(live.max()), event, len(rows), reserved or None), rows
+
+
+def _classes(trace: Trace, rows: Column) -> list[Hashable]:
+    step = find_step_period(trace)
+    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
+    return [LifespanClass(value).name.lower() for value in lifespan[rows].tolist()]
+
+
+def _sites(trace: Trace, rows: Column) -> list[Hashable]:
+    """The innermost frame of the user, or the name of the stack where there is no Python."""
+    sites = read_sites(trace)
+    if sites is None:
+        return [UNKNOWN] * len(rows)
+    keys: list[Hashable] = []
+    for number in range(sites.num_stacks):
+        stack = sites.stack(number)
+        frame = user_frames(stack)[0]
+        keys.append(frame if is_python(frame) else site_name(stack))
+    keys.append(UNKNOWN)  # -1 picks the last
+    return [keys[number] for number in sites.site[rows].tolist()]
+
+
+def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> Held:
+    held: Held = {}
+    for key, size in zip(keys, trace.aligned_size(alignment)[rows].tolist(), strict=True):
+        num_bytes, count = held.get(key, (0, 0))
+        held[key] = num_bytes + size, count + 1
+    return held
+
+
+def _moved_lines(first: Held, second: Held) -> Held:
+    """The second by the lines of the first: edits move lines, so a function with one line left in each pairs up."""
+
+    def left(of: Held, other: Held) -> dict[tuple[str, str], list[Frame]]:
+        functions: dict[tuple[str, str], list[Frame]] = {}
+        for key in of:
+            if isinstance(key, Frame) and key not in other:
+                functions.setdefault((key.filename, key.name), []).append(key)
+        return functions
+
+    before, after = left(first, second), left(second, first)
+    renamed = {
+        after[function][0]: frames[0]
+        for function, frames in before.items()
+        if len(frames) == 1 and len(after.get(function, [])) == 1
+    }
+    return {renamed.get(key, key) if isinstance(key, Frame) else key: held for key, held in second.items()}
+
+
+def _site_text(key: Hashable) -> str:
+    return site_name([key]) if isinstance(key, Frame) else str(key)
+
+
+def _changes(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
+    changes: dict[str, Change] = {}
+    for key in [*first, *(key for key in second if key not in first)]:
+        name = text(key)
+        told = changes.get(name, Change(name, 0, 0, 0, 0))  # two files of one name look the same
+        (bytes_1, count_1), (bytes_2, count_2) = first.get(key, (0, 0)), second.get(key, (0, 0))
+        changes[name] = Change(
+            name,
+            told.first_bytes + bytes_1,
+            told.second_bytes + bytes_2,
+            told.first_requests + count_1,
+            told.second_requests + count_2,
+        )
+    return sorted(changes.values(), key=lambda change: (-change.change_bytes, -change.second_bytes, change.name))
