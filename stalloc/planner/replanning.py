@@ -20,8 +20,10 @@ from stalloc.trace import Trace
 
 #: how far apart two traces may drift between requests that match, and how many in a row must match again
 DRIFT, AGAIN = 128, 6
-#: pairs of requests that placing the rest may compare
-PAIRS = 60_000_000
+#: requests that may be looked at against all others: more take longer than planning anew
+MANY = 300
+#: up to so many requests are placed each by a look at what it meets, more in one go
+FEW = 64
 #: moments a request up to which the load is counted moment by moment
 SPARSE = 16
 
@@ -54,7 +56,7 @@ def replan(before: Plan, source: Trace | Arrays, *, worst_gap: float = 0.001) ->
     offset[idle] = 0
     bound = _maximum_load(start, end, rounded)
     suspects = new_order[found][_lives_differently(before, start, end, old_order[match[found]], new_order[found])]
-    if len(suspects) * len(size) > PAIRS:
+    if len(suspects) > MANY:
         return plan(source, alignment=before.alignment, fold="never")
     free_clashing(start, end, rounded, offset, suspects[~idle[suspects]])
     height = bound + before.peak_bytes - before.lower_bound_bytes
@@ -97,15 +99,19 @@ def _place_rest(start: Column, end: Column, size: Column, offset: Column, height
             around = np.flatnonzero(
                 (start >= start[high].min()) & (end <= end[high].max()) & (start < end) & (size > 0)
             )
-            if len(around) * len(size) > PAIRS:
+            if total + len(around) > MANY:
                 break
             offset[around] = -1
         offset[high] = -1
         rest = np.flatnonzero(offset < 0)
         total += len(rest)
-        if total * len(size) > PAIRS:
+        if total > MANY:
             return None
-        fit(start, end, none, none, size, once, offset, rest[np.argsort(-size[rest], kind="stable")], True)
+        order = rest[np.argsort(-size[rest], kind="stable")]
+        if len(rest) <= FEW:
+            place_few(start, end, size, offset, order)
+        else:
+            fit(start, end, none, none, size, once, offset, order, True)
     return total
 
 
@@ -123,8 +129,19 @@ def _lives_differently(before: Plan, start: Column, end: Column, old: Column, ne
 
     Two rows of which neither does are live together exactly if they were before.
     """
-    outlived = np.searchsorted(before.start[old], before.end[old])
-    return outlived != np.searchsorted(start[new], end[new])
+    return _outlived(before.start[old], before.end[old]) != _outlived(start[new], end[new])
+
+
+def _outlived(start: Column, end: Column) -> Column:
+    """(m,) how many of the rows, ordered by start, begin before each one ends."""
+    if len(start) == 0:
+        return start
+    first, span = int(start[0]), int(end.max()) - int(start[0]) + 1
+    if span > SPARSE * len(start):
+        return np.searchsorted(start, end)
+    begun = np.zeros(span + 1, np.int64)
+    np.cumsum(np.bincount(start - first, minlength=span), out=begun[1:])
+    return begun[end - first]
 
 
 def _in_time(start: Column) -> Column:
@@ -173,3 +190,25 @@ def free_clashing(start, end, size, offset, suspects):
             if together and max(offset[i], offset[j]) < min(offset[i] + size[i], offset[j] + size[j]):
                 offset[i] = -1
                 break
+
+
+@njit(nogil=True)
+def place_few(start, end, size, offset, order):
+    """Place the requests of `order` one by one into the smallest hole that they fit, else above what they meet.
+
+    What has an offset (>= 0) already is in the way. Writes `offset`.
+    """
+    met = np.empty(len(start), np.int64)
+    for i in order:
+        count = 0
+        for j in range(len(start)):
+            if offset[j] >= 0 and size[j] > 0 and start[j] < end[i] and start[i] < end[j]:
+                met[count] = j
+                count += 1
+        lowest, chosen, smallest = np.int64(0), np.int64(-1), np.int64(1) << 62
+        for j in met[:count][np.argsort(offset[met[:count]], kind="mergesort")]:
+            gap = offset[j] - lowest
+            if size[i] <= gap < smallest:
+                chosen, smallest = lowest, gap
+            lowest = max(lowest, offset[j] + size[j])
+        offset[i] = chosen if chosen >= 0 else lowest
