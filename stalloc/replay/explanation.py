@@ -182,11 +182,24 @@ def _stream_at(trace: Trace, event: int) -> int:
 
 
 def _never_used_again(trace: Trace, blocks: BlockMap, event: int) -> Column:
-    """(s,) bool: no later request of the record lies in the segment."""
-    address = request_addresses(trace)
-    later = np.sort(address[trace.start > event])
-    first = np.searchsorted(later, blocks.segment_address)
-    return first == np.searchsorted(later, blocks.segment_address + blocks.segment_size)
+    """(s,) bool: no later request of the record lies in the segment before it goes back to the device."""
+    returned = np.isin(trace.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP))
+    used = _first_later(request_addresses(trace), trace.start, blocks, event)
+    gone = _first_later(trace.address[returned].astype(np.int64), np.flatnonzero(returned), blocks, event)
+    return used >= gone
+
+
+def _first_later(address: Column, at: Column, blocks: BlockMap, event: int) -> Column:
+    """(s,) the first of the events `at` after `event` whose address lies in the segment; a very late one for none."""
+    later = np.flatnonzero(at > event)
+    later = later[np.argsort(address[later], kind="stable")]
+    low, high = (
+        np.searchsorted(address[later], edge)
+        for edge in (blocks.segment_address, blocks.segment_address + blocks.segment_size)
+    )
+    return np.array(
+        [at[later[i:j]].min(initial=1 << 62) for i, j in zip(low.tolist(), high.tolist(), strict=True)], np.int64
+    )
 
 
 def _causes(trace: Trace, blocks: BlockMap, stream: int, never: Column) -> tuple[dict[str, int], Column, Column]:
