@@ -14,7 +14,8 @@ from stalloc.replay import torch_blocks as rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed
 from stalloc.replay.torch_cache import FAILED, NEED_ROWS, empty_cache, run
 from stalloc.replay.torch_settings import TorchSettings, parse_settings
-from stalloc.trace.record import Column
+from stalloc.replay.torch_start import load_blocks, recorded_calls, recorded_settings, segment_pools, starting_blocks
+from stalloc.trace.record import Column, Trace
 
 __all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
 
@@ -91,6 +92,26 @@ class TorchCaching:
             numbers[rows.ALLOWED] = allowed
             if settings.garbage_collection_threshold > 0:
                 numbers[rows.COLLECT_ABOVE] = int(settings.garbage_collection_threshold * allowed)
+
+    @classmethod
+    def from_record(cls, trace: Trace, settings: TorchSettings | None = None) -> "TorchCaching":
+        """The allocator that a snapshot recorded, as it was before the first event; `recorded_calls` follow.
+
+        `settings` are the recorded ones if not given. New segments get the recorded addresses. Raises BadInputError
+        for a trace without segments or with private pools.
+        """
+        settings = settings or recorded_settings(trace)
+        blocks = starting_blocks(trace, settings)
+        small, base, added = segment_pools(trace, blocks, settings)
+        given = added if settings.expandable_segments else recorded_calls(trace)[1]
+        model = cls(settings, device_addresses=given)
+        none = np.empty(0, np.int64)
+        model._make_room(Events(none, none, none, trace.size, trace.stream))
+        model._grow("cells", len(model._state.cells) + (3 * len(blocks.address) + 64) * rows.ROW)
+        requested = np.where(blocks.request >= 0, trace.size[blocks.request] if trace.num_requests else 0, 0)
+        columns = blocks.address, blocks.size_bytes, blocks.request, blocks.stream, blocks.segment
+        load_blocks(model._state, columns, requested, small, base, int(model._state.numbers[rows.SPACE_BYTES]))
+        return model
 
     def feed(self, events: Events, *, keep_going: bool = False) -> TorchFed:
         """Go on with these events. With `keep_going`, a request that runs out of memory is left out and all others

@@ -1,0 +1,242 @@
+"""The caching allocator's state at the start of a recording, and the calls that followed.
+
+Upheld: the blocks cover the segments that were there, every request that was live has one, and none overlap. How far
+a block of the large pool reaches beyond its request is not recorded: torch leaves a rest of up to 1 MiB with the
+block. What tells is, in this order, the list of blocks at the end of the recording, the lowest address handed out
+behind the block while it lived, and a gap too small to be a block.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.errors import BadInputError
+from stalloc.replay.protocol import BlockMap, Events, Kind
+from stalloc.replay.recorded_state import recorded_blocks
+from stalloc.replay.torch_blocks import (
+    ADDRESS,
+    ALLOCATED,
+    BASE,
+    BLOCK_BYTES,
+    NEXT,
+    NEXT_ADDRESS,
+    PEAK_ALLOCATED,
+    PEAK_RESERVED,
+    POOL,
+    PREVIOUS,
+    REQUEST,
+    REQUESTED,
+    RESERVED,
+    SIZE,
+    add_free,
+    add_segment,
+    add_unmapped,
+)
+from stalloc.replay.torch_cache import round_size
+from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
+from stalloc.trace.record import Action, Column, Trace
+
+_SMALL_SEGMENT = 2 * MIB
+_KINDS = {
+    Action.ALLOC: Kind.ALLOC,
+    Action.FREE_REQUESTED: Kind.FREE_REQUESTED,
+    Action.FREE_COMPLETED: Kind.FREE_COMPLETED,
+}
+
+
+def recorded_settings(trace: Trace) -> TorchSettings:
+    """The settings that a snapshot names, torch's defaults where it names none or some that torch 2.11 has not."""
+    noted: dict[str, Any] = trace.info.get("allocator_settings") or {}
+    try:
+        settings = parse_settings(str(noted.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+    except BadInputError:
+        settings = TorchSettings()
+    if np.any((trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)):
+        settings = TorchSettings(**(vars(settings) | {"expandable_segments": True}))
+    return settings
+
+
+def recorded_calls(trace: Trace) -> tuple[Events, Column]:
+    """What the program asked for while it was recorded, and the addresses that the device gave to new segments.
+
+    Segments that went back tell of a call of empty_cache, or of an allocation that had to empty the cache first, which
+    leaves the allocator in the same state. Its event is the last of the segments that went.
+    """
+    action = trace.action
+    asks = np.isin(action, list(_KINDS)) & (trace.event_request >= 0)
+    returns = (action == Action.SEGMENT_FREE) | (action == Action.SEGMENT_UNMAP)
+    takes = (action == Action.SEGMENT_ALLOC) | (action == Action.SEGMENT_MAP)
+    told = np.flatnonzero(asks | returns | takes)
+    ends_run = np.ones(len(told), bool)
+    ends_run[:-1] = ~returns[told[1:]]
+    rows = told[asks[told] | (returns[told] & ends_run)]
+    kinds = np.full(len(Action), Kind.EMPTY_CACHE, np.int8)
+    for name, kind in _KINDS.items():
+        kinds[name] = kind
+    events = Events(
+        kind=kinds[action[rows]],
+        request=np.where(asks[rows], trace.event_request[rows], -1).astype(np.int64),
+        event=rows.astype(np.int64),
+        size=trace.size,
+        stream=trace.stream,
+    )
+    return events, trace.address[action == Action.SEGMENT_ALLOC].astype(np.int64)
+
+
+def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
+    """Every block before the first event. Raises BadInputError for a trace without segments."""
+    if np.any(trace.extra.get("segment_pool", 0)):
+        raise BadInputError(f"device {trace.device}: the trace has private pools, which the model has not.")
+    blocks = recorded_blocks(trace, -1)
+    held = np.flatnonzero(blocks.request >= 0)
+    request = blocks.request[held]
+    is_last = np.ones(len(held), bool)
+    is_last[:-1] = blocks.segment[held[1:]] != blocks.segment[held[:-1]]
+    segment_end = (blocks.segment_address + blocks.segment_size)[blocks.segment[held]]
+    limit = np.where(is_last, segment_end, np.append(blocks.address[held[1:]], 0))
+    divisions = settings.divisions()
+    end = blocks.address[held] + np.array([round_size(divisions, size) for size in trace.size[request]], np.int64)
+    small = blocks.segment_size[blocks.segment[held]] == _SMALL_SEGMENT
+    if not settings.expandable_segments:
+        end = _real_ends(trace, request, blocks.address[held], np.minimum(end, limit), limit, small)
+    owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
+    pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
+    at = 0
+    for number, (begin, size) in enumerate(zip(blocks.segment_address, blocks.segment_size, strict=True)):
+        cursor, beyond = int(begin), int(begin + size)
+        while at < len(held) and blocks.segment[held[at]] == number:
+            address = int(blocks.address[held[at]])
+            if address > cursor:
+                pieces.append((cursor, address - cursor, -1, number))
+            cursor = int(end[at])
+            pieces.append((address, cursor - address, int(request[at]), number))
+            at += 1
+        if beyond > cursor:
+            pieces.append((cursor, beyond - cursor, -1, number))
+    columns = np.ascontiguousarray(np.array(pieces, np.int64).reshape(-1, 4).T)
+    return BlockMap(
+        address=columns[0],
+        size_bytes=columns[1],
+        request=columns[2],
+        waiting=np.zeros(len(pieces), np.int64),
+        stream=owner[columns[3]],
+        segment=columns[3],
+        segment_address=blocks.segment_address,
+        segment_size=blocks.segment_size,
+    )
+
+
+def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limit: Column, small: Column) -> Column:
+    """Where the block of each live request ends, given where it must end at least and at most."""
+    allocs = np.flatnonzero(trace.action == Action.ALLOC)
+    allocs = allocs[np.argsort(trace.address[allocs], kind="stable")]
+    places = trace.address[allocs].astype(np.int64)
+    lasting = trace.extra.get("block_request")
+    known = {} if lasting is None else dict(zip(lasting.tolist(), trace.extra["block_size"].tolist(), strict=True))
+    real = end.copy()
+    for i in np.flatnonzero((end < limit) & ~small):
+        row = int(request[i])
+        if row in known:
+            real[i] = address[i] + known[row]
+            continue
+        inside = slice(np.searchsorted(places, end[i]), np.searchsorted(places, min(limit[i], end[i] + MIB + 1)))
+        during = places[inside][allocs[inside] < trace.end[row]]
+        if len(during):
+            real[i] = during[0]
+        elif limit[i] - end[i] <= MIB:
+            real[i] = limit[i]
+    return real
+
+
+def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tuple[Column, Column, Column]:
+    """Which segments of a map are small (s,), where the expandable segment of each begins (s,), or 0, and where those
+    expandable segments begin that the recording adds, in the order of their first use."""
+    small = (blocks.segment_size == _SMALL_SEGMENT).astype(np.int64)
+    kinds = trace.extra.get("segment_is_small", np.empty(0))
+    for address, size, kind in zip(trace.segment_address, trace.segment_size, kinds, strict=False):
+        begin, end = int(address), int(address) + int(size)
+        small[(blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)] = int(kind)
+    base = np.zeros(len(small), np.int64)
+    if not settings.expandable_segments:
+        return small, base, np.empty(0, np.int64)
+    owners = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(small)))]
+    begins: dict[tuple[int, int], int] = {}
+    for stream, kind, address in zip(owners.tolist(), small.tolist(), blocks.segment_address.tolist(), strict=True):
+        begins[stream, kind] = min(begins.get((stream, kind), address), address)
+    before = set(begins)
+    for at in np.flatnonzero(trace.action == Action.SEGMENT_MAP).tolist():
+        pool = int(trace.event_stream[at]), int(trace.event_size[at] % settings.large_segment_bytes > 0)
+        begins[pool] = min(begins.get(pool, int(trace.address[at])), int(trace.address[at]))
+    for number, pool in enumerate(zip(owners.tolist(), small.tolist(), strict=True)):
+        base[number] = begins[pool]
+    added = [begin for pool, begin in begins.items() if pool not in before]
+    return small, base, np.array(added, np.int64)
+
+
+@njit()
+def load_blocks(state, columns, requested, small, base, space):
+    """Put blocks into an empty model that has rows enough.
+
+    `columns` are the address, bytes, request, stream and segment of each (b,), ordered by address; `requested` (b,)
+    is the bytes asked for of a held block, `small` (s,) the pool of each segment, `base` (s,) the start of the
+    expandable segment that it is a range of, or 0, and `space` the bytes of such a segment.
+    """
+    cells, numbers = state.cells, state.numbers
+    address, size, request, stream, segment = columns
+    before = 0
+    for i in range(len(address)):
+        start = base[segment[i]]
+        pool = 2 * stream[i] + 1 - small[segment[i]]
+        if start != 0:
+            joined = before != 0 and cells[before + BASE] == start
+        else:
+            joined = i > 0 and segment[i] == segment[i - 1]
+        if not joined:
+            before = _close(state, before, space)
+        if start != 0:
+            from_here = cells[before + ADDRESS] + cells[before + SIZE] if joined else start
+            if from_here < address[i]:
+                gap = add_segment(state, pool, from_here, address[i] - from_here, start)
+                _chain(cells, before, gap)
+                add_unmapped(state, gap)
+                before = gap
+        block = add_segment(state, pool, address[i], size[i], start)
+        _chain(cells, before, block)
+        before = block
+        if request[i] < 0:
+            add_free(state, block)
+        else:
+            cells[block + REQUEST] = request[i]
+            cells[block + REQUESTED] = requested[i]
+            state.holder[request[i]] = block
+            numbers[ALLOCATED] += requested[i]
+            numbers[BLOCK_BYTES] += size[i]
+        numbers[RESERVED] += size[i]
+        numbers[NEXT_ADDRESS] = max(numbers[NEXT_ADDRESS], (address[i] + size[i] + 0x1FFFFF) & ~0x1FFFFF)
+    _close(state, before, space)
+    numbers[PEAK_ALLOCATED] = numbers[ALLOCATED]
+    numbers[PEAK_RESERVED] = numbers[RESERVED]
+
+
+@njit()
+def _chain(cells, before, block):
+    cells[block + PREVIOUS] = before
+    if before != 0:
+        cells[before + NEXT] = block
+
+
+@njit()
+def _close(state, before, space):
+    """The rest of an expandable segment's addresses, if the block before is of one; always no block."""
+    cells = state.cells
+    if before == 0 or cells[before + BASE] == 0:
+        return 0
+    start, base = cells[before + ADDRESS] + cells[before + SIZE], cells[before + BASE]
+    if start < base + space:
+        rest = add_segment(state, cells[before + POOL], start, base + space - start, base)
+        cells[before + NEXT] = rest
+        cells[rest + PREVIOUS] = before
+        add_unmapped(state, rest)
+        state.numbers[NEXT_ADDRESS] = max(state.numbers[NEXT_ADDRESS], (base + space + 0x1FFFFF) & ~0x1FFFFF)
+    return 0
