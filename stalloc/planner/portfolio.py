@@ -4,11 +4,12 @@ Contract: deterministic (effort is counted in placements, not in seconds), and n
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.planner.births import by_birth
 from stalloc.planner.effort import current, over, tell
 from stalloc.planner.layers import cuts, divided, part_of, raised
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
@@ -80,17 +81,22 @@ def improve(problem: Problem, target: int, best: Packing) -> Packing:
     return _ratchet(problem, max(target, problem.bound), best, 1 << 62)
 
 
-def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Packing | None, int]]:
+def _attempts(problem: Problem, target: int, enough: int) -> "Tries":
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
     if enough > target:
-        yield from _guided(problem, target, GUIDED[:1], 0.0, 0)
+        yield from itertools.islice(_guided(problem, target, GUIDED[:1], 0.0, 0), 1)
+        yield _swept(problem, enough, "AW", False)
+        yield from _layered(problem, enough, enough, _born)
+        yield _swept(problem, enough, "AW", True)
         yield _plain(problem, "Z", False), count
         yield _plain(problem, "EW", True), count
-        yield from _layered(problem, target, enough)
-        yield from _guided(problem, target, GUIDED[1:], 0.0, 0)
+        yield from _layered(problem, target, enough, _briefly_guided)
+        yield from _guided(problem, target, GUIDED, 0.0, 0)
     else:
         yield from _guided(problem, target, GUIDED, 0.0, 0)
+        if count >= LAYERS_FROM:
+            yield from _layered(problem, target, target + target // 100, _born)
         if count >= SHAKEN_FROM:
             for seed in range(3):
                 yield from _guided(problem, target, ("WA",), 0.3, seed + 1000 * current().seed)
@@ -107,12 +113,13 @@ def _attempts(problem: Problem, target: int, enough: int) -> Iterator[tuple[Pack
     for seed, noise in enumerate(NOISES):
         yield from _guided(problem, target, GUIDED, noise, seed + 1000 * current().seed)
     if count >= LAYERS_FROM:
-        yield from _layered(problem, target, target + target // 100)
+        yield from _layered(problem, target, target + target // 100, _briefly_guided)
 
 
-def _guided(
-    problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int
-) -> Iterator[tuple[Packing | None, int]]:
+Tries = Iterator[tuple[Packing | None, int]]
+
+
+def _guided(problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int) -> Tries:
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
     none = np.zeros(len(problem.size), np.int64)
     for order in orders:
@@ -126,12 +133,40 @@ def _guided(
             yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), _cost(offset)
 
 
-def _layered(problem: Problem, target: int, highest: int) -> Iterator[tuple[Packing | None, int]]:
+def _briefly_guided(problem: Problem, target: int) -> Tries:
+    return _guided(problem, target, GUIDED[:1], 0.0, 0)
+
+
+def _born(problem: Problem, target: int) -> Tries:
+    """Best fit in order of birth, time running backwards first."""
+    for backwards in (True, False):
+        turned = problem.reversed() if backwards else problem
+        for high in (False, True):
+            offset = by_birth(turned, target, high=high)
+            method = f"best fit by {'death' if backwards else 'birth'}{', from above' if high else ''}"
+            if offset is not None:
+                yield Packing(offset, int((offset + turned.size).max()), method), len(offset) // 8
+            else:
+                yield None, len(turned.size) // 16
+
+
+def _swept(problem: Problem, target: int, order: str, backwards: bool) -> tuple[Packing | None, int]:
+    """A sweep that ends at the target or not at all."""
+    turned = problem.reversed() if backwards else problem
+    rank = ranks(turned, order)
+    offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
+    method = f"lowest and tightest, {order}{' backwards' if backwards else ''}"
+    return (Packing(offset, int(peak), method) if peak >= 0 else None), _cost(offset)
+
+
+def _layered(problem: Problem, target: int, highest: int, tries: Callable[[Problem, int], Tries]) -> Tries:
     """The large requests at their own bound, the small ones above them; the division that costs least first."""
     for size in cuts(problem, highest):
         large, small = divided(problem, size)
         lower = part_of(problem, large, problem.floor)
-        packing, cost = _first(_guided(lower, lower.bound, GUIDED[:1], 0.0, 0))
+        if not problem.floor.any():
+            lower = compressed(lower.start, lower.end, lower.size)
+        packing, cost = _first(tries(lower, lower.bound))
         if packing is None:
             yield None, cost
             continue
@@ -146,7 +181,7 @@ def _layered(problem: Problem, target: int, highest: int) -> Iterator[tuple[Pack
         yield Packing(offset, peak, f"in two layers, {packing.method}"), cost + more
 
 
-def _first(tries: Iterator[tuple[Packing | None, int]]) -> tuple[Packing | None, int]:
+def _first(tries: Tries) -> tuple[Packing | None, int]:
     """The first packing of some tries, and what they cost in all."""
     total = 0
     for packing, cost in tries:
