@@ -1,0 +1,169 @@
+"""The device code: one kernel for copy, fill, copy-and-fill and check, which goes by a table of absolute addresses.
+
+Contract: what each row says (see worklist.py) is done exactly once; rows are done in any order. Where source and
+target lie on the 16-byte grid, loads and stores are 128 bits wide: a row's byte count there is a multiple of 16, which
+the code states as such, so that the compiler knows that no mask parts a word.
+
+All addresses are 64-bit integers, also the table's: no tensor is needed to launch it, on a GPU or in the interpreter.
+"""
+
+import triton
+import triton.language as tl
+
+#: MODE: 0 copy, 1 fill, 2 copy and fill the source, 3 count the bytes that differ (launch.MODES)
+
+
+@triton.jit
+def _lanes(source, target, count, pattern, lane, MODE: tl.constexpr):
+    """Tiles of `lane`, of a long row: pointers to its first elements, its elements, the pattern for each lane."""
+    different = tl.zeros(lane.shape, tl.int32)
+    at = count - count  # 0 of the same type
+    while at < count:
+        inside = at + lane < count
+        if MODE == 0 or MODE == 2:
+            tl.store(target + at + lane, tl.load(source + at + lane, mask=inside), mask=inside)
+        if MODE == 1:
+            tl.store(target + at + lane, pattern, mask=inside)
+        if MODE == 2:
+            tl.store(source + at + lane, pattern, mask=inside)
+        if MODE == 3:
+            different += _different_bytes(tl.load(target + at + lane, mask=inside, other=0), pattern, inside)
+        at += lane.shape[0]
+    return different
+
+
+@triton.jit
+def _different_bytes(value, pattern, inside):
+    """How many bytes of each element differ from the pattern."""
+    difference = value ^ pattern
+    if value.dtype.primitive_bitwidth == 8:
+        count = (difference != 0).to(tl.int32)
+    else:
+        count = ((difference & 255) != 0).to(tl.int32)
+        count += (((difference >> 8) & 255) != 0).to(tl.int32)
+        count += (((difference >> 16) & 255) != 0).to(tl.int32)
+        count += (((difference >> 24) & 255) != 0).to(tl.int32)
+    return tl.where(inside, count, 0)
+
+
+@triton.jit
+def _add_count(counter, different):
+    tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), tl.sum(different.to(tl.int64), 0))
+
+
+@triton.jit
+def _long16(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
+    """A long row on the 16-byte grid, four 32-bit elements to a word."""
+    lane = tl.arange(0, LANES)
+    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
+    p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+    different = _lanes(p, q, (count >> 4) * 4, pattern, lane, MODE)
+    if MODE == 3:
+        _add_count(source, different)
+
+
+@triton.jit
+def _long4(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
+    """A long row whose source and target lie on the 4-byte grid."""
+    lane = tl.arange(0, LANES)
+    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + turn * 4 + (lane & 3))
+    p, q = source.to(tl.pointer_type(tl.int32)), target.to(tl.pointer_type(tl.int32))
+    different = _lanes(p, q, count >> 2, pattern, lane, MODE)
+    if MODE == 3:
+        _add_count(source, different)
+
+
+@triton.jit
+def _long1(source, target, count, patterns, turn, MODE: tl.constexpr, LANES: tl.constexpr):
+    """A long row of single bytes."""
+    lane = tl.arange(0, LANES)
+    pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + turn * 16 + (lane & 15))
+    p, q = source.to(tl.pointer_type(tl.uint8)), target.to(tl.pointer_type(tl.uint8))
+    different = _lanes(p, q, count, pattern, lane, MODE)
+    if MODE == 3:
+        _add_count(source, different)
+
+
+@triton.jit
+def _group16(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS small rows at once on the 16-byte grid, 512 bytes each at most."""
+    row = first + tl.arange(0, ROWS)
+    there = row < num_rows
+    lane = tl.arange(0, 128)[None, :]
+    source = tl.load(rows + row * 4, mask=there, other=0)
+    target = tl.load(rows + row * 4 + 1, mask=there, other=0)
+    inside = lane < ((tl.load(rows + row * 4 + 2, mask=there, other=0) >> 4) * 4)[:, None]
+    turn = tl.load(rows + row * 4 + 3, mask=there, other=0)
+    p = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
+    q = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None] + lane
+    pattern = tl.load(patterns.to(tl.pointer_type(tl.int32)) + (turn * 4)[:, None] + (lane & 3))
+    _small(p, q, source, inside, there, pattern, MODE)
+
+
+@triton.jit
+def _group1(rows, patterns, first, num_rows, MODE: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS small rows at once anywhere, 64 bytes each at most."""
+    row = first + tl.arange(0, ROWS)
+    there = row < num_rows
+    lane = tl.arange(0, 64)[None, :]
+    source = tl.load(rows + row * 4, mask=there, other=0)
+    target = tl.load(rows + row * 4 + 1, mask=there, other=0)
+    inside = lane < tl.load(rows + row * 4 + 2, mask=there, other=0)[:, None]
+    turn = tl.load(rows + row * 4 + 3, mask=there, other=0)
+    p = source.to(tl.pointer_type(tl.uint8))[:, None] + lane
+    q = target.to(tl.pointer_type(tl.uint8))[:, None] + lane
+    pattern = tl.load(patterns.to(tl.pointer_type(tl.uint8)) + (turn * 16)[:, None] + (lane & 15))
+    _small(p, q, source, inside, there, pattern, MODE)
+
+
+@triton.jit
+def _small(p, q, counter, inside, there, pattern, MODE: tl.constexpr):
+    """What the rows of a group have in common."""
+    if MODE == 0 or MODE == 2:
+        tl.store(q, tl.load(p, mask=inside), mask=inside)
+    if MODE == 1:
+        tl.store(q, pattern, mask=inside)
+    if MODE == 2:
+        tl.store(p, pattern, mask=inside)
+    if MODE == 3:
+        different = _different_bytes(tl.load(q, mask=inside, other=0), pattern, inside)
+        total = tl.sum(different.to(tl.int64), 1)
+        tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), total, mask=there & (total != 0))
+
+
+@triton.jit
+def batched(
+    table,
+    MODE: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    BYTE_TILE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
+    """Do a table (see worklist.py): a persistent grid, each program taking every num_programs-th unit."""
+    header = table.to(tl.pointer_type(tl.int64))
+    long16, long4, long1 = tl.load(header), tl.load(header + 1), tl.load(header + 2)
+    small16, small1 = tl.load(header + 3), tl.load(header + 4)
+    patterns = tl.multiple_of(table + 64, 16)
+    rows = header + 40
+    ends4 = long16 + long4
+    ends1 = ends4 + long1
+    groups16 = ends1 + tl.cdiv(small16, GROUP_ROWS)
+    units = groups16 + tl.cdiv(small1, GROUP_ROWS)
+    unit = tl.program_id(0).to(tl.int64)
+    while unit < units:  # not range(): Triton's interpreter fails on it with NumPy 2.4 and later
+        if unit < ends1:
+            source, target = tl.load(rows + unit * 4), tl.load(rows + unit * 4 + 1)
+            count, turn = tl.load(rows + unit * 4 + 2), tl.load(rows + unit * 4 + 3)
+            if unit < long16:
+                _long16(source, target, count, patterns, turn, MODE, TILE_BYTES // 4)
+            elif unit < ends4:
+                _long4(source, target, count, patterns, turn, MODE, BYTE_TILE)
+            else:
+                _long1(source, target, count, patterns, turn, MODE, BYTE_TILE)
+        elif unit < groups16:
+            _group16(rows + ends1 * 4, patterns, (unit - ends1) * GROUP_ROWS, small16, MODE, GROUP_ROWS)
+        else:
+            last = rows + (ends1 + small16) * 4
+            _group1(last, patterns, (unit - groups16) * GROUP_ROWS, small1, MODE, GROUP_ROWS)
+        unit += tl.num_programs(0)

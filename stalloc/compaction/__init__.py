@@ -1,0 +1,1 @@
+"""Moving what lives: move plans, and their execution through the kernels."""
