@@ -1,4 +1,4 @@
-"""Bare lifespans for planners: CSV `id,lower,upper,size[,offset]`, as google/minimalloc reads them.
+"""Bare lifespans for planners: CSV `id,lower,upper,size[,alignment][,offset]`, as google/minimalloc reads them.
 
 The format has lifespans of one device and nothing else: `[lower, upper)` are event indices, moved by one where
 something was live before the recording, which starts at 0 then.
@@ -32,10 +32,11 @@ def _lines(trace: Trace) -> Iterator[bytes]:
         trace.end + shift,
         trace.size,
     ]
-    offset = trace.extra.get("offset")
-    if offset is not None and offset.shape == trace.size.shape:
-        names.append("offset")
-        columns.append(offset)
+    for name in ("alignment", "offset"):
+        column = trace.extra.get(name)
+        if column is not None and column.shape == trace.size.shape:
+            names.append(name)
+            columns.append(column)
     yield (",".join(names) + "\n").encode()
     for row in zip(*(column.tolist() for column in columns), strict=True):
         yield (",".join(map(_cell, row)) + "\n").encode()

@@ -83,13 +83,25 @@ def _events(trace: Trace, places: Places) -> _Events:
     keep = np.ones(trace.num_events, bool)
     if not places.segments_recorded:
         keep = ~np.isin(trace.action, _SEGMENT_ACTIONS)
+    rows = np.flatnonzero(keep)
+    unasked = np.flatnonzero(_never_asked(trace)[rows])
+    rows = np.insert(rows, unasked, rows[unasked])
+    asking = unasked + np.arange(len(unasked))
     columns = (trace.action, address, trace.event_size, trace.event_stream, trace.time_us)
-    events = _Events(*(column[keep] for column in columns))
-    events.row = np.flatnonzero(keep)
+    events = _Events(*(column[rows] for column in columns))
+    events.action[asking] = Action.FREE_REQUESTED
+    events.row = rows
     sites = read_sites(trace)
     if sites is not None:
-        events.site = sites.event_site[keep].astype(np.int64)
+        events.site = sites.event_site[rows].astype(np.int64)
     return events
+
+
+def _never_asked(trace: Trace) -> Column:
+    """(m,) frees that no event asks for: torch has one before each, and its page shows a block as waiting without."""
+    asked = np.zeros(trace.num_requests + 1, bool)
+    asked[trace.event_request[trace.action == Action.FREE_REQUESTED]] = True
+    return (trace.action == Action.FREE_COMPLETED) & (trace.event_request >= 0) & ~asked[trace.event_request]
 
 
 def _events_of_lifespans(trace: Trace, places: Places) -> _Events:
@@ -260,6 +272,8 @@ def _left_out(trace: Trace, places: Places) -> list[str]:
         notes.append("the record's events of segments are left out: they belong to segments that it does not list")
     if not len(trace.action):
         notes.append("the record has bare lifespans: its events are made up, in their order")
+    elif np.any(_never_asked(trace)):
+        notes.append("the record does not say when frees were asked for: that is put right before each, as torch does")
     unseen = trace.info.get("unseen_bytes", 0)
     if isinstance(unseen, int) and unseen > 0:
         notes.append(f"{unseen} bytes that were live throughout are left out: no event names them")

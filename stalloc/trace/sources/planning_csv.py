@@ -1,6 +1,8 @@
 """Planning CSV: bare lifespans `id,lower,upper,size[,offset][,stream]` as google/minimalloc and others write them.
 
 `lower` and `upper` become start and end unchanged, half open; there are no events. The columns may come in any order.
+The names that minimalloc reads besides are read too: `buffer` or `buffer_id`, `begin` or `start`, and `end`, which is
+the last moment and not the one after it. Its `alignment` is kept, its `gaps` count as parts of lifespans; notes say so.
 """
 
 import csv
@@ -14,27 +16,38 @@ from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, T
 from stalloc.trace.streams import index_streams
 
 _REQUIRED = ("id", "lower", "upper", "size")
-_OPTIONAL = ("offset", "stream")
+_OPTIONAL = ("offset", "stream", "alignment")
+_ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
 _INT64_MAX = np.iinfo(np.int64).max
 
 
 def looks_like_planning_csv(head: bytes) -> bool:
     """Whether the first line names the four columns."""
     first = head.splitlines()[0].decode("utf-8", "replace").lstrip("\ufeff")
-    return set(_REQUIRED) <= {name.strip().lower() for name in first.split(",")}
+    return set(_REQUIRED) <= set(_column_names(first.split(",")))
+
+
+def _column_names(cells: list[str]) -> list[str]:
+    names = [cell.strip().lower() for cell in cells]
+    return [_ALIASES.get(name, name) for name in names]
 
 
 def read_planning_csv(path: Path, data: bytes) -> Trace:
     """The lifespans of a CSV as a Trace of device 0, requests ordered by lower; ids and offsets are kept in `extra`.
 
-    `extra["id"]` has the ids (int64, or text when one is not a number), `extra["offset"]` bytes. Raises BadInputError
-    naming the line for anything that is not a whole number, an empty lifespan, or a negative start, size or offset.
+    `extra["id"]` has the ids (int64, or text when one is not a number), `extra["offset"]` and `extra["alignment"]`
+    bytes. Raises BadInputError naming the line for anything that is not a whole number, an empty lifespan, or a
+    negative start, size or offset.
     """
     try:
         rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig"))))
     except (UnicodeDecodeError, csv.Error) as error:
         raise BadInputError(f"{path}: not readable as CSV ({error}): save it as plain UTF-8 text.") from error
-    header = [name.strip().lower() for name in rows[0]]
+    header = _column_names(rows[0])
+    for name in (*_REQUIRED, *_OPTIONAL):
+        if header.count(name) > 1:
+            raise BadInputError(f"{path}: there are two columns for {name}: leave one of them.")
+    is_last = int("end" in {name.strip().lower() for name in rows[0]})
     names = [name for name in (*_REQUIRED, *_OPTIONAL) if name in header]
     place = {name: header.index(name) for name in names}
     values: dict[str, list[int]] = {name: [] for name in names if name != "id"}
@@ -47,11 +60,11 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
         ids.append(row[place["id"]].strip())
         for name, column in values.items():
             cell = row[place[name]].strip()
-            if not (cell.isascii() and cell.isdigit()) or int(cell) > _INT64_MAX:
+            if not (cell.isascii() and cell.isdigit()) or int(cell) >= _INT64_MAX:
                 raise BadInputError(
                     f"{path}: line {number}: {name} is {cell[:40]!r}, expected a whole number from 0: correct it."
                 )
-            column.append(int(cell))
+            column.append(int(cell) + (is_last if name == "upper" else 0))
         if values["lower"][-1] >= values["upper"][-1]:
             raise BadInputError(f"{path}: line {number}: upper is not above lower, the lifespan is empty: correct it.")
     if not ids:
@@ -59,8 +72,12 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
     columns = {name: np.array(column, np.int64) for name, column in values.items()}
     order = np.argsort(columns["lower"], kind="stable")
     extra = {"id": _id_column(ids)[order]}
-    if "offset" in columns:
-        extra["offset"] = columns["offset"][order]
+    extra |= {name: columns[name][order] for name in ("offset", "alignment") if name in columns}
+    notes = []
+    if "alignment" in columns and np.any(columns["alignment"] > 1):
+        notes.append("the file asks for alignments of single requests: plans have one alignment for all")
+    if "gaps" in header and any(row[header.index("gaps")].strip() for row in rows[1:] if len(row) == len(header)):
+        notes.append("the file has gaps inside lifespans: requests are taken to be live in them")
     raw_stream = columns.get("stream", np.zeros(len(ids), np.int64))[order]
     streams, stream = index_streams(raw_stream)
     return Trace(
@@ -74,7 +91,7 @@ def read_planning_csv(path: Path, data: bytes) -> Trace:
         streams=streams,
         names=(),
         reserved_start_bytes=0,
-        info={"source": "planning csv", "file": path.name, "complete": True, "notes": []},
+        info={"source": "planning csv", "file": path.name, "complete": True, "notes": notes},
         extra=extra,
     )
 

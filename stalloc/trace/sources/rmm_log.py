@@ -23,6 +23,7 @@ _ACTIONS = {
     "allocate failure": Action.OOM,
 }
 _TIME = re.compile(r"(\d\d):(\d\d):(\d\d)[.:](\d{6})")
+_EPOCH = re.compile(r"(\d{1,11})\.(\d{6})")  # in its documentation
 _DEVICE = re.compile(r"\.dev(\d{1,3})(?:\.|$)")
 _NULL = "(nil)"
 
@@ -33,7 +34,7 @@ def looks_like_rmm_log(head: bytes) -> bool:
 
 
 def read_rmm_log(path: Path, data: bytes) -> Trace:
-    """The trace of a log; times are microseconds since midnight, zero if a row has none.
+    """The trace of a log; times are microseconds since midnight, or since 1970 if the log says so, zero if not at all.
 
     Raises BadInputError naming the line that is cut short or holds what RMM does not write.
     """
@@ -57,13 +58,11 @@ def read_rmm_log(path: Path, data: bytes) -> Trace:
             ) from error
         if kind != Action.OOM and (address == 0 or int(num_bytes) == 0):
             continue
-        found = _TIME.fullmatch(time)
-        hours, minutes, seconds, micros = (int(part) for part in found.groups()) if found else (0, 0, 0, 0)
         action.append(kind)
         identity.append(address)
         size.append(int(num_bytes))
         stream.append(raw_stream)
-        time_us.append(((hours * 60 + minutes) * 60 + seconds) * 1_000_000 + micros)
+        time_us.append(_microseconds(time))
     device = _DEVICE.search(path.name)
     return make_trace(
         path,
@@ -76,3 +75,12 @@ def read_rmm_log(path: Path, data: bytes) -> Trace:
         time_us=time_us,
         has_addresses=True,
     )
+
+
+def _microseconds(time: str) -> int:
+    if found := _TIME.fullmatch(time):
+        hours, minutes, seconds, micros = (int(part) for part in found.groups())
+        return ((hours * 60 + minutes) * 60 + seconds) * 1_000_000 + micros
+    if found := _EPOCH.fullmatch(time):
+        return int(found[1]) * 1_000_000 + int(found[2])
+    return 0
