@@ -18,11 +18,12 @@ ADDRESS, SIZE, KEY, PRIORITY, LEFT, RIGHT, PREVIOUS, NEXT, POOL, STATUS, REQUEST
 
 UNUSED, FREE, LIVE, WAITING, UNMAPPED, HEADER = range(6)
 
+SEED = 0x2545F4914F6CDD1D
+
 (
     ROWS_END,  #: end of the rows ever used
     SPARE,  #: list of rows given back
     NUM_SPARE,
-    RANDOM,
     RESERVED,
     PEAK_RESERVED,
     ALLOCATED,  #: requested bytes in blocks not given up
@@ -46,7 +47,7 @@ UNUSED, FREE, LIVE, WAITING, UNMAPPED, HEADER = range(6)
     EXPANDABLE,
     SPACE_BYTES,  #: address space of an expandable segment
     NUM_NUMBERS,
-) = range(27)
+) = range(26)
 
 
 class State(NamedTuple):
@@ -96,14 +97,13 @@ def unmapped_tree(state, pool):
 
 
 @njit()
-def insert(state, header, block):
+def insert(cells, header, block):
     """Put a block into a tree."""
-    cells = state.cells
-    x = state.numbers[RANDOM]
+    x = cells[header + PRIORITY]  # a header's is the state of the tree's random numbers
     x ^= x << 13
     x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
     x ^= x << 17
-    state.numbers[RANDOM] = x
+    cells[header + PRIORITY] = x
     key, address = cells[block + KEY], cells[block + ADDRESS]
     cells[block + PRIORITY] = x
     link = header + LEFT
@@ -130,9 +130,8 @@ def insert(state, header, block):
 
 
 @njit()
-def remove(state, header, block):
+def remove(cells, header, block):
     """Take a block out of the tree that it is in."""
-    cells = state.cells
     key, address = cells[block + KEY], cells[block + ADDRESS]
     link = header + LEFT
     current = cells[link]
@@ -155,9 +154,8 @@ def remove(state, header, block):
 
 
 @njit()
-def best_fit(state, header, size):
+def best_fit(cells, header, size):
     """The smallest block of at least `size` bytes, the lowest of equals; 0 if none."""
-    cells = state.cells
     best, current = 0, cells[header + LEFT]
     while current != 0:
         if cells[current + KEY] >= size:
@@ -168,9 +166,8 @@ def best_fit(state, header, size):
 
 
 @njit()
-def following(state, header, block):
+def following(cells, header, block):
     """The next block in the tree's order, 0 at the end."""
-    cells = state.cells
     key, address = cells[block + KEY], cells[block + ADDRESS]
     found, current = 0, cells[header + LEFT]
     while current != 0:
@@ -183,9 +180,8 @@ def following(state, header, block):
 
 
 @njit()
-def first(state, header):
+def first(cells, header):
     """The smallest block of a tree, 0 if it is empty."""
-    cells = state.cells
     found, current = 0, cells[header + LEFT]
     while current != 0:
         found, current = current, cells[current + LEFT]
@@ -193,9 +189,8 @@ def first(state, header):
 
 
 @njit()
-def last(state, header):
+def last(cells, header):
     """The largest block of a tree, 0 if it is empty."""
-    cells = state.cells
     found, current = 0, cells[header + LEFT]
     while current != 0:
         found, current = current, cells[current + RIGHT]
@@ -249,7 +244,7 @@ def add_free(state, block):
     cells[block + REQUEST] = -1
     cells[block + KEY] = cells[block + SIZE]
     cells[block + AGE] = state.numbers[SMALL_SEARCHES + (cells[block + POOL] & 1)]
-    insert(state, free_tree(state, cells[block + POOL]), block)
+    insert(cells, free_tree(state, cells[block + POOL]), block)
 
 
 @njit()
@@ -259,7 +254,7 @@ def add_unmapped(state, block):
     cells[block + STATUS] = UNMAPPED
     cells[block + REQUEST] = -1
     cells[block + KEY] = 0
-    insert(state, unmapped_tree(state, cells[block + POOL]), block)
+    insert(cells, unmapped_tree(state, cells[block + POOL]), block)
 
 
 @njit()
@@ -271,7 +266,7 @@ def merge_neighbours(state, block, status, is_free):
     for side in (PREVIOUS, NEXT):
         other = cells[block + side]
         if other != 0 and cells[other + STATUS] == status:
-            remove(state, header, other)
+            remove(cells, header, other)
             join(state, block, other)
 
 

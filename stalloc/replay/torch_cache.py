@@ -110,21 +110,21 @@ def _find_cached(state, pool, size):
     if numbers[COLLECT_ABOVE] >= 0:
         numbers[SMALL_SEARCHES + (pool & 1)] += 1
     header = free_tree(state, pool)
-    block = best_fit(state, header, size)
+    block = best_fit(cells, header, size)
     if block == 0:
         return 0
     if numbers[EXPANDABLE]:
         # the block that grows least far is the best, not the smallest
-        after = following(state, header, block)
+        after = following(cells, header, block)
         while after != 0 and _growing_size(cells, after) < _growing_size(cells, block):
             block = after
-            after = following(state, header, block)
+            after = following(cells, header, block)
     limit = numbers[MAX_SPLIT]
     if limit > 0 and size < limit <= cells[block + SIZE]:
         return 0
     if 0 < limit <= size and cells[block + SIZE] >= size + numbers[MAX_ROUNDING]:
         return 0
-    remove(state, header, block)
+    remove(cells, header, block)
     return block
 
 
@@ -147,8 +147,9 @@ def _take_from_device(state, pool, size):
 @njit()
 def _release(state, block):
     """Give a segment that is one free block back to the device."""
-    remove(state, free_tree(state, state.cells[block + POOL]), block)
-    count_reserved(state, -state.cells[block + SIZE])
+    cells = state.cells
+    remove(cells, free_tree(state, cells[block + POOL]), block)
+    count_reserved(state, -cells[block + SIZE])
     give_row(state, block)
 
 
@@ -194,13 +195,13 @@ def _release_oversize(state, pool, size):
     if limit == 0 or numbers[EXPANDABLE]:
         return False
     wanted = max(size, limit)
-    block = best_fit(state, header, wanted)
+    block = best_fit(cells, header, wanted)
     if block != 0:
         _release(state, block)
         return True
     released = 0
     while released < wanted:
-        block = last(state, header)
+        block = last(cells, header)
         if block == 0 or cells[block + SIZE] < limit:
             return False
         released += cells[block + SIZE]

@@ -76,7 +76,6 @@ class TorchCaching:
     def _set_numbers(self, capacity_bytes: int) -> None:
         settings, numbers = self.torch_settings, self._state.numbers
         numbers[rows.ROWS_END] = rows.ROW  # no block has the name 0
-        numbers[rows.RANDOM] = 0x2545F4914F6CDD1D
         numbers[rows.NEXT_ADDRESS] = _FIRST_ADDRESS
         numbers[rows.CAPACITY] = capacity_bytes
         numbers[rows.ALLOWED] = numbers[rows.COLLECT_ABOVE] = _NOT_SET
@@ -166,6 +165,7 @@ class TorchCaching:
             numbers[rows.ROWS_END] += rows.ROW
             self._state.cells[header : header + rows.ROW] = 0
             self._state.cells[header + rows.STATUS] = rows.HEADER
+            self._state.cells[header + rows.PRIORITY] = rows.SEED + tree
             self._state.roots[tree] = header
 
     def empty_cache(self) -> None:

@@ -56,14 +56,14 @@ def _has_room(state, block, size):
 def _find_room(state, pool, size):
     """Where `size` bytes can be had by mapping, lowest address first; a new segment if nowhere."""
     cells, header = state.cells, unmapped_tree(state, pool)
-    block = first(state, header)
+    block = first(cells, header)
     while block != 0:
         start, before = block, cells[block + PREVIOUS]
         if before != 0 and cells[before + STATUS] == FREE:
             start = before
         if _has_room(state, start, size):
             return start
-        block = following(state, header, block)
+        block = following(cells, header, block)
     page = _page_bytes(state, pool)
     space = (state.numbers[SPACE_BYTES] + page - 1) // page * page
     address = device_address(state, space)
@@ -81,7 +81,7 @@ def _map(state, block, size):
     mapped = (size + page - 1) // page * page
     if numbers[CAPACITY] > 0 and numbers[RESERVED] + mapped > numbers[CAPACITY]:
         return False
-    remove(state, unmapped_tree(state, pool), block)
+    remove(cells, unmapped_tree(state, pool), block)
     if mapped < cells[block + SIZE]:
         add_unmapped(state, cut(state, block, mapped, UNMAPPED))
     merge_neighbours(state, block, FREE, True)
@@ -105,7 +105,7 @@ def grow(state, pool, size):
         if not _map(state, after, min(missing, cells[after + SIZE])):
             return 0
         block = after  # it has taken up the free block before it
-    remove(state, free_tree(state, pool), block)
+    remove(cells, free_tree(state, pool), block)
     return block
 
 
@@ -119,7 +119,7 @@ def unmap_pages(state, block):
     begin, beyond = (start + page - 1) // page * page, end // page * page
     if begin >= beyond:
         return
-    remove(state, free_tree(state, pool), block)
+    remove(cells, free_tree(state, pool), block)
     if beyond < end:
         add_free(state, cut(state, block, beyond - start, FREE))
     if begin > start:
@@ -130,5 +130,5 @@ def unmap_pages(state, block):
     add_unmapped(state, block)
     count_reserved(state, begin - beyond)
     if cells[block + PREVIOUS] == 0 and cells[block + NEXT] == 0:
-        remove(state, unmapped_tree(state, pool), block)
+        remove(cells, unmapped_tree(state, pool), block)
         give_row(state, block)
