@@ -111,7 +111,7 @@ def _read_device(
     events: list[_Event],
     annotations: list[tuple[float, float, str]],
     properties: dict[str, Any],
-    said: list[str],
+    said: list[str] | None,
 ) -> Trace:
     events = [event for event in events if event.size_bytes]
     events.sort(key=lambda event: (event.time_us, event.order))
@@ -131,12 +131,13 @@ def _read_device(
         else:
             identity.append(guess.allocate(event.size_bytes) if allocates else guess.free(-event.size_bytes))
     unseen, unseen_note = _unseen_bytes(events)
-    notes = ["sizes are of the allocator's blocks, streams are not in the file"]
+    whose = "sizes are of the allocator's blocks, " if said is None else ""  # stalloc writes what was requested
+    notes = [f"{whose}streams are not in the file"]
     if not has_addresses:
         notes.append("no addresses in the file: each free is taken to end the newest allocation of its size")
     if unseen_note:
         notes.append(unseen_note)
-    notes += said
+    notes += said or []
 
     reserved_start, at, change = _reserved_changes(events)  # segment events go in before events `at`
     clock = np.array([event.time_us for event in events], np.float64)
@@ -217,12 +218,12 @@ def _marks(clock: Column, annotations: list[tuple[float, float, str]]) -> list[M
     return [(int(event), kind, name) for event, (_, kind, name) in zip(places, timed, strict=True)]
 
 
-def _converter_notes(path: Path, data: bytes) -> list[str]:
-    """What `stalloc convert` says of a file that it wrote, such as that addresses are made up."""
+def _converter_notes(path: Path, data: bytes) -> list[str] | None:
+    """What `stalloc convert` says of a file that it wrote, such as that addresses are made up; None for other files."""
     spans = list_elements(path, data, "stalloc_notes") if b'"stalloc_notes"' in data[:4096] else None
-    listed = (
-        [decode(path, data[begin:end], "a note") for begin, end in list(zip(*spans, strict=True))[:20]] if spans else []
-    )
+    if spans is None:
+        return None
+    listed = [decode(path, data[begin:end], "a note") for begin, end in zip(spans[0][:20], spans[1][:20], strict=True)]
     return [note[:300] for note in listed if isinstance(note, str)]
 
 
