@@ -26,6 +26,7 @@ from rich.markup import escape
 from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
 from stalloc.errors import BadInputError
 from stalloc.trace import Trace, load_traces, save_traces
+from stalloc.trace.sites import printable
 
 _SUFFIXES = {".npz": "trace", ".pickle": "snapshot", ".pkl": "snapshot", ".json": "perfetto", ".csv": "csv"}
 _FORMATS = ("trace", "snapshot", "perfetto", "csv")
@@ -132,8 +133,8 @@ def _print(result: dict[str, Any]) -> None:
     for entry in result["devices"]:
         console.print(
             f"  [dim]device {entry['device']}[/dim]  {entry['requests']:,} requests, {entry['events']:,} events, "
-            f"from {escape(str(entry['source']))}"
+            f"from {escape(printable(str(entry['source'])))}"
         )
     for note in result["notes"]:
-        console.print(f"  [dim]note[/dim]  {escape(note)}")
+        console.print(f"  [dim]note[/dim]  {escape(printable(note))}")
     console.print(f"Next: stalloc stats {escape(shlex.quote(result['output']))}")

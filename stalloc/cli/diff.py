@@ -29,6 +29,7 @@ from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.report.comparison import Change, Comparison, compare
 from stalloc.trace import Trace, load_traces
+from stalloc.trace.sites import printable
 
 _LISTS = ("class", "site", "size")
 
@@ -141,7 +142,7 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], notes: list[
             )
         console.print()
     for note in notes:
-        console.print(f"[dim]note[/dim]  {escape(note)}")
+        console.print(f"[dim]note[/dim]  {escape(printable(note))}")
     console.print(f"Next: stalloc explain {escape(shlex.quote(args.second))}")
 
 

@@ -85,12 +85,25 @@ def recorded_addresses(trace: Trace) -> Column | None:
     seen = (trace.event_request >= 0) & (trace.action <= Action.FREE_COMPLETED)
     address[trace.event_request[seen]] = trace.address[seen]
     known[trace.event_request[seen]] = True
-    block, request = trace.extra.get("block_address"), trace.extra.get("block_request")
-    if block is not None and request is not None and block.shape == request.shape == (len(block),):
-        used = (request >= 0) & (request < trace.num_requests)
+    blocks = recorded_blocks(trace)
+    if blocks is not None:
+        block, _, request = blocks
+        used = request >= 0
         address[request[used]] = block[used]
         known[request[used]] = True
     return address if bool(np.all(known & (address > 0))) else None
+
+
+def recorded_blocks(trace: Trace) -> tuple[Column, Column, Column] | None:
+    """Address (uint64), bytes and request (-1: free) of each block at the end, None if the record has no such table."""
+    told = [trace.extra.get(name) for name in ("block_address", "block_size", "block_request")]
+    columns = [column for column in told if column is not None and column.ndim == 1 and column.dtype.kind in "iu"]
+    if len(columns) < 3 or len({len(column) for column in columns}) > 1:
+        return None
+    address, size, request = columns
+    if request.max(initial=-1) >= trace.num_requests:
+        return None
+    return address.astype(np.uint64), size.astype(np.int64), request.astype(np.int64)
 
 
 def _inside_segments(trace: Trace, address: Column) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.report.placing import ALIGN_BYTES, Places, places_of
+from stalloc.report.placing import ALIGN_BYTES, Places, places_of, recorded_blocks
 from stalloc.report.writing import write_whole
 from stalloc.trace import MARK_PHASE_END, Action, Trace
 from stalloc.trace.record import Column
@@ -213,16 +213,9 @@ def _told(trace: Trace, places: Places, name: str, shape: tuple[int, ...]) -> Co
 
 def _blocks(trace: Trace, places: Places) -> tuple[Column, Column, Column]:
     """Address, bytes and request (-1: free) of every block at the end."""
-    told = [trace.extra[name] for name in ("block_address", "block_size", "block_request") if name in trace.extra]
-    if (
-        places.segments_recorded
-        and len(told) == 3
-        and told[0].ndim == 1
-        and len({column.shape for column in told}) == 1
-    ):
-        address, size, request = told
-        if request.max(initial=-1) < trace.num_requests:
-            return address.astype(np.uint64), size.astype(np.int64), request.astype(np.int64)
+    recorded = recorded_blocks(trace)
+    if places.segments_recorded and recorded is not None:
+        return recorded
     alive = np.flatnonzero(trace.end == trace.num_events)
     alive = alive[np.argsort(places.address[alive])]
     blocks: list[tuple[int, int, int]] = []

@@ -253,4 +253,9 @@ def _frame_name(frame: Frame) -> str:
         name = f"{node[1]} (autograd)" if node else frame.name.partition("(")[0] or frame.name
     else:
         name = f"{frame.filename.rpartition('/')[2]}:{frame.line} {frame.name}"
-    return name if name.isprintable() else "".join(char if char.isprintable() else "?" for char in name)
+    return printable(name)
+
+
+def printable(text: str) -> str:
+    """The text with `?` for each character that is not printable, so that no file steers a terminal."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
