@@ -7,7 +7,9 @@ import pytest
 
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_caching import TorchCaching
+from stalloc.replay.torch_record import check_record
 from stalloc.replay.torch_settings import parse_settings
+from stalloc.trace import load_traces
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 
@@ -27,14 +29,16 @@ SETTINGS = (
     "expandable_segments:True,large_segment_size_mb:12,roundup_power2_divisions:8",
     "expandable_segments:True,garbage_collection_threshold:0.5,per_process_memory_fraction:0.8",
 )
+RECORDED = (SETTINGS[0], SETTINGS[1], SETTINGS[9])
 EDGES = (1, 511, 512, 513, MIB - 1, MIB, MIB + 1, 2 * MIB, 10 * MIB - 1, 10 * MIB, 20 * MIB, 32 * MIB, 64 * MIB)
 
 
-def make_program(random: np.random.Generator, num_steps: int) -> dict[str, list[int]]:
-    """Steps of one program: few sizes that come back, frees in any order, more memory at times than there is."""
+def make_program(random: np.random.Generator, num_steps: int, fullest: float = 1.3) -> dict[str, list[int]]:
+    """Steps of one program: few sizes that come back, frees in any order, and up to `fullest` times the memory that
+    there is."""
     usual = [*random.choice(EDGES, 3), *(2 ** random.uniform(0, 27.5, random.integers(4, 30))).astype(int)]
     num_streams, odd, shared = random.integers(1, 4), random.uniform(0, 0.3), random.choice([0, 0.1])
-    level, empty = random.uniform(0.2, 1.3) * CAPACITY, random.choice([0, 0.002])
+    level, empty = random.uniform(0.2, fullest) * CAPACITY, random.choice([0, 0.002])
     steps, requests, sizes, streams, shares, live, live_bytes = [], [], [], [], [], [], 0
     for _ in range(num_steps):
         if random.random() < empty:
@@ -84,7 +88,9 @@ def as_events(program: dict[str, list[int]]) -> tuple[Events, np.ndarray]:
     return events, np.array(positions)
 
 
-def ask_torch(run_program, folder: Path, programs: list[dict[str, list[int]]], settings: str) -> dict[str, np.ndarray]:
+def ask_torch(
+    run_program, folder: Path, programs: list[dict[str, list[int]]], settings: str, *more: str
+) -> dict[str, np.ndarray]:
     firsts = np.cumsum([0, *(len(program["size"]) for program in programs)])
     columns = {name: np.concatenate([program[name] for program in programs]) for name in programs[0]}
     of_program = np.repeat(np.arange(len(programs)), [len(program["step"]) for program in programs])
@@ -92,9 +98,8 @@ def ask_torch(run_program, folder: Path, programs: list[dict[str, list[int]]], s
     asked, answered = folder / "programs.npz", folder / "answers.npz"
     np.savez(asked, program=of_program, **columns)
     source = (Path(__file__).parent / "programs" / "torch_oracle.py").read_text()
-    done = run_program(
-        source, str(asked), str(answered), str(CAPACITY), PYTORCH_ALLOC_CONF=settings, PYTORCH_CUDA_ALLOC_CONF=None
-    )
+    environment = {"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": None}
+    done = run_program(source, str(asked), str(answered), str(CAPACITY), *more, **environment)
     assert done.returncode == 0, done.stderr
     answers = dict(np.load(answered))
     return answers | {"of_program": of_program}
@@ -171,6 +176,18 @@ def test_the_model_does_what_torch_does(run_program, tmp_path, settings):
     met = compare(run_program, tmp_path, settings, num_programs=3, num_steps=1200, seed=20)
     assert met["retries"] > 0
     assert met["maps"] > 10
+
+
+@pytest.mark.parametrize("settings", RECORDED)
+def test_a_recording_that_begins_in_the_middle_is_replayed_exactly(run_program, tmp_path, settings):
+    random = np.random.default_rng(7)
+    programs = [make_program(random, 1200, fullest=0.4) for _ in range(6)]
+    ask_torch(run_program, tmp_path, programs, settings, str(tmp_path))
+    for number in range(len(programs)):
+        (trace,) = load_traces(tmp_path / f"program{number}.pickle")
+        check = check_record(trace)
+        assert trace.num_baseline_requests > 10
+        assert check.exact, f"{settings!r}, program {number}: event {check.first_difference}: {check.reason}"
 
 
 @pytest.mark.slow

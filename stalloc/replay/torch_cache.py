@@ -57,6 +57,9 @@ from stalloc.replay.torch_blocks import (
 from stalloc.replay.torch_expandable import grow, unmap_pages
 
 DONE, NEED_ROWS, FAILED = range(3)
+RELEASE = len(Kind)
+"""A kind of event beyond those of all models, for recordings: the segment whose address stands in the place of the
+request goes back to the device, if it is free as a whole."""
 
 _MIB = 1 << 20
 _ALLOC = int(Kind.ALLOC)
@@ -239,6 +242,15 @@ def empty_cache(state):
 
 
 @njit()
+def _release_at(state, address):
+    cells = state.cells
+    for block in range(ROW, state.numbers[ROWS_END], ROW):
+        if cells[block + ADDRESS] == address and _is_whole(cells, block):
+            _release(state, block)
+            return
+
+
+@njit()
 def _allocate(state, request, size, stream):
     """Serve a request: its block, 0 when memory runs out."""
     cells, numbers = state.cells, state.numbers
@@ -308,6 +320,8 @@ def run(state, events, keep_going, start, reserved, allocated, block_bytes, addr
         given = -1
         if kind == _EMPTY:
             empty_cache(state)
+        elif kind == RELEASE:
+            _release_at(state, request)
         elif kind == _ALLOC:
             size = events.size[request]
             if size > 0:

@@ -11,7 +11,7 @@ import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.replay import torch_blocks as rows
-from stalloc.replay.protocol import BlockMap, Counters, Events, Fed
+from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.torch_cache import FAILED, NEED_ROWS, empty_cache, run
 from stalloc.replay.torch_settings import TorchSettings, parse_settings
 from stalloc.replay.torch_start import load_blocks, recorded_calls, recorded_settings, segment_pools, starting_blocks
@@ -102,7 +102,7 @@ class TorchCaching:
         settings = settings or recorded_settings(trace)
         blocks = starting_blocks(trace, settings)
         small, base, added = segment_pools(trace, blocks, settings)
-        given = added if settings.expandable_segments else recorded_calls(trace)[1]
+        given = added if settings.expandable_segments else recorded_calls(trace, settings)[1]
         model = cls(settings, device_addresses=given)
         none = np.empty(0, np.int64)
         model._make_room(Events(none, none, none, trace.size, trace.stream))
@@ -133,7 +133,8 @@ class TorchCaching:
                 column[at:] = numbers[last]
             address[at:] = -1
         elif keep_going and numbers[rows.OUT_OF_MEMORY] > before:
-            allocs = (events.kind == 0) & (address < 0) & (events.size[events.request] > 0)
+            allocs = (events.kind == Kind.ALLOC) & (address < 0)
+            allocs[allocs] = events.size[events.request[allocs]] > 0
             failed = int(np.argmax(allocs))
         return TorchFed(
             reserved_bytes=reserved,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.replay.protocol import Events, Kind
+from stalloc.replay.torch_cache import RELEASE
 from stalloc.replay.torch_caching import TorchCaching, TorchFed
 from stalloc.replay.torch_settings import TorchSettings
 from stalloc.replay.torch_start import recorded_calls, recorded_settings
@@ -38,7 +39,7 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
     Raises BadInputError for a trace without segments or with private pools.
     """
     settings = settings or recorded_settings(trace)
-    events, _ = recorded_calls(trace)
+    events, _ = recorded_calls(trace, settings)
     fed = TorchCaching.from_record(trace, settings).feed(events)
     wrong_place = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
     recorded = trace.reserved_bytes()[events.event]
@@ -64,11 +65,12 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
 
 
 def _reason(trace: Trace, events: Events, fed: TorchFed, at: int, recorded: int) -> str:
-    kind, event = Kind(int(events.kind[at])), int(events.event[at])
+    event = int(events.event[at])
     what = {
-        Kind.ALLOC: f"an allocation of {int(trace.event_size[event])} bytes",
-        Kind.EMPTY_CACHE: "the segments given back up to here",
-    }.get(kind, "a free")
+        int(Kind.ALLOC): f"an allocation of {int(trace.event_size[event])} bytes",
+        int(Kind.EMPTY_CACHE): "the segments given back up to here",
+        RELEASE: "a segment given back",
+    }.get(int(events.kind[at]), "a free")
     reserved = int(fed.reserved_bytes[at])
     if reserved != recorded:
         return f"after {what} the file has {recorded} bytes reserved, the model {reserved}"

@@ -33,7 +33,7 @@ from stalloc.replay.torch_blocks import (
     add_segment,
     add_unmapped,
 )
-from stalloc.replay.torch_cache import round_size
+from stalloc.replay.torch_cache import RELEASE, round_size
 from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
 from stalloc.trace.record import Action, Column, Trace
 
@@ -57,26 +57,31 @@ def recorded_settings(trace: Trace) -> TorchSettings:
     return settings
 
 
-def recorded_calls(trace: Trace) -> tuple[Events, Column]:
+def recorded_calls(trace: Trace, settings: TorchSettings) -> tuple[Events, Column]:
     """What the program asked for while it was recorded, and the addresses that the device gave to new segments.
 
     Segments that went back tell of a call of empty_cache, or of an allocation that had to empty the cache first, which
-    leaves the allocator in the same state. Its event is the last of the segments that went.
+    leaves the allocator in the same state. Its event is the last of the segments that went. Settings that give back
+    some segments of many (a limit of splitting, a collection threshold) get each as a RELEASE of its own.
     """
+    one_by_one = bool(settings.max_split_bytes or settings.garbage_collection_threshold)
     action = trace.action
     asks = np.isin(action, list(_KINDS)) & (trace.event_request >= 0)
     returns = (action == Action.SEGMENT_FREE) | (action == Action.SEGMENT_UNMAP)
     takes = (action == Action.SEGMENT_ALLOC) | (action == Action.SEGMENT_MAP)
     told = np.flatnonzero(asks | returns | takes)
     ends_run = np.ones(len(told), bool)
-    ends_run[:-1] = ~returns[told[1:]]
+    ends_run[:-1] = one_by_one | ~returns[told[1:]]
     rows = told[asks[told] | (returns[told] & ends_run)]
-    kinds = np.full(len(Action), Kind.EMPTY_CACHE, np.int8)
+    kinds = np.full(len(Action), RELEASE if one_by_one else Kind.EMPTY_CACHE, np.int8)
     for name, kind in _KINDS.items():
         kinds[name] = kind
+    gone = trace.address[rows].astype(np.int64) if one_by_one else -1
     events = Events(
         kind=kinds[action[rows]],
-        request=np.where(asks[rows], trace.event_request[rows], -1).astype(np.int64),
+        request=np.where(
+            asks[rows], trace.event_request[rows], trace.address[rows].astype(np.int64) if one_by_one else -1
+        ),
         event=rows.astype(np.int64),
         size=trace.size,
         stream=trace.stream,
@@ -99,6 +104,8 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     end = blocks.address[held] + np.array([round_size(divisions, size) for size in trace.size[request]], np.int64)
     small = blocks.segment_size[blocks.segment[held]] == _SMALL_SEGMENT
     if not settings.expandable_segments:
+        if settings.max_split_bytes:
+            end = np.where(end - blocks.address[held] >= settings.max_split_bytes, limit, end)
         end = _real_ends(trace, request, blocks.address[held], np.minimum(end, limit), limit, small)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
     pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
@@ -161,16 +168,27 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
     if not settings.expandable_segments:
         return small, base, np.empty(0, np.int64)
     owners = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(small)))]
-    begins: dict[tuple[int, int], int] = {}
-    for stream, kind, address in zip(owners.tolist(), small.tolist(), blocks.segment_address.tolist(), strict=True):
-        begins[stream, kind] = min(begins.get((stream, kind), address), address)
-    before = set(begins)
-    for at in np.flatnonzero(trace.action == Action.SEGMENT_MAP).tolist():
-        pool = int(trace.event_stream[at]), int(trace.event_size[at] % settings.large_segment_bytes > 0)
-        begins[pool] = min(begins.get(pool, int(trace.address[at])), int(trace.address[at]))
-    for number, pool in enumerate(zip(owners.tolist(), small.tolist(), strict=True)):
-        base[number] = begins[pool]
-    added = [begin for pool, begin in begins.items() if pool not in before]
+    begins: dict[tuple[int, int], int] = {}  # of each pool's segment that was there at the start
+    mapped: dict[tuple[int, int], int] = {}  # bytes of each pool
+    pools = list(zip(owners.tolist(), small.tolist(), strict=True))
+    for pool, address, size in zip(pools, blocks.segment_address.tolist(), blocks.segment_size.tolist(), strict=True):
+        begins[pool] = min(begins.get(pool, address), address)
+        mapped[pool] = mapped.get(pool, 0) + size
+    old, added = set(begins), []
+    maps = (trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)
+    for at in np.flatnonzero(maps).tolist():
+        size, address = int(trace.event_size[at]), int(trace.address[at])
+        pool = int(trace.event_stream[at]), int(size % settings.large_segment_bytes > 0)
+        if trace.action[at] == Action.SEGMENT_UNMAP:
+            mapped[pool] = mapped.get(pool, 0) - size
+            continue
+        if mapped.get(pool, 0) == 0:  # a segment goes with its last page
+            added.append(address)
+            old.discard(pool)
+        elif pool in old:
+            begins[pool] = min(begins[pool], address)
+        mapped[pool] = mapped.get(pool, 0) + size
+    base[:] = [begins[pool] for pool in pools]
     return small, base, np.array(added, np.int64)
 
 

@@ -3,16 +3,21 @@
 Arguments: the file of programs (.npz), the file for the answers (.npz), the device's bytes. Settings come through
 PYTORCH_ALLOC_CONF. Programs lie one after the other: `step` (0 alloc, 1 free, 2 empty the cache), `request` (row of
 the step, -1 for none), `program` (of each step), and for each request `size`, `stream`, `shared` (1: another stream
-uses the memory too, so that its free has to wait for that stream).
+uses the memory too, so that its free has to wait for that stream). With a folder as fourth argument, each program is
+recorded from its middle on, and its snapshot is left there.
 """
 
+import contextlib
+import pickle
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from stalloc.device import VirtualGPU, virtual
 
 programs_path, answers_path, total_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder = Path(sys.argv[4]) if len(sys.argv) > 4 else None
 virtual.activate(VirtualGPU(name="Oracle", total_bytes=total_bytes, compute_capability=(9, 0), num_devices=1))
 
 import torch  # noqa: E402
@@ -62,31 +67,37 @@ def note_blocks(at: int) -> None:
             blocks.append((at, segment["address"], block["address"], block["size"], requested, state, *where))
 
 
-def note_segments(program: int) -> None:
-    events = torch._C._cuda_memorySnapshot(None)["device_traces"][0]
+def end_program(program: int) -> None:
+    """Keep what was recorded, and begin anew with nothing."""
+    snapshot = torch._C._cuda_memorySnapshot(None)
+    events = snapshot["device_traces"][0]
     segments.extend((program, event["addr"]) for event in events if event["action"] == "segment_alloc")
+    if folder:
+        (folder / f"program{program}.pickle").write_bytes(pickle.dumps(snapshot))
+    for held in list(live):
+        free(held)
+    torch.cuda.empty_cache()
+    record(False)
+    record(folder is None)
 
 
 def record(on: bool) -> None:
     torch.cuda.memory._record_memory_history("all" if on else None, context=None, max_entries=1_000_000)
 
 
-record(True)
+record(folder is None)
+num_steps = np.bincount(data["program"])
+middles = set((np.cumsum(num_steps) - num_steps // 2).tolist())
 current = 0
 for at, (step, row, program) in enumerate(steps):
     if program != current:
-        note_segments(current)
-        for held in list(live):
-            free(held)
-        torch.cuda.empty_cache()
-        record(False)
-        record(True)
+        end_program(current)
         current = program
+    if folder and at in middles:
+        record(True)
     if step == 0:
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             address[at] = allocate(row)
-        except torch.OutOfMemoryError:
-            pass
     elif step == 1:
         free(row)
     else:
@@ -96,7 +107,7 @@ for at, (step, row, program) in enumerate(steps):
     block_bytes[at] = now["allocated_bytes"]["all"]["current"]
     if at % SNAPSHOT_EVERY == 0:
         note_blocks(at)
-note_segments(current)
+end_program(current)
 np.savez(
     answers_path,
     reserved=reserved,
