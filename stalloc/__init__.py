@@ -23,6 +23,7 @@ _LAZY: dict[str, str] = {
     "validate": "stalloc.planner",
     "install": "stalloc.integrations",
     "uninstall": "stalloc.integrations",
+    "scope": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
 }

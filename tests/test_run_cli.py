@@ -1,6 +1,7 @@
 """`stalloc run` and `stalloc record` from the command line, on the virtual GPU."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,18 +30,21 @@ KEYS = {
 }
 
 
-def stalloc(folder: Path, verb: str, *arguments: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a verb in a folder; its exit code has to be `code`."""
+def stalloc(
+    folder: Path, verb: str, *arguments: Any, code: int = 0, cache: Path | str = "off"
+) -> subprocess.CompletedProcess[str]:
+    """Run a verb in a folder; its exit code has to be `code`. Plans are kept in `cache`."""
     device = ("--device", "virtual") if verb in ("run", "record") else ()
     command = [sys.executable, "-m", "stalloc", verb, *device, *(str(argument) for argument in arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    variables = {**os.environ, "STALLOC_CACHE": str(cache)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=variables)
     assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def run(folder: Path, *arguments: Any, code: int = 0) -> dict[str, Any]:
+def run(folder: Path, *arguments: Any, code: int = 0, cache: Path | str = "off") -> dict[str, Any]:
     """`stalloc run --json -`: the object."""
-    return json.loads(stalloc(folder, "run", "--json", "-", *arguments, code=code).stdout)
+    return json.loads(stalloc(folder, "run", "--json", "-", *arguments, code=code, cache=cache).stdout)
 
 
 def sentence(folder: Path, verb: str, *arguments: Any) -> str:
@@ -262,3 +266,40 @@ def test_where_a_plan_cannot_be_written_is_said_before_the_program_runs(tmp_path
     done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=2)
     assert "cannot write" in done.stderr
     assert "the program prints" not in done.stdout
+
+
+# --- the plan of the last run ------------------------------------------------------------------------------------
+
+
+def test_the_second_run_starts_planned(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = run(tmp_path, LOOP, 50, cache=cache)
+    assert first["plan_source"] is None
+    assert first["observed_reserved_peak_bytes"] > 0
+    second = run(tmp_path, LOOP, 50, cache=cache)
+    assert second["plan_source"] == "cache"
+    assert second["hit_rate"] == 1.0
+    assert second["observed_reserved_peak_bytes"] is None
+    assert run(tmp_path, "--memory", "24GiB", LOOP, 50, cache=cache)["plan_source"] is None, "another device"
+
+
+def test_a_kept_plan_that_the_device_has_no_room_for_is_left_aside(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    run(tmp_path, LOOP, 50, cache=cache)
+    [plan] = cache.iterdir()
+    run(tmp_path, "--memory", "1GiB", LOOP, 50, cache=cache)
+    [small] = set(cache.iterdir()) - {plan}
+    stalloc(tmp_path, "run", "--save-plan", "large.plan.npz", TRAIN, "--size", "124m", "--steps", "5")
+    shutil.copy(tmp_path / "large.plan.npz", small)
+    result = run(tmp_path, "--memory", "1GiB", LOOP, 50, cache=cache)
+    assert result["exit_code"] == 0
+    assert result["plan_source"] is None
+    assert result["phase"] == "running on the plan"
+    assert result["plans_made"] == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "file" / "cache")
+    [sentence] = done.stderr.splitlines()
+    assert "could not be kept" in sentence

@@ -7,6 +7,7 @@ caching allocator and CuPy's pool reserved, and the host time of the steps, time
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -38,12 +39,17 @@ def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[st
     """
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         file, log = Path(folder) / "result.json", Path(folder) / "output"
+        # neither stalloc in a program that is to run natively, nor the plan of an earlier run
+        environment = {name: value for name, value in os.environ.items() if name != "STALLOC"} | {
+            "STALLOC_CACHE": "off"
+        }
         with log.open("w+b") as output:
             ending = subprocess.run(
                 [sys.executable, *entry, str(file), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output if quiet else sys.stderr,
                 stderr=output if quiet else None,
+                env=environment,
                 check=False,
             )
         text = log.read_text(encoding="utf-8", errors="replace")

@@ -4,12 +4,15 @@
   stalloc run --device virtual --gpu A100-80GB --compare-native train.py
   stalloc run --save-plan train.plan.npz train.py      then      stalloc run --plan train.plan.npz train.py
 
-The program is run unchanged, in this process, on the real GPU where there is one and on a virtual GPU otherwise.
+The program is run unchanged, in this process, on the real GPU where there is one and on a virtual GPU otherwise. Its
+plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
+allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
 Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `allocated_peak_bytes` and
 `reserved_peak_bytes` over the planned steps, `observed_reserved_peak_bytes` over those before, `plan_peak_bytes`,
 `lower_bound_bytes`, with --compare-native `native_reserved_peak_bytes` and `native_step_ms`: those of the device
-that reserved most; `devices` lists all. The exit code is 1 if the program itself fails.
+that reserved most; `devices` lists all; `plan_source` is "file", "cache" or null. The exit code is 1 if the program
+itself fails.
 """
 
 import argparse
@@ -63,18 +66,29 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.save_plan)
     native = compare(device_options(args), command) if args.compare_native else None
 
-    from stalloc import integrations
+    from stalloc import device, integrations
+    from stalloc.integrations import plan_cache
 
     settings = integrations.Settings(observe_steps=args.observe_steps)
-    runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings)
+    cache = None
+    if not args.plan and not args.save_plan and not args.observe_steps:
+        device.activate(args.device, gpu)
+        cache = plan_cache.of_program(command)
+    known = cache.load() if cache is not None else None
+    runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
+    if known and not any(controller.plan is not None for controller in runtime.controllers):
+        known = None
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
-    result = _result(reports, native, code)
+    source = "file" if args.plan else "cache" if known else None
+    result = {**_result(reports, native, code), "plan_source": source}
     if wants_text(args):
         _print(result, args)
     if args.save_plan:
         _save_plan(runtime, args.save_plan)
+    if cache is not None:
+        cache.update(runtime)
     write_json(args, result)
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
 

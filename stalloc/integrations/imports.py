@@ -1,9 +1,9 @@
-"""Do something right after a module is imported, without importing it."""
+"""Do something right before or after a module is imported, without importing it."""
 
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 
@@ -26,7 +26,7 @@ class _Loader(importlib.abc.Loader):
         self._action()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _After(importlib.abc.MetaPathFinder):
     """Stays until the module has been imported: others may only ask whether it could be."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -50,9 +50,34 @@ class _Finder(importlib.abc.MetaPathFinder):
             self._action()
 
 
+class _Before(importlib.abc.MetaPathFinder):
+    """Acts as soon as anybody looks for one of the modules, then is gone."""
+
+    def __init__(self, names: Collection[str], action: Callable[[], None]) -> None:
+        self._names = names
+        self._action = action
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self._names or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        self._action()
+        # the action may have put finders before the place that the search has reached: search anew
+        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
+        return next((spec for spec in found if spec is not None), None)
+
+
 def after_import(name: str, action: Callable[[], None]) -> None:
     """Call `action` once `name` has been imported: now, if it has been already."""
     if name in sys.modules:
         action()
     else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        sys.meta_path.insert(0, _After(name, action))
+
+
+def before_import(names: Collection[str], action: Callable[[], None]) -> None:
+    """Call `action` once, when the first of the modules `names` is looked for; now, if one is imported already."""
+    if any(name in sys.modules for name in names):
+        action()
+    else:
+        sys.meta_path.insert(0, _Before(names, action))

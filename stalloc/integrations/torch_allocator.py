@@ -28,12 +28,15 @@ def check_untouched() -> None:
         )
 
 
-def install(runtime: Runtime, stepped: Callable[[], None]) -> None:
-    """Make stalloc torch's CUDA allocator; `stepped` is called after every step of any torch optimizer."""
+def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
+    """Make stalloc torch's CUDA allocator; `stepped` is called after every step of any torch optimizer.
+
+    False if this torch has no CUDA. Raises SetupError if CUDA was used already.
+    """
     import torch
 
     if not torch.backends.cuda.is_built():
-        return  # a CPU build: nothing to serve
+        return False  # a CPU build: nothing to serve
     check_untouched()
     allocate, free = entry.torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent)
     allocator = torch._C._cuda_customAllocator(allocate, free)
@@ -42,6 +45,7 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> None:
     _answer_statistics(torch, runtime)
     _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
+    return True
 
 
 def _watch_optimizers(runtime: Runtime, stepped: Callable[[], None]) -> None:

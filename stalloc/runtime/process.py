@@ -14,7 +14,7 @@ from stalloc import device as devices
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.runtime import entry
-from stalloc.runtime.controller import Controller, Settings
+from stalloc.runtime.controller import Controller, Phase, Settings
 from stalloc.runtime.statistics import Report, report
 
 _MAX_DEVICES = 128
@@ -38,6 +38,34 @@ class Runtime:
                 )
             self.controllers[plan.device].use(plan)
         atexit.register(entry.close_slow_entries)
+
+    def try_plans(self, plans: list[Plan]) -> None:
+        """Put plans of an earlier run in force where they fit; those that do not are left aside.
+
+        To be called before the first allocation. A plan that turns out not to fit the program is dropped by the
+        controller, as any plan is.
+        """
+        for plan in plans:
+            if plan.device >= len(self.controllers):
+                continue
+            controller = self.controllers[plan.device]
+            try:
+                controller.use(plan)
+            except PlanError as error:
+                _watch_anew(controller)
+                controller.note = f"the plan of the last run was left aside: {error}"
+
+    def rest(self) -> None:
+        """Serve from the heap only, on all devices, until `resume`."""
+        for controller in self.controllers:
+            controller.drop_plan()
+            controller.release_unused()
+
+    def resume(self) -> None:
+        """Watch for steps anew on the devices that rest."""
+        for controller in self.controllers:
+            if controller.phase is Phase.RESTING:
+                _watch_anew(controller)
 
     def _help(self, device: int, request: int, argument: int) -> int:
         try:
@@ -72,6 +100,12 @@ class Runtime:
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""
         return [report(controller) for controller in self.controllers if controller.state["NUM_ALLOCS"]]
+
+
+def _watch_anew(controller: Controller) -> None:
+    with controller._lock:
+        controller.note = ""
+        controller._observe()
 
 
 _runtime: Runtime | None = None

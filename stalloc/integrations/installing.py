@@ -1,0 +1,185 @@
+"""Install stalloc in this process, limit it, take it away again, mark steps, read statistics.
+
+Contract: the runtime is made once a process and never torn down, since libraries keep addresses into it; being
+installed or not only decides whom it serves and whether it plans. Nothing here imports torch before the program does.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from stalloc.errors import SetupError
+from stalloc.integrations.imports import after_import
+
+if TYPE_CHECKING:
+    from stalloc.device import VirtualGPU
+    from stalloc.planner import Plan
+    from stalloc.runtime import Report, Runtime, Settings
+
+MARK_STEP = 0  # as in stalloc.trace
+
+_explicit_steps = False
+_installed = False
+_serves_torch = False  # torch is served, for good
+_awaits_torch = False  # its import is watched for
+_num_scopes = 0
+
+
+def current() -> "Runtime | None":
+    """The runtime of this process, None before it was started; loads nothing."""
+    process = sys.modules.get("stalloc.runtime.process")
+    return process.current() if process is not None else None
+
+
+def install(
+    *,
+    plan: "str | Path | None" = None,
+    device: Literal["auto", "cuda", "virtual"] = "auto",
+    gpu: "VirtualGPU | None" = None,
+    torch: bool = True,
+    cupy: bool = True,
+    settings: "Settings | None" = None,
+    known_plans: "list[Plan] | None" = None,
+) -> "Runtime":
+    """Serve the allocations of torch and CuPy in this process; call it before the first of them.
+
+    `plan`: a plan file of an earlier run, in force from the first allocation; `known_plans`: plans that may not fit
+    any more, of which those that cannot be used are left aside. `device`: "cuda", "virtual" or "auto" (the real GPU
+    where there is one); `gpu` chooses the virtual one. Calling it again changes nothing. After `uninstall` it serves
+    CuPy again and watches for steps again, and torch too unless the program has used CUDA through torch meanwhile.
+
+    Raises SetupError (no device, no CuPy, torch has used CUDA already), BadInputError (no such plan file),
+    PlanError (the plan does not fit).
+    """
+    global _installed
+    runtime = current()
+    if runtime is not None and _installed:
+        return runtime
+    if torch and not _serves_torch and "torch" in sys.modules:
+        from stalloc.integrations import torch_allocator
+
+        torch_allocator.check_untouched()
+    if runtime is None:
+        runtime = _start(plan, device, gpu, settings, known_plans or [])
+    else:
+        runtime.resume()
+    _installed = True
+    if cupy:
+        from stalloc.integrations import cupy_allocator
+
+        cupy_allocator.install(runtime)
+    if torch:
+        _await_torch()
+    return runtime
+
+
+def _start(
+    plan: "str | Path | None",
+    device: Literal["auto", "cuda", "virtual"],
+    gpu: "VirtualGPU | None",
+    settings: "Settings | None",
+    known_plans: "list[Plan]",
+) -> "Runtime":
+    from stalloc import device as devices
+
+    plans = None
+    if plan is not None:
+        from stalloc.planner import load_plans
+
+        plans = load_plans(plan)
+    devices.activate(device, gpu)
+    from stalloc.runtime import Settings, start
+
+    runtime = start(settings or Settings(), plans)
+    runtime.try_plans(known_plans)
+    return runtime
+
+
+def _await_torch() -> None:
+    global _awaits_torch
+    if not _serves_torch and not _awaits_torch:
+        _awaits_torch = True
+        after_import("torch", _serve_torch)
+
+
+def _serve_torch() -> None:
+    global _awaits_torch, _serves_torch
+    _awaits_torch = False
+    runtime = current()
+    if runtime is None or not _installed:
+        return  # uninstalled before torch was imported
+    from stalloc import device as devices
+    from stalloc.integrations import torch_allocator
+
+    if devices.active() == "virtual":
+        from stalloc.device.virtual import after_torch_import
+
+        after_torch_import()
+    _serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
+
+
+def uninstall() -> None:
+    """Stop planning and give CuPy its pool back; what was allocated stays valid. `install` begins again.
+
+    torch cannot change its allocator again once it has used CUDA: its requests go on being served, from the heap.
+    """
+    global _installed
+    runtime = current()
+    if runtime is None or not _installed:
+        return
+    _installed = False
+    from stalloc.integrations import cupy_allocator
+
+    cupy_allocator.uninstall()
+    runtime.rest()
+
+
+@contextlib.contextmanager
+def scope(
+    *, device: Literal["auto", "cuda", "virtual"] = "auto", gpu: "VirtualGPU | None" = None
+) -> "Iterator[Runtime]":
+    """Install stalloc for the body of a `with` statement, all its threads included; scopes may be nested.
+
+    CuPy has its own pool back afterwards. torch takes an allocator once: if it has not used CUDA before the first
+    scope, stalloc serves it from then on, on a plan inside scopes and from the heap, as a caching allocator does,
+    outside; otherwise torch is left alone. Inside an `install` a scope changes nothing.
+
+    Raises SetupError if there is no device or no CuPy.
+    """
+    global _num_scopes
+    outermost = _num_scopes == 0 and not _installed
+    _num_scopes += 1
+    try:
+        torch = sys.modules.get("torch")
+        touched = torch is not None and torch.cuda.is_initialized() and not _serves_torch
+        yield install(device=device, gpu=gpu, torch=not touched)
+    finally:
+        _num_scopes -= 1
+        if outermost:
+            uninstall()
+
+
+def step(name: str = "step") -> None:
+    """Mark the end of a step; steps are found without it, but never sooner than with it."""
+    global _explicit_steps
+    runtime = current()
+    if runtime is not None:
+        _explicit_steps = True
+        runtime.mark(MARK_STEP, name)
+
+
+def _optimizer_stepped() -> None:
+    """torch's optimizers mark steps as long as the program does not do so itself."""
+    runtime = current()
+    if runtime is not None and not _explicit_steps:
+        runtime.mark(MARK_STEP, "optimizer")
+
+
+def statistics() -> "list[Report]":
+    """What the run was like so far, one report for each device that was used."""
+    runtime = current()
+    if runtime is None:
+        raise SetupError("stalloc is not installed in this process: call stalloc.install() first.")
+    return runtime.reports()

@@ -1,0 +1,164 @@
+"""`STALLOC=1 python train.py`: what the installed hook runs when Python starts (see hook.py).
+
+Contract: nothing is loaded and no device is touched until the program first uses CUDA through torch or CuPy, so
+programs that never do are left alone; whatever goes wrong here costs one sentence on standard error, never the
+program.
+
+STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
+of memory if need be. STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the
+figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
+"""
+
+import atexit
+import dataclasses
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stalloc.errors import BadInputError, StallocError
+from stalloc.integrations.imports import after_import, before_import
+
+if TYPE_CHECKING:
+    from stalloc.device import VirtualGPU
+
+_lock = threading.RLock()
+_armed = False
+_tried = False
+
+
+def _say(sentence: str) -> None:
+    print(f"stalloc: {sentence}", file=sys.stderr, flush=True)
+
+
+def arm() -> None:
+    """Get ready to serve this process as soon as it uses CUDA. Never raises."""
+    global _armed
+    if _armed:
+        return  # Python reads the hook once for each name of a folder
+    _armed = True
+    try:
+        wanted = os.environ.get("STALLOC", "0")
+        if wanted != "1":
+            raise BadInputError(f"STALLOC is {wanted!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
+        kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
+    except StallocError as error:
+        _say(str(error))
+        return
+    if kind == "virtual":
+        before_import(("torch", "cupy", "cupy_backends"), lambda: _activate_virtual(gpu))
+    after_import("torch", lambda: _watch_torch(kind))
+    after_import("cupy", lambda: _watch_cupy(kind))
+
+
+def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
+    """What STALLOC_DEVICE says: the kind of device, and for "virtual:NAME" or "virtual:24GiB" the virtual GPU.
+
+    Raises BadInputError for anything else.
+    """
+    kind, _, which = text.partition(":")
+    if kind not in ("auto", "cuda", "virtual") or (which and kind != "virtual"):
+        raise BadInputError(f"STALLOC_DEVICE is {text!r}: set it to auto, virtual or virtual:A100-80GB.")
+    if not which:
+        return kind, None
+    from stalloc.device import VirtualGPU, find_gpu, parse_memory
+
+    if which[0].isdigit():
+        return kind, VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
+    return kind, find_gpu(which)
+
+
+def _activate_virtual(gpu: "VirtualGPU | None") -> None:
+    from stalloc import device
+
+    try:
+        device.activate("virtual", gpu)
+    except StallocError as error:
+        _say(f"{error} The program goes on without stalloc.")
+
+
+def _watch_torch(kind: str) -> None:
+    """Install just before torch initialises CUDA, which is the last moment at which it takes an allocator."""
+    torch = sys.modules["torch"]
+    initialise = getattr(torch._C, "_cuda_init", None)
+    if initialise is None:
+        return  # a CPU build
+
+    def install_and_initialise() -> None:
+        torch._C._cuda_init = initialise
+        _install(kind)
+        initialise()
+
+    torch._C._cuda_init = install_and_initialise
+
+
+def _watch_cupy(kind: str) -> None:
+    """Install at CuPy's first allocation."""
+    cupy: Any = sys.modules["cupy"]
+    own = cupy.cuda.get_allocator()
+
+    def install_and_allocate(num_bytes: int) -> Any:
+        if cupy.cuda.get_allocator() is install_and_allocate:
+            cupy.cuda.set_allocator(own)
+            _install(kind)
+        allocate = cupy.cuda.get_allocator()
+        return own(num_bytes) if allocate is install_and_allocate else allocate(num_bytes)
+
+    from stalloc.integrations.installing import current
+
+    if current() is None:
+        cupy.cuda.set_allocator(install_and_allocate)
+
+
+def _install(kind: str) -> None:
+    """Install for all libraries that are here or to come, once; what goes wrong is one sentence."""
+    global _tried
+    with _lock:
+        from stalloc.integrations.installing import current
+
+        if _tried or current() is not None:
+            return
+        _tried = True
+        try:
+            _install_with_cache(kind)
+        except Exception as error:
+            named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
+            _say(f"{named}{error} The program goes on without stalloc.")
+
+
+def _install_with_cache(kind: str) -> None:
+    from stalloc.device.driver import gpus
+    from stalloc.integrations import plan_cache, torch_settings
+    from stalloc.integrations.installing import install
+
+    if kind != "virtual" and not gpus():
+        return  # torch or CuPy will say so
+    torch = sys.modules.get("torch")
+    serve_torch = torch is None or torch_settings.leaves_allocator_to_us(torch)
+    cache = plan_cache.of_this_program()
+    runtime = install(
+        device="virtual" if kind == "virtual" else "cuda",
+        torch=serve_torch,
+        known_plans=cache.load() if cache is not None else None,
+    )
+    if serve_torch:
+        sentence = torch_settings.report(runtime)
+        if sentence:
+            _say(sentence)
+    if cache is not None:
+        atexit.register(cache.update, runtime)
+    file = os.environ.get("STALLOC_REPORT")
+    if file:
+        atexit.register(_write_report, runtime, file, "cache" if cache is not None and cache.loaded else None)
+
+
+def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
+    file = file.replace("{pid}", str(os.getpid())).replace("{rank}", os.environ.get("RANK", "0"))
+    reports = [dataclasses.asdict(report) for report in runtime.reports()]
+    try:
+        text = json.dumps({"plan_source": plan_source, "devices": reports}, indent=2) + "\n"
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        _say(f"cannot write {file}: {error.strerror}: name another file in STALLOC_REPORT.")

@@ -1,0 +1,232 @@
+"""`STALLOC=1 python …` through the installed hook: off by default, harmless, late, with last time's plan."""
+
+import json
+import os
+import site
+import subprocess
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalloc.integrations import build_backend, hook, torch_settings
+from stalloc.integrations.startup import chosen_device
+
+ROOT = Path(__file__).parents[1]
+LOOP = ROOT / "tests" / "programs" / "cupy_loop.py"
+HEAVY = ("numba", "numpy", "torch", "cupy", "networkx")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a Python that has the hook in place; variables of stalloc are those given and no others."""
+    folder = tmp_path_factory.mktemp("hooked")
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    lines = "".join(f"import site; site.addsitedir({place!r})\n" for place in site.getsitepackages())
+    (packages / "environment.pth").write_text(lines)
+    hook.place(packages)
+
+    def run(*arguments: Any, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("STALLOC")}
+        command = [str(folder / "bin" / "python"), *(str(argument) for argument in arguments)]
+        environment = {**clean, "STALLOC_CACHE": "off", **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def loaded(python: Run, source: str, **variables: str) -> set[str]:
+    """Which of the heavy packages and stalloc a program has loaded at its end."""
+    show = "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    return set(python("-c", source + show, **variables).stdout.split()) & {*HEAVY, "stalloc"}
+
+
+def test_without_the_variable_nothing_is_loaded(python: Run) -> None:
+    assert loaded(python, "") == set()
+    assert loaded(python, "", STALLOC="0") == set()
+    assert loaded(python, "", STALLOC="") == set()
+
+
+def test_a_program_without_cuda_is_left_alone(python: Run) -> None:
+    done = python("-c", "print(1)", STALLOC="1")
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert loaded(python, "", STALLOC="1") == {"stalloc"}
+    assert loaded(python, "import numpy", STALLOC="1") == {"stalloc", "numpy"}
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_torch_on_the_cpu_is_left_alone(python: Run) -> None:
+    source = "import torch; torch.ones(10).sum()"
+    assert "numba" not in loaded(python, source, STALLOC="1", STALLOC_DEVICE="virtual")
+
+
+def test_what_cannot_be_understood_is_one_sentence_and_the_program_runs(python: Run) -> None:
+    for variables in ({"STALLOC": "yes"}, {"STALLOC": "1", "STALLOC_DEVICE": "virtual:Voodoo2"}):
+        done = python("-c", "print(1)", **variables)
+        assert done.stdout == "1\n"
+        assert done.stderr.startswith("stalloc: ")
+        assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(ValueError, match="set it to auto"):
+        chosen_device("tpu")
+    assert chosen_device("auto") == ("auto", None)
+    kind, gpu = chosen_device("virtual:24GiB")
+    assert gpu is not None
+    assert (kind, gpu.total_bytes) == ("virtual", 24 << 30)
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_the_second_run_starts_planned_and_a_damaged_plan_is_ignored(python: Run, tmp_path: Path) -> None:
+    cache, report = tmp_path / "cache", tmp_path / "report-{rank}.json"
+    variables = {
+        "STALLOC": "1",
+        "STALLOC_DEVICE": "virtual",
+        "STALLOC_CACHE": str(cache),
+        "STALLOC_REPORT": str(report),
+    }
+
+    def run(*arguments: Any) -> tuple[dict[str, Any], str]:
+        done = python(LOOP, *arguments, **variables)
+        assert done.stdout == "the program prints\n"
+        return json.loads((tmp_path / "report-0.json").read_text()), done.stderr
+
+    first, said = run(60)
+    assert (first["plan_source"], said) == (None, "")
+    assert first["devices"][0]["phase"] == "running on the plan"
+    [kept] = cache.glob("*.plan.npz")
+    second, said = run(60)
+    assert (second["plan_source"], said) == ("cache", "")
+    assert second["devices"][0]["hit_rate"] == 1.0
+    assert second["devices"][0]["misses"] == 0
+    assert second["devices"][0]["observed_reserved_peak_bytes"] is None
+    other, _ = run(61)
+    assert other["plan_source"] is None, "other arguments are another program"
+    kept.write_bytes(kept.read_bytes()[:1000])
+    damaged, said = run(60)
+    assert damaged["plan_source"] is None
+    assert len(said.splitlines()) == 1
+    assert "is ignored" in said
+    again, said = run(60)
+    assert (again["plan_source"], said) == ("cache", "")
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_a_plan_that_went_stale_is_noticed_and_replaced(python: Run, tmp_path: Path) -> None:
+    """The script is the same, what it does is not."""
+    program = tmp_path / "program.py"
+    (tmp_path / "sizes.txt").write_text("20000")
+    program.write_text(
+        """
+import pathlib
+import cupy as cp
+size = int((pathlib.Path(__file__).parent / "sizes.txt").read_text())
+for step in range(300):
+    arrays = []
+    for i in range(20):
+        arrays.append(cp.ones(size + 640 * i) * 2)
+        if i % 3 == 0:
+            arrays.clear()
+"""
+    )
+    variables = {
+        "STALLOC": "1",
+        "STALLOC_DEVICE": "virtual",
+        "STALLOC_CACHE": str(tmp_path / "cache"),
+        "STALLOC_REPORT": str(tmp_path / "report.json"),
+    }
+
+    def run() -> dict[str, Any]:
+        assert python(program, **variables).stderr == ""
+        return json.loads((tmp_path / "report.json").read_text())
+
+    assert run()["plan_source"] is None
+    assert run()["plan_source"] == "cache"
+    (tmp_path / "sizes.txt").write_text("31000")
+    stale = run()
+    assert stale["plan_source"] == "cache"
+    assert stale["devices"][0]["out_of_memory_errors"] == 0
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert run()["plan_source"] is None
+    fresh = run()
+    assert fresh["plan_source"] == "cache"
+    assert fresh["devices"][0]["hit_rate"] == 1.0
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_torch_is_served_from_its_first_use_of_cuda_and_settings_are_reported(python: Run) -> None:
+    source = """
+import os, torch, stalloc.integrations.installing as installing
+before = installing.current()
+torch.cuda.is_available(), torch.cuda.device_count()
+assert installing.current() is before is None
+x = torch.empty(1 << 20, device="cuda")
+state = installing.current().controllers[0].state
+print(state["NUM_LIVE"], torch.cuda.memory_allocated(), os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+try:
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("limited")
+"""
+    settings = "expandable_segments:True,per_process_memory_fraction:0.01,pinned_use_background_threads:True"
+    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual:24GiB", PYTORCH_CUDA_ALLOC_CONF=settings)
+    assert done.stdout.splitlines() == [f"1 {4 << 20} {settings}", "limited"]
+    [sentence] = done.stderr.splitlines()
+    assert "pinned_use_background_threads, per_process_memory_fraction in force" in sentence
+    assert "expandable_segments without effect" in sentence
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_a_program_that_chose_its_own_allocator_keeps_it(python: Run) -> None:
+    source = """
+import torch
+print(torch.cuda.memory.get_allocator_backend())
+x = torch.empty(1000, device="cuda")
+import stalloc.integrations.installing as installing
+print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory.get_allocator_backend())
+"""
+    conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual", **conf)
+    assert done.stdout.splitlines() == ["cudaMallocAsync", "0 cudaMallocAsync"]
+
+
+def test_settings_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in torch_settings.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    assert torch_settings.settings() == ("", {})
+    assert torch_settings.report(None) == ""
+    text = "roundup_power2_divisions:[256:1,512:2,>:4], max_split_size_mb:128"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+    variable, found = torch_settings.settings()
+    assert variable == "PYTORCH_CUDA_ALLOC_CONF"
+    assert found == {"roundup_power2_divisions": "[256:1,512:2,>:4]", "max_split_size_mb": "128"}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
+    assert torch_settings.settings()[0] == "PYTORCH_ALLOC_CONF", "torch prefers the new name"
+
+
+def test_wheels_carry_the_hook_and_own_it(tmp_path: Path) -> None:
+    wheel = tmp_path / "made-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("made/__init__.py", "")
+        archive.writestr("made-1.dist-info/RECORD", "made/__init__.py,,\nmade-1.dist-info/RECORD,,\n")
+    build_backend.add_hook(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        assert archive.read(hook.FILE_NAME).decode() == hook.LINE
+        assert len(archive.namelist()) == len(set(archive.namelist())) == 3
+        record = archive.read("made-1.dist-info/RECORD").decode().splitlines()
+    assert record[0].startswith(f"{hook.FILE_NAME},sha256=")
+    assert len(record) == 3
+
+
+def test_the_hook_can_be_placed_and_removed_by_hand(tmp_path: Path) -> None:
+    assert hook.place(tmp_path).read_text() == hook.LINE
+    assert not hook.remove(tmp_path).exists()
+    hook.remove(tmp_path)
+    with pytest.raises(RuntimeError, match="cannot write"):
+        hook.place(tmp_path / "missing")
