@@ -199,3 +199,171 @@ def test_gmlake_forgets_stitched_blocks_with_their_memory_and_beyond_the_limit()
     other.free(other.new(48 * MIB))
     other.empty_cache()
     assert (other.reserved, other.count("stitched_bytes")) == (0, 0)
+
+
+# --- BFC
+
+
+def test_bfc_begins_with_two_mebibytes_and_doubles() -> None:
+    bfc = Script("bfc")
+    sizes = []
+    for _ in range(4):
+        bfc.new(2 * MIB)
+        sizes.append(bfc.reserved // MIB)
+    assert sizes == [2, 6, 6, 14], "regions of 2, 4 and 8 MiB"
+
+
+def test_bfc_doubles_until_the_request_fits_and_not_once_more() -> None:
+    bfc = Script("bfc")
+    bfc.new(5 * MIB)
+    assert bfc.reserved == 8 * MIB
+    bfc.new(8 * MIB)
+    assert bfc.reserved == 16 * MIB
+
+
+def test_bfc_takes_all_of_its_limit_at_once_where_growth_is_off() -> None:
+    bfc = Script("bfc", "growth:0,fraction:75", capacity=64 * MIB)
+    bfc.new(1)
+    assert bfc.reserved == 48 * MIB
+    assert bfc.new(48 * MIB) is None
+
+
+def test_bfc_splits_only_what_is_twice_as_large_or_wastes_too_much() -> None:
+    bfc = Script("bfc", "growth:0,limit:1000MiB")
+    bfc.new(600 * MIB)
+    assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "400 MiB would be wasted"
+    bfc.new(300 * MIB)
+    assert bfc.model.blocks().size_bytes.tolist() == [600 * MIB, 400 * MIB], "100 MiB may be wasted"
+    other = Script("bfc", "growth:0,limit:1000MiB")
+    other.new(500 * MIB)
+    assert other.model.blocks().size_bytes.tolist() == [500 * MIB, 500 * MIB]
+
+
+def test_bfc_takes_smaller_regions_once_when_the_device_is_short() -> None:
+    bfc = Script("bfc", "limit:1GiB", capacity=30 * MIB)
+    bfc.new(10 * MIB)  # a region of 16 MiB; the next one would be of 16 MiB too
+    bfc.new(10 * MIB)
+    tenths = 16 * MIB
+    while 16 * MIB + tenths > 30 * MIB:
+        tenths = -(-int(tenths * 0.9) // 256) * 256
+    assert bfc.reserved == 16 * MIB + tenths
+
+
+def test_bfc_collects_free_regions_when_nothing_else_helps() -> None:
+    settings = "growth:1,limit:32MiB"
+    for collect, fits in ((1, True), (0, False)):
+        bfc = Script("bfc", f"{settings},garbage_collection:{collect}")
+        bfc.free(bfc.new(2 * MIB), bfc.new(4 * MIB), bfc.new(8 * MIB))
+        assert (bfc.new(31 * MIB) is not None) is fits
+
+
+# --- RMM's pool
+
+
+def test_rmm_pool_doubles_without_a_maximum_and_halves_the_rest_with_one() -> None:
+    pool = Script("rmm_pool", "initial:1MiB")
+    pool.new(MIB)
+    pool.new(256)
+    assert pool.reserved == 2 * MIB
+    bounded = Script("rmm_pool", "initial:1MiB,maximum:17MiB")
+    bounded.new(MIB)
+    bounded.new(256)
+    assert bounded.reserved == 9 * MIB
+    assert bounded.new(17 * MIB) is None
+
+
+def test_rmm_pool_begins_with_half_of_the_device() -> None:
+    pool = Script("rmm_pool", capacity=64 * MIB)
+    pool.new(256)
+    assert pool.reserved == 32 * MIB
+
+
+def test_rmm_pool_grows_by_less_when_the_device_has_less() -> None:
+    pool = Script("rmm_pool", "initial:16MiB", capacity=20 * MIB)
+    pool.new(16 * MIB)
+    pool.new(MIB)
+    assert pool.reserved == 20 * MIB
+
+
+def test_rmm_pool_takes_over_the_free_list_of_another_stream() -> None:
+    pool = Script("rmm_pool", "initial:0")
+    mine, other, last = pool.new(MIB, stream=1), pool.new(MIB, stream=0), pool.new(512 * KIB, stream=0)
+    pool.free(other, last)
+    taken = pool.new(MIB, stream=1)
+    assert pool.at(taken) == pool.at(other)
+    assert (pool.reserved, pool.count("lists_taken_over")) == (4 * MIB, 1)
+    free = pool.model.blocks().request == -1
+    assert set(pool.model.blocks().stream[free].tolist()) == {1}
+    pool.free(mine)
+
+
+def test_rmm_pool_merges_lists_where_no_single_one_has_a_block() -> None:
+    pool = Script("rmm_pool", "initial:4MiB")
+    halves = [pool.new(2 * MIB, stream=0), pool.new(2 * MIB, stream=1)]
+    pool.free(*halves)
+    whole = pool.new(4 * MIB, stream=1)
+    assert (pool.reserved, pool.at(whole)) == (4 * MIB, pool.at(halves[0]))
+
+
+# --- stream-ordered
+
+
+def test_stream_ordered_takes_chunks_of_32_mebibytes_or_what_a_larger_request_needs() -> None:
+    pool = Script("stream_ordered")
+    pool.new(1)
+    assert pool.reserved == 32 * MIB
+    pool.new(33 * MIB)
+    assert pool.reserved == (32 + 34) * MIB
+
+
+def test_stream_ordered_reuses_across_streams_only_if_it_may() -> None:
+    for allowed, reserved in ((1, 32 * MIB), (0, 64 * MIB)):
+        pool = Script("stream_ordered", f"opportunistic:{allowed}")
+        pool.free(pool.new(20 * MIB, stream=0))
+        pool.new(20 * MIB, stream=1)
+        assert pool.reserved == reserved
+        assert pool.count("reused_across_streams") == allowed
+
+
+def test_stream_ordered_waits_for_another_stream_before_it_runs_out_of_memory() -> None:
+    pool = Script("stream_ordered", "opportunistic:0", capacity=40 * MIB)
+    pool.free(pool.new(20 * MIB, stream=0))
+    assert pool.new(20 * MIB, stream=1) is not None
+    assert pool.count("dependencies_inserted") == 1
+    assert pool.new(20 * MIB, stream=1) is None
+
+
+def test_stream_ordered_keeps_the_threshold_when_the_program_waits() -> None:
+    for threshold, reserved in (("0", 0), ("40MiB", 32 * MIB), ("1GiB", 64 * MIB)):
+        pool = Script("stream_ordered", f"release_threshold:{threshold},synchronize_every:4")
+        pool.free(pool.new(20 * MIB), pool.new(20 * MIB))
+        assert pool.reserved == reserved
+
+
+# --- TLSF
+
+
+def test_tlsf_searches_from_the_next_list_on() -> None:
+    tlsf = Script("tlsf", "region:64KiB,divisions:1")
+    kept = [tlsf.new(size * KIB) for size in (24, 8, 16, 8, 8)]
+    tlsf.free(kept[0], kept[2])
+    found = tlsf.new(12 * KIB)
+    assert tlsf.at(found) == tlsf.at(kept[2]), "24 KiB lies in the same list as 16 KiB, which was freed last"
+    assert tlsf.new(20 * KIB) is not None
+    assert tlsf.reserved > 64 * KIB, "a list of 16 to 32 KiB may hold less than 20 KiB, so it is not searched"
+
+
+def test_tlsf_merges_at_once() -> None:
+    tlsf = Script("tlsf", "region:64KiB")
+    parts = [tlsf.new(16 * KIB) for _ in range(4)]
+    tlsf.free(parts[1], parts[3], parts[2])
+    assert tlsf.model.blocks().size_bytes.tolist() == [16 * KIB, 48 * KIB]
+    tlsf.new(48 * KIB)
+    assert tlsf.reserved == 64 * KIB
+
+
+def test_tlsf_gives_free_regions_back_when_the_device_is_full() -> None:
+    tlsf = Script("tlsf", "region:8MiB", capacity=16 * MIB)
+    tlsf.free(tlsf.new(MIB))
+    assert tlsf.new(16 * MIB) is not None
+    assert tlsf.reserved == 16 * MIB

@@ -7,7 +7,22 @@ gives equal trees.
 """
 
 from stalloc.compiled import njit
-from stalloc.replay.tables import ADDRESS, LEFT, PRIORITY, RANDOM, RIGHT, SIZE, TREE
+from stalloc.replay.tables import (
+    ADDRESS,
+    FREE,
+    LEFT,
+    NEXT,
+    PREVIOUS,
+    PRIORITY,
+    RANDOM,
+    RIGHT,
+    SIZE,
+    STATE,
+    TREE,
+    absorb,
+    drop_segment,
+    is_whole,
+)
 
 
 @njit()
@@ -119,3 +134,30 @@ def last(t, tree):
     while current != 0 and t.blocks[current, RIGHT] != 0:
         current = t.blocks[current, RIGHT]
     return current
+
+
+@njit()
+def free_into(t, tree, block):
+    """Put a free block into a tree, merged with the free neighbours that are in the same tree; the merged block."""
+    following, previous = t.blocks[block, NEXT], t.blocks[block, PREVIOUS]
+    if following != 0 and t.blocks[following, STATE] == FREE and t.blocks[following, TREE] == tree:
+        remove(t, following)
+        absorb(t, block, following)
+    if previous != 0 and t.blocks[previous, STATE] == FREE and t.blocks[previous, TREE] == tree:
+        remove(t, previous)
+        absorb(t, previous, block)
+        block = previous
+    insert(t, tree, block)
+    return block
+
+
+@njit()
+def release_whole(t, tree):
+    """Give back every segment that is one free block of a tree."""
+    block = after(t, tree, 0, 0)
+    while block != 0:
+        size, address = t.blocks[block, SIZE], t.blocks[block, ADDRESS]
+        if is_whole(t, block):
+            remove(t, block)
+            drop_segment(t, block)
+        block = after(t, tree, size, address)

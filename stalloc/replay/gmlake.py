@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stalloc.compiled import njit
-from stalloc.errors import BadInputError
-from stalloc.replay.free_tree import after, best_fit, insert, last, remove
+from stalloc.replay.free_tree import after, best_fit, free_into, insert, last, remove
 from stalloc.replay.gmlake_chunks import (
     CHUNK_BYTES,
     CHUNK_COLUMNS,
@@ -53,7 +52,7 @@ from stalloc.replay.gmlake_chunks import (
     take_block,
     take_stitched,
 )
-from stalloc.replay.model import TableModel, parse_bytes, read_settings
+from stalloc.replay.model import TableModel, parse_bytes, parse_count, parse_flag, read_settings
 from stalloc.replay.protocol import Kind
 from stalloc.replay.tables import (
     ADDRESS,
@@ -65,7 +64,6 @@ from stalloc.replay.tables import (
     NEXT,
     OTHER,
     OWN,
-    PREVIOUS,
     REFUSED,
     REQUESTED,
     RETRIES,
@@ -75,7 +73,6 @@ from stalloc.replay.tables import (
     STATE,
     STREAM,
     WAITING,
-    absorb,
     drop_segment,
     fits,
     give_up,
@@ -276,19 +273,6 @@ def _allocate_large(t, requested, stream, row):
     return block
 
 
-@njit()
-def _free_small(t, block):
-    following, previous = t.blocks[block, NEXT], t.blocks[block, PREVIOUS]
-    if following != 0 and t.blocks[following, STATE] == FREE:
-        remove(t, following)
-        absorb(t, block, following)
-    if previous != 0 and t.blocks[previous, STATE] == FREE:
-        remove(t, previous)
-        absorb(t, previous, block)
-        block = previous
-    insert(t, t.blocks[block, STREAM] * TREES + SMALL, block)
-
-
 @njit(nogil=True)
 def _run(t, kind, request, size, stream, start, reserved, allocated):
     for i in range(start, len(kind)):
@@ -318,7 +302,7 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             elif block != 0 and stitched:
                 free_stitched(t, block)
             elif block != 0 and small:
-                _free_small(t, block)
+                free_into(t, t.blocks[block, STREAM] * TREES + SMALL, block)
             elif block != 0:
                 free_block(t, block)
         note(t, i, reserved, allocated)
@@ -362,7 +346,8 @@ class GMLake(TableModel):
         self._set(NODES_USED, 1)
         self._set(STITCHED_ADDRESS, _FIRST_STITCHED)
         chunks, nodes = np.zeros((256, CHUNK_COLUMNS), np.int64), np.zeros((256, NODE_COLUMNS), np.int64)
-        self._tables: Any = GMLakeTables(*self._tables[:6], chunks, nodes)
+        t = self._tables
+        self._tables: Any = GMLakeTables(t.words, t.blocks, t.segments, t.roots, t.place, t.address, chunks, nodes)
 
     def _grow(self) -> None:
         t = self._tables
@@ -375,14 +360,7 @@ class GMLake(TableModel):
         )
 
 
-def _read_count(model: str, key: str, text: str) -> int:
-    if not text.isdecimal() or (key == "allocate_and_stitch" and text not in ("0", "1")):
-        wanted = "0 or 1" if key == "allocate_and_stitch" else "a whole number"
-        raise BadInputError(f"the setting {key} of {model} is {text!r}: give {wanted}.")
-    return int(text)
-
-
 def parse_settings(text: str) -> dict[str, Any]:
     """Settings from "fragmentation_limit:128MiB,allocate_and_stitch:0,…"."""
     sizes = dict.fromkeys(("fragmentation_limit", "smallest_part", "stitch_limit"), parse_bytes)
-    return read_settings("gmlake", text, sizes | dict.fromkeys(("reuse_limit", "allocate_and_stitch"), _read_count))
+    return read_settings("gmlake", text, sizes | {"reuse_limit": parse_count, "allocate_and_stitch": parse_flag})

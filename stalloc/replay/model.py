@@ -145,6 +145,27 @@ def parse_bytes(model: str, key: str, text: str) -> int:
     raise BadInputError(f"the setting {key} of {model} is {text!r}: give a number of bytes, as 64MiB or 2GiB.")
 
 
+def parse_flag(model: str, key: str, text: str) -> int:
+    """0 or 1; raises BadInputError for anything else."""
+    if text not in ("0", "1"):
+        raise BadInputError(f"the setting {key} of {model} is {text!r}: give 0 or 1.")
+    return int(text)
+
+
+def parse_count(model: str, key: str, text: str) -> int:
+    """A whole number from 0; raises BadInputError for anything else."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise BadInputError(f"the setting {key} of {model} is {text!r}: give a whole number.")
+    return int(text)
+
+
+def parse_percent(model: str, key: str, text: str) -> int:
+    """A whole number from 1 to 100; raises BadInputError for anything else."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:4]) <= 100):
+        raise BadInputError(f"the setting {key} of {model} is {text!r}: give a percentage from 1 to 100.")
+    return int(text)
+
+
 def read_settings(model: str, text: str, keys: Mapping[str, Callable[[str, str, str], Any]]) -> dict[str, Any]:
     """Settings from "key:value,…": each value by the reader of its key.
 

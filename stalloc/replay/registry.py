@@ -18,6 +18,10 @@ _MODELS = {
     "stalloc": ("planned", "Planned"),
     "cupy": ("cupy_pool", "CupyPool"),
     "gmlake": ("gmlake", "GMLake"),
+    "bfc": ("bfc", "BFC"),
+    "rmm_pool": ("rmm_pool", "RmmPool"),
+    "stream_ordered": ("stream_ordered", "StreamOrdered"),
+    "tlsf": ("tlsf", "TLSF"),
 }
 _ALWAYS = {"expandable": "expandable_segments:True"}  #: settings that a name stands for
 
