@@ -6,6 +6,7 @@ among them, get every request back: whatever dies or is born in the record has a
 none. Times are microseconds from the first event, or event indices where the source has no times.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from stalloc.trace.sites import UNKNOWN, site_names
 
 _CUDA = 1  # the device type, as torch counts them
 _STEP = "ProfilerStep#"
+_BATCH = 1000
 
 
 def write_perfetto(path: Path, traces: Sequence[Trace]) -> list[str]:
@@ -56,11 +58,12 @@ def _chunks(placed: Sequence[tuple[Trace, Places]], notes: list[str]) -> Iterato
         ],
     }
     yield json.dumps(head, separators=(",", ":"))[:-1].encode() + b',"traceEvents":['
-    first = True
+    separator = b"\n"
     for trace, places in placed:
-        for event in _trace_events(trace, places):
-            yield (b"\n" if first else b",\n") + json.dumps(event, separators=(",", ":")).encode()
-            first = False
+        events = _trace_events(trace, places)
+        while batch := list(itertools.islice(events, _BATCH)):  # half the time of one by one
+            yield separator + json.dumps(batch, separators=(",", ":"))[1:-1].encode()
+            separator = b",\n"
     yield b"\n]}\n"
 
 
