@@ -90,8 +90,8 @@ def test_every_real_trace_goes_through_every_format(shared_traces, tmp_path, nam
             assert second.reserved_bytes().max() <= first.reserved_bytes().max(initial=first.reserved_start_bytes)
 
     for first in originals:
-        convert(tmp_path / "t.trace.npz", tmp_path / "c.csv.gz", "--device", str(first.device), "--force")
-        (second,) = load_traces(tmp_path / "c.csv.gz")
+        convert(tmp_path / "t.trace.npz", tmp_path / "c.csv", "--device", str(first.device), "--force")
+        (second,) = load_traces(tmp_path / "c.csv")
         shift = int(first.num_baseline_requests > 0)
         assert np.array_equal(second.start, first.start + shift)
         assert np.array_equal(second.end, first.end + shift)
