@@ -12,6 +12,9 @@ IN is a trace of any kind that stalloc reads; `stalloc stats --help` names them.
 The last three may end in .gz as well. A snapshot that becomes a snapshot again has the same events, blocks and call
 sites. What a source does not have and a format needs (addresses, segments) is made up by a plan; the file says so, and
 so do the notes that are printed.
+
+JSON: `input`, `output`, `format`, `bytes`, for each of `devices` its `device`, `source`, `requests` and `events`, and
+`notes`.
 """
 
 import argparse

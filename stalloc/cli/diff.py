@@ -10,6 +10,12 @@ others. A call site is the innermost line outside PyTorch; a function with one c
 
 --fail-over makes it a guard for CI: the exit code is 1 if the allocated peak of any device grew by more. Reserved is
 shown and never judged, since it depends on what the pool did before.
+
+JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of `devices`: `first` and `second`
+(`device`, `source`, `allocated_peak_bytes`, `allocated_peak_event`, `allocated_peak_requests`, `reserved_peak_bytes`),
+`allocated_change_bytes`, `reserved_change_bytes`, `allowed_change_bytes`, `grew_too_much`, and the lists `by_class`,
+`by_site` and `by_size`, whole and what grew most first, of `name`, `first_bytes`, `second_bytes`, `first_requests`,
+`second_requests`, `change_bytes`. What is not known is null.
 """
 
 import argparse
