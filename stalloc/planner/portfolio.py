@@ -6,6 +6,7 @@ Contract: deterministic (effort is counted in placements, not in seconds), and n
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from stalloc.planner.trees import FAR
 
 #: placements that a problem may cost beyond the first round of every order
 EFFORT = 600_000
-#: the same for everything together, and a pass more, where a peak that is close enough will do
+#: the same for many parts together, and a pass more, where a peak that is close enough will do
 HURRIED_EFFORT = 1_200_000
 #: where between the bound and the best peak a target is tried
 FRACTIONS = (0.0, 0.02, 0.1, 0.3, 0.6, 0.9)
@@ -41,6 +42,11 @@ class Packing:
     method: str
 
 
+#: a packing if the try came to one, and what it cost in placements
+Try = tuple[Packing | None, int]
+Tries = Iterator[Try]
+
+
 def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) -> Packing:
     """The best packing found; looks no further once the peak is at most `target` or the problem's bound.
 
@@ -52,9 +58,13 @@ def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) ->
     target = max(target, problem.bound)
     best: Packing | None = None
     count = len(problem.size)
-    effort = int(share * (HURRIED_EFFORT + count if enough > target else EFFORT + 40 * count))
+    alone = share > 0.5
+    if enough > target:
+        effort = int(share * ((EFFORT if alone else HURRIED_EFFORT) + count))
+    else:
+        effort = int(share * (EFFORT + 40 * count))
     patient = current().patient
-    for packing, cost in _attempts(problem, target, max(target, enough)):
+    for packing, cost in _attempts(problem, target, max(target, enough), alone):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
             best = packing
@@ -81,14 +91,18 @@ def improve(problem: Problem, target: int, best: Packing) -> Packing:
     return _ratchet(problem, max(target, problem.bound), best, 1 << 62)
 
 
-def _attempts(problem: Problem, target: int, enough: int) -> "Tries":
+def _attempts(problem: Problem, target: int, enough: int, alone: bool) -> Tries:
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
     if enough > target:
-        yield from itertools.islice(_guided(problem, target, GUIDED[:1], 0.0, 0), 1)
-        yield _swept(problem, enough, "AW", False)
+        if alone:
+            yield _swept(_turned(problem, "AW", False), enough)
+        yield _packed(_turned(problem, "EW", False), target)
         yield from _layered(problem, enough, enough, _born)
-        yield _swept(problem, enough, "AW", True)
+        for order, backwards in itertools.product(("EW", "AW"), (False, True)):
+            turned = _turned(problem, order, backwards)
+            yield _packed(turned, enough)
+            yield _swept(turned, enough)
         yield _plain(problem, "Z", False), count
         yield _plain(problem, "EW", True), count
         yield from _layered(problem, target, enough, _briefly_guided)
@@ -96,7 +110,7 @@ def _attempts(problem: Problem, target: int, enough: int) -> "Tries":
     else:
         yield from _guided(problem, target, GUIDED, 0.0, 0)
         if count >= LAYERS_FROM:
-            yield from _layered(problem, target, target + target // 100, _born)
+            yield from _layered(problem, target, target + target // 1000, _born)
         if count >= SHAKEN_FROM:
             for seed in range(3):
                 yield from _guided(problem, target, ("WA",), 0.3, seed + 1000 * current().seed)
@@ -116,21 +130,41 @@ def _attempts(problem: Problem, target: int, enough: int) -> "Tries":
         yield from _layered(problem, target, target + target // 100, _briefly_guided)
 
 
-Tries = Iterator[tuple[Packing | None, int]]
-
-
 def _guided(problem: Problem, target: int, orders: tuple[str, ...], noise: float, seed: int) -> Tries:
     """Tries that end at the target or not at all; a failure costs a small part of a pass."""
-    none = np.zeros(len(problem.size), np.int64)
     for order in orders:
         for backwards in (False, True):
-            turned = problem.reversed() if backwards else problem
-            rank = ranks(turned, order, noise, seed)
-            method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
-            offset, peak = pack(turned.start, turned.end, none, none, turned.size, rank, turned.floor, target)
-            yield (Packing(offset, peak, f"tightest first, {method}") if peak >= 0 else None), _cost(offset)
-            offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
-            yield (Packing(offset, peak, f"lowest and tightest, {method}") if peak >= 0 else None), _cost(offset)
+            turned = _turned(problem, order, backwards, noise, seed)
+            yield _packed(turned, target)
+            yield _swept(turned, target)
+
+
+class _Turned(NamedTuple):
+    """A problem in one direction of time, with the ranks of its requests."""
+
+    problem: Problem
+    rank: Column
+    method: str
+
+
+def _turned(problem: Problem, order: str, backwards: bool, noise: float = 0.0, seed: int = 0) -> _Turned:
+    turned = problem.reversed() if backwards else problem
+    method = f"{order}{' backwards' if backwards else ''}{f' noise {noise}' if noise else ''}"
+    return _Turned(turned, ranks(turned, order, noise, seed), method)
+
+
+def _packed(turned: _Turned, target: int) -> Try:
+    """The tightest epoch first, to the target or not at all."""
+    problem, none = turned.problem, np.zeros(len(turned.rank), np.int64)
+    offset, peak = pack(problem.start, problem.end, none, none, problem.size, turned.rank, problem.floor, target)
+    return (Packing(offset, int(peak), f"tightest first, {turned.method}") if peak >= 0 else None), _cost(offset)
+
+
+def _swept(turned: _Turned, target: int) -> Try:
+    """The lowest run first and there the tightest epoch, to the target or not at all."""
+    problem = turned.problem
+    offset, peak = sweep(problem.start, problem.end, problem.size, turned.rank, problem.floor, target, True)
+    return (Packing(offset, int(peak), f"lowest and tightest, {turned.method}") if peak >= 0 else None), _cost(offset)
 
 
 def _briefly_guided(problem: Problem, target: int) -> Tries:
@@ -150,17 +184,12 @@ def _born(problem: Problem, target: int) -> Tries:
                 yield None, len(turned.size) // 16
 
 
-def _swept(problem: Problem, target: int, order: str, backwards: bool) -> tuple[Packing | None, int]:
-    """A sweep that ends at the target or not at all."""
-    turned = problem.reversed() if backwards else problem
-    rank = ranks(turned, order)
-    offset, peak = sweep(turned.start, turned.end, turned.size, rank, turned.floor, target, True)
-    method = f"lowest and tightest, {order}{' backwards' if backwards else ''}"
-    return (Packing(offset, int(peak), method) if peak >= 0 else None), _cost(offset)
-
-
 def _layered(problem: Problem, target: int, highest: int, tries: Callable[[Problem, int], Tries]) -> Tries:
-    """The large requests at their own bound, the small ones above them; the division that costs least first."""
+    """The large requests at their own bound, the small ones above them; the division that costs least first.
+
+    The small ones are a problem of their own above the peak of the large ones, if that is close enough; otherwise they
+    sink into what the large ones leave.
+    """
     for size in cuts(problem, highest):
         large, small = divided(problem, size)
         lower = part_of(problem, large, problem.floor)
@@ -172,12 +201,17 @@ def _layered(problem: Problem, target: int, highest: int, tries: Callable[[Probl
             continue
         offset = np.empty(len(problem.size), np.int64)
         offset[large] = packing.offset
-        upper = part_of(problem, small, raised(problem, large, packing.offset))
-        above, more = _first(_guided(upper, max(target, upper.bound), GUIDED[:1], 0.0, 0))
+        upper = compressed(problem.start[small], problem.end[small], problem.size[small])
+        above, more = _packed(_turned(upper, "EW", False), highest - packing.peak_bytes)
+        base = packing.peak_bytes
+        if above is None:
+            upper, base = part_of(problem, small, raised(problem, large, packing.offset)), 0
+            above, last = _first(_guided(upper, max(target, upper.bound), GUIDED[:1], 0.0, 0))
+            more += last
         if above is None:
             above, more = _plain(upper, "EW", True), more + len(small)
-        offset[small] = above.offset
-        peak = max(packing.peak_bytes, above.peak_bytes)
+        offset[small] = base + above.offset
+        peak = max(packing.peak_bytes, base + above.peak_bytes)
         yield Packing(offset, peak, f"in two layers, {packing.method}"), cost + more
 
 
