@@ -16,6 +16,7 @@ from stalloc.planner.trees import (
     build_minima,
     build_requests,
     first_at_most,
+    first_lowest,
     highest_floor,
     highest_load,
     nearest_wall,
@@ -99,7 +100,7 @@ def sweep(start, end, size, rank, floor, target, guided):
     unplaced = count
     while unplaced > 0:
         level = lowest[1]
-        run = first_at_most(lowest, 0, num_epochs, level, stack)
+        run = first_lowest(lowest)
         stop = right[run]
         epoch, most = run, np.int64(0)
         latest_start = stop

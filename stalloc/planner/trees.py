@@ -125,9 +125,12 @@ def remove_request(first_end, last_end, best_rank, position):
     first_end[node], last_end[node], best_rank[node] = FAR, -1, FAR
     while node > 1:
         node >>= 1
-        first_end[node] = min(first_end[2 * node], first_end[2 * node + 1])
-        last_end[node] = max(last_end[2 * node], last_end[2 * node + 1])
-        best_rank[node] = min(best_rank[2 * node], best_rank[2 * node + 1])
+        first = min(first_end[2 * node], first_end[2 * node + 1])
+        last = max(last_end[2 * node], last_end[2 * node + 1])
+        best = min(best_rank[2 * node], best_rank[2 * node + 1])
+        if first == first_end[node] and last == last_end[node] and best == best_rank[node]:
+            break  # nor does anything change further up
+        first_end[node], last_end[node], best_rank[node] = first, last, best
 
 
 @njit(cache=True, nogil=True)
@@ -200,7 +203,22 @@ def set_minimum(lowest, position, value):
     lowest[node] = value
     while node > 1:
         node >>= 1
-        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
+        least = min(lowest[2 * node], lowest[2 * node + 1])
+        if least == lowest[node]:
+            break  # nor does anything change further up
+        lowest[node] = least
+
+
+@njit(cache=True, nogil=True)
+def first_lowest(lowest):
+    """The first position of the least value of a tree of minima."""
+    leaves = len(lowest) // 2
+    node = 1
+    while node < leaves:
+        node *= 2
+        if lowest[node] > lowest[node + 1]:
+            node += 1
+    return node - leaves
 
 
 # Floor: it only ever rises, so what covers a whole node can stay there (`cover`) and the highest wins.
