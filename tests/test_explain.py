@@ -172,7 +172,7 @@ def test_the_llama_run_failed_by_fragmentation_and_says_what_would_have_helped(s
     helped = {(entry["allocator"], entry["settings"]): entry["peak_reserved_bytes"] for entry in said["avoided_by"]}
     assert {("torch", "expandable_segments:True"), ("stalloc", "")} <= helped.keys()
     assert max(helped.values()) <= capacity
-    assert ("torch", "") not in helped
+    assert said["fails_again"]  # the replay runs out of memory at the same event with the settings of the file
 
 
 def test_a_trace_without_segments_is_replayed_and_says_so(shared_traces, capsys):

@@ -127,7 +127,11 @@ def _print_verdict(console: Console, entry: dict[str, Any]) -> None:
     if not entry["avoided_by"]:
         console.print("No single change that was tried would have served it.")
         return
-    console.print("It would have been served, replayed from an empty device of the same size, with")
+    with_these = "do not serve it" if entry["fails_again"] else "serve it too, so what was live before matters"
+    console.print(
+        f"Replayed from an empty device of the same size, the settings of the file {with_these}. "
+        "It would have been served with"
+    )
     for result in entry["avoided_by"][:5]:
         how = f"PYTORCH_ALLOC_CONF={shlex.quote(result['settings'])}" if result["settings"] else result["allocator"]
         console.print(f"  {escape(how)}: reserves {human_bytes(result['peak_reserved_bytes'])}")

@@ -64,6 +64,7 @@ class OutOfMemory:
     largest_free_bytes: int  #: in one piece inside a segment of the stream
     same_stream_bytes: int  #: free in segments of the stream
     avoided_by: list[Simulated] = field(default_factory=list)  #: best first
+    fails_again: bool | None = None  #: with the settings of the file, replayed in the same way; None: not tried
     asked_by: str = UNKNOWN  #: call site
 
 
@@ -274,6 +275,9 @@ def _out_of_memory(trace: Trace, blocks: BlockMap, event: int, advise: bool) -> 
     own = free & (blocks.stream == stream)
     in_all = device_free + int(blocks.size_bytes[free].sum())
     capacity = int(blocks.segment_size.sum()) + device_free
+    fitted = what_would_have_fitted(trace, event, capacity) if advise else []
+    usual = ("torch", recorded_settings(trace))
+    others = [result for result in fitted if (result.allocator, result.settings) != usual]
     return OutOfMemory(
         verdict="fragmentation" if in_all >= wanted else "capacity",
         wanted_bytes=wanted,
@@ -283,19 +287,20 @@ def _out_of_memory(trace: Trace, blocks: BlockMap, event: int, advise: bool) -> 
         whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
         largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),
         same_stream_bytes=int(blocks.size_bytes[own].sum()),
-        avoided_by=what_would_have_fitted(trace, event, capacity) if advise else [],
+        avoided_by=others,
+        fails_again=len(others) == len(fitted) if advise else None,
         asked_by=_asked_by(trace, event),
     )
 
 
 def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
-    """The single changes under which the request of an out-of-memory event would have been served, best first.
-
-    Settings of torch's allocator and stalloc, each replayed from an empty device of `capacity_bytes`.
+    """What would have served the request of an out-of-memory event: stalloc and settings of torch's allocator, best
+    first, those of the file among them; each replayed from an empty device of `capacity_bytes`.
     """
     events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
-    tried = [Candidate("torch", conf) for conf in (*SWEEP, *SWEEP_UNDER_PRESSURE) if conf != recorded_settings(trace)]
-    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in [*tried, Candidate("stalloc")]]
+    settings = dict.fromkeys([recorded_settings(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
+    tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
+    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
 
 

@@ -50,15 +50,15 @@ def recorded_blocks(trace: Trace, event: int) -> BlockMap:
             at += 1
         if cursor < end:
             rows.append((cursor, end - cursor, -1, 0, stream, number))
-    address, size, request, waits, stream, segment = np.array(rows, np.int64).reshape(-1, 6).T
+    columns = np.array(rows, np.int64).reshape(-1, 6)
     table = np.array(segments, np.int64).reshape(-1, 3)
     return BlockMap(
-        address=address,
-        size_bytes=size,
-        request=request,
-        waiting=waits,
-        stream=stream,
-        segment=segment,
+        address=columns[:, 0],
+        size_bytes=columns[:, 1],
+        request=columns[:, 2],
+        waiting=columns[:, 3],
+        stream=columns[:, 4],
+        segment=columns[:, 5],
         segment_address=table[:, 0],
         segment_size=table[:, 1],
         segment_pool=_pools(trace, table[:, 0], table[:, 1]),
