@@ -79,9 +79,7 @@ def recorded_calls(trace: Trace, settings: TorchSettings) -> tuple[Events, Colum
     gone = trace.address[rows].astype(np.int64) if one_by_one else -1
     events = Events(
         kind=kinds[action[rows]],
-        request=np.where(
-            asks[rows], trace.event_request[rows], trace.address[rows].astype(np.int64) if one_by_one else -1
-        ),
+        request=np.where(asks[rows], trace.event_request[rows], gone),
         event=rows.astype(np.int64),
         size=trace.size,
         stream=trace.stream,

@@ -1,0 +1,100 @@
+"""Recorded snapshots against the model: real files to the address, and files that say something else."""
+
+import numpy as np
+import pytest
+
+from stalloc.replay.protocol import Events, Kind
+from stalloc.replay.torch_caching import TorchCaching, parse_settings
+from stalloc.replay.torch_record import check_record
+from stalloc.replay.torch_start import recorded_calls, recorded_settings
+from stalloc.trace import Trace, load_traces
+from stalloc.trace.record import Action
+
+MIB = 1 << 20
+#: file, device -> segments and pages taken and given back while it was recorded
+SNAPSHOTS = {
+    ("cnn_counterfactuals", 0): 7,
+    ("gnn_llm_3gpu_expandable_oom", 0): 175,
+    ("gnn_llm_3gpu_expandable_oom", 1): 46,
+    ("gnn_llm_3gpu_expandable_oom", 2): 78,
+    ("llama3_8b_fsdp4_oom_rank0", 0): 176,
+    ("llama_offload_10streams", 0): 1163,
+    ("llm_quantize_sqattn", 0): 840,
+    ("lm27b_compiled_fwd", 0): 920,
+    ("lm27b_ctx128_fullstep", 0): 783,
+    ("lm_fb_ctx200", 0): 83,
+    ("lm_fwd_ctx200", 0): 48,
+    ("lm_step_steady", 0): 0,
+    ("octree_nca_train", 0): 48,
+    ("resnet50_pytorch_blog", 0): 0,
+    ("tiny_transformer", 0): 1,
+}
+
+
+@pytest.fixture(scope="module")
+def snapshot(shared_traces):
+    loaded: dict[str, list[Trace]] = {}
+
+    def load(name: str, device: int = 0) -> Trace:
+        if name not in loaded:
+            loaded[name] = load_traces(shared_traces / f"{name}.pickle.gz")
+        (trace,) = [trace for trace in loaded[name] if trace.device == device]
+        return trace
+
+    return load
+
+
+@pytest.mark.parametrize(("name", "device"), SNAPSHOTS)
+def test_real_snapshots_are_replayed_exactly(snapshot, name, device):
+    check = check_record(snapshot(name, device))
+    assert check.exact, f"event {check.first_difference}: {check.reason}"
+    assert check.num_segment_events == SNAPSHOTS[name, device]
+
+
+@pytest.mark.parametrize("name", ["octree_nca_train", "lm27b_compiled_fwd", "llama_offload_10streams"])
+def test_the_model_ends_with_the_blocks_that_the_file_ends_with(snapshot, name):
+    trace = snapshot(name)
+    model = TorchCaching.from_record(trace)
+    model.feed(recorded_calls(trace, recorded_settings(trace))[0])
+    blocks = model.blocks()
+    order = np.argsort(trace.extra["block_address"])
+    assert blocks.address.tolist() == trace.extra["block_address"][order].astype(np.int64).tolist()
+    assert blocks.size_bytes.tolist() == trace.extra["block_size"][order].tolist()
+    assert blocks.request.tolist() == trace.extra["block_request"][order].tolist()
+
+
+def test_an_allocator_that_is_not_cudas_is_told_apart(snapshot):
+    check = check_record(snapshot("resnet_adam_npu_expandable"))
+    assert not check.exact
+    assert check.first_difference == 1
+    assert "an allocation of 41943040 bytes went to" in check.reason
+
+
+def test_the_first_event_that_differs_is_named(snapshot):
+    trace = snapshot("lm_fb_ctx200")
+    at = int(np.flatnonzero(trace.action == Action.SEGMENT_ALLOC)[40])
+    sizes = trace.event_size.copy()
+    sizes[at] += 2 * MIB
+    check = check_record(trace.replace(event_size=sizes))
+    assert not check.exact
+    assert check.first_difference == at + 1
+    assert "bytes reserved" in check.reason
+
+
+def test_other_settings_than_the_recorded_ones_are_found_out(snapshot):
+    assert not check_record(snapshot("lm_fb_ctx200"), parse_settings("roundup_power2_divisions:2")).exact
+
+
+def test_a_start_can_be_followed_event_by_event(snapshot):
+    trace = snapshot("tiny_transformer")
+    model = TorchCaching.from_record(trace)
+    events, _ = recorded_calls(trace, recorded_settings(trace))
+    assert model.counters().reserved_bytes == trace.reserved_start_bytes
+    at = 300
+    model.feed(Events(events.kind[:at], events.request[:at], events.event[:at], events.size, events.stream))
+    until = int(events.event[at - 1])
+    live = np.flatnonzero((trace.start <= until) & (until < trace.end))
+    blocks = model.blocks()
+    assert sorted(blocks.request[blocks.request >= 0].tolist()) == live.tolist()
+    assert blocks.size_bytes.sum() == trace.reserved_bytes()[until]
+    assert Kind.EMPTY_CACHE not in events.kind
