@@ -66,6 +66,21 @@ def test_each_request_knows_who_asked_for_it(tmp_path):
     assert sites.event_site.tolist()[2:6] == [-1] * 4
 
 
+def test_frames_that_stacks_share_count_like_copies_of_them(tmp_path):
+    """torch shares them; files that went through other tools may not."""
+    cpp, user, other = frames(CPP, USER, OTHER)
+    stacks = [[cpp, user], [cpp, other], [cpp, user, other], [cpp, user]]
+    copies = [[dict(frame) for frame in stack] for stack in stacks]
+
+    def read(given):
+        return load(tmp_path, [event("alloc", 512 * i, stack) for i, stack in enumerate(given)], *given)
+
+    shared, copied = read(stacks * 600), read(copies * 600)
+    for name in ("site", "event_site", "site_begin", "site_frame", "site_text"):
+        assert np.array_equal(shared.extra[name], copied.extra[name]), name
+    assert read_sites(shared).num_stacks == 3
+
+
 def test_sites_are_the_same_after_saving(tmp_path):
     trace = load(tmp_path, [event("alloc", 0, frames(USER))], frames(USER))
     save_traces(tmp_path / "s.trace.npz", [trace])

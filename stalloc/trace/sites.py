@@ -53,6 +53,8 @@ class StackCollector:
 
     def __init__(self) -> None:
         self._of_list: dict[int, int] = {}  # lists that several events share, by identity
+        self._of_identities: dict[tuple[int, ...], int] = {}
+        self._patience = 1000
         self._of_stack: dict[tuple[Any, ...], int] = {}
         self._frame: dict[Any, int] = {}
         self._frames: list[Frame] = []
@@ -68,14 +70,26 @@ class StackCollector:
             return -1
         number = self._of_list.get(id(frames))
         if number is None:
-            try:
-                stack = tuple(map(_parts, frames[:MAX_DEPTH]))
-                number = self._of_stack.get(stack)
-            except (KeyError, TypeError):
-                stack, number = (), -1
-            if number is None:
-                number = self._of_stack[stack] = self._keep(stack)
-            self._of_list[id(frames)] = number
+            number = self._of_list[id(frames)] = self._find(frames[:MAX_DEPTH])
+        return number
+
+    def _find(self, frames: Any) -> int:
+        """By the identities of the frames, as torch shares them among stacks; where that keeps failing, by content."""
+        identities = tuple(map(id, frames)) if self._patience > 0 else ()
+        number = self._of_identities.get(identities) if identities else None
+        if number is not None:
+            self._patience += 1
+            return number
+        try:
+            stack = tuple(map(_parts, frames))
+            number = self._of_stack.get(stack)
+        except (KeyError, TypeError):
+            return -1
+        if number is None:
+            number = self._of_stack[stack] = self._keep(stack)
+        if identities:
+            self._patience -= 1
+            self._of_identities[identities] = number
         return number
 
     def _keep(self, stack: tuple[Any, ...]) -> int:
