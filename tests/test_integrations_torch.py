@@ -532,3 +532,125 @@ show(first, second)
     assert second["plans_made"] == 2
     assert second["hit_rate"] > 0.99
     assert second["unknown_frees"] == 0
+
+
+def test_a_snapshot_adds_up_to_the_statistics_on_the_heap_and_on_the_plan(run_checks: Any) -> None:
+    points = run_checks(
+        _PROLOGUE
+        + _MODEL
+        + """
+side = torch.cuda.Stream()
+def look(held):
+    torch.cuda.memory_stats()
+    segments = torch.cuda.memory_snapshot()
+    stats = torch.cuda.memory_stats()
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    live = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            assert block["address"] == address, "blocks cover their segment"
+            address += block["size"]
+        assert address == segment["address"] + segment["total_size"]
+        assert segment["device"] == 0
+    return [
+        sum(s["total_size"] for s in segments) == torch.cuda.memory_reserved(),
+        sum(s["requested_size"] for s in segments) == stats["requested_bytes.all.current"],
+        len(live) == stats["allocation.all.current"],
+        all(live[t.data_ptr()] == t.untyped_storage().nbytes() for t in held),
+        any(s["stream"] == side.cuda_stream for s in segments),
+    ]
+optimizer = torch.optim.AdamW([p for layer in [*layers, head] for p in layer.parameters()])
+with torch.cuda.stream(side):
+    other = new(3 * MIB)
+points = [look([layers[0].weight, other])]
+for step in range(8):
+    target = torch.zeros(64, dtype=torch.int64, device="cuda")
+    loss = F.cross_entropy(forward(torch.ones(64, 512, device="cuda")), target)
+    points.append(look([loss, target, other]))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+show(points, CONTROLLER.phase.value)
+"""
+    )
+    looks, phase = points
+    assert phase == "running on the plan"
+    assert looks == [[True] * 5] * 9
+
+
+def test_the_memory_history_is_recorded_under_stalloc(run_checks: Any) -> None:
+    before, names, alive, nbytes, after = run_checks(
+        _PROLOGUE
+        + """
+held = [new(3 * MIB), new(5 * MIB)]
+before = len(torch.cuda.memory._snapshot()["device_traces"][0])
+torch.cuda.memory._record_memory_history(max_entries=1000)
+a, b = new(7 * MIB), new(1000)
+del a
+gc.collect()
+snapshot = torch.cuda.memory._snapshot()
+import pickle
+pickle.dumps(snapshot)
+history = snapshot["device_traces"][0]
+names = sorted({event["action"] for event in history})
+alive = {event["addr"] for event in history if event["action"] == "alloc"}
+for event in history:
+    if event["action"] == "free_completed":
+        alive.discard(event["addr"])
+nbytes = [event["size"] for event in history if event["action"] == "alloc"][-2:]
+torch.cuda.memory._record_memory_history(enabled=None)
+after = len(torch.cuda.memory._snapshot()["device_traces"][0])
+show(before, names, sorted(alive) == sorted(t.data_ptr() for t in [b, *held]), nbytes, after)
+"""
+    )
+    assert before == after == 0
+    assert {"alloc", "free_completed", "segment_alloc"} <= set(names)
+    assert alive
+    assert nbytes == [7 * MIB, 1000]
+
+
+def test_every_statistic_that_torch_has_is_there_and_resets_as_its_own(run_checks: Any, run_program: Any) -> None:
+    ask = """
+x = torch.empty(1000, device="cuda")
+y = torch.empty(1 << 20, device="cuda")
+del y
+stats = torch.cuda.memory_stats()
+keys = sorted(stats)
+counted = [stats["allocation.all.allocated"], stats["allocation.all.freed"]]
+torch.cuda.reset_accumulated_memory_stats()
+z = torch.empty(1000, device="cuda")
+stats = torch.cuda.memory_stats()
+counted += [stats["allocation.all.allocated"], stats["allocation.all.freed"], stats["allocation.all.current"]]
+fraction = torch.cuda.get_per_process_memory_fraction()
+torch.cuda.set_per_process_memory_fraction(0.5)
+fractions = [fraction, torch.cuda.get_per_process_memory_fraction()]
+print(json.dumps([keys, counted, fractions]))
+"""
+    ours = run_checks(_PROLOGUE + ask)
+    native = run_checks("import json; from stalloc.device import activate; activate('virtual'); import torch\n" + ask)
+    assert ours == native
+
+
+def test_out_of_memory_on_the_plan_names_what_lives_in_the_arena(run_checks: Any) -> None:
+    phase, text = run_checks(
+        _PROLOGUE
+        + """
+optimizer = torch.optim.SGD([torch.ones(10, device="cuda", requires_grad=True)])
+text = ""
+for step in range(12):
+    a = new(400 * MIB)
+    b = new(100 * MIB)
+    if step == 11:
+        try:
+            new(1800 * MIB)
+        except torch.OutOfMemoryError as error:
+            text = str(error)
+    del a, b
+    optimizer.step()
+show(CONTROLLER.phase.value, text)
+"""
+    )
+    assert phase == "running on the plan"
+    for part in ("Allocated 0.49 GiB", "largest live blocks 0.39 GiB, 0.10 GiB", "the plan's arena", "stalloc dryrun"):
+        assert part in text

@@ -82,16 +82,23 @@ def _activate_virtual(gpu: "VirtualGPU | None") -> None:
 def _watch_torch(kind: str) -> None:
     """Install just before torch initialises CUDA, which is the last moment at which it takes an allocator."""
     torch = sys.modules["torch"]
-    initialise = getattr(torch._C, "_cuda_init", None)
-    if initialise is None:
-        return  # a CPU build
 
-    def install_and_initialise() -> None:
-        torch._C._cuda_init = initialise
-        _install(kind)
-        initialise()
+    def watch(name: str) -> None:
+        own = getattr(torch._C, name, None)
+        if own is None:
+            return  # a CPU build
 
-    torch._C._cuda_init = install_and_initialise
+        def install_and_call(*arguments: Any) -> Any:
+            if getattr(torch._C, name) is install_and_call:
+                setattr(torch._C, name, own)
+            _install(kind)
+            now = getattr(torch._C, name)  # perhaps stalloc's own
+            return (own if now is install_and_call else now)(*arguments)
+
+        setattr(torch._C, name, install_and_call)
+
+    watch("_cuda_init")
+    watch("_cuda_record_memory_history")  # it initialises CUDA by another way
 
 
 def _watch_cupy(kind: str) -> None:

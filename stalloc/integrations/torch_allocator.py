@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.errors import SetupError
+from stalloc.integrations.torch_snapshot import History
 from stalloc.runtime import Runtime, entry
 from stalloc.runtime.statistics import torch_statistics
+
+_ACCUMULATED = ("allocated", "freed", "num_alloc_retries", "num_ooms")
 
 _keep: list[Any] = []  # what torch holds addresses of
 
@@ -104,16 +107,43 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
 
 def _answer_statistics(torch: Any, runtime: Runtime) -> None:
     """Answer torch.cuda.memory_stats and its relatives, which torch refuses under a pluggable allocator."""
+    baselines: dict[int, dict[str, Any]] = {}  # what was accumulated when the program last reset that
+    fractions: dict[int, float] = {}
+    history = History(runtime)
+    set_fraction = torch._C._cuda_setMemoryFraction
 
     def statistics(device: int) -> dict[str, Any]:
-        return torch_statistics(runtime.controllers[device])
+        return _less(torch_statistics(runtime.controllers[device]), baselines.get(device, {}))
 
     def reset_peaks(device: int) -> None:
         runtime.controllers[device].state.reset_peaks()
 
     def reset_accumulated(device: int) -> None:
-        """The accumulated counters are the run's own; torch's tests of them do not apply."""
+        baselines[device] = torch_statistics(runtime.controllers[device])
+
+    def set_memory_fraction(fraction: float, device: int) -> None:
+        set_fraction(fraction, device)
+        fractions[device] = fraction
 
     torch._C._cuda_memoryStats = statistics
     torch._C._cuda_resetPeakMemoryStats = reset_peaks
     torch._C._cuda_resetAccumulatedMemoryStats = reset_accumulated
+    torch._C._cuda_setMemoryFraction = set_memory_fraction
+    torch._C._cuda_getMemoryFraction = lambda device: fractions.get(device, 1.0)
+    torch._C._cuda_memorySnapshot = history.snapshot
+    torch._C._cuda_record_memory_history = history.record
+    torch._C._cuda_isHistoryEnabled = lambda: history.enabled
+
+
+def _less(statistics: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    """Statistics in which everything accumulated counts from a baseline of the same form."""
+    result: dict[str, Any] = {}
+    for name, value in statistics.items():
+        before = baseline.get(name)
+        if isinstance(value, dict):
+            result[name] = _less(value, before or {})
+        elif name in _ACCUMULATED and before is not None:
+            result[name] = value - before
+        else:
+            result[name] = value
+    return result

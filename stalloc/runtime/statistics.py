@@ -5,7 +5,12 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stalloc.runtime.state import Step
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.runtime import layout
+from stalloc.runtime.state import DeviceState, Step
+from stalloc.runtime.words import lock, unlock
 
 if TYPE_CHECKING:
     from stalloc.runtime.controller import Controller
@@ -112,18 +117,104 @@ def report(controller: "Controller") -> Report:
     )
 
 
+@dataclass(frozen=True)
+class Block:
+    """A range of a segment that is live or free."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int  #: 0 if it is free
+    state: int  #: BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED or BLOCK_DEFERRED of the layout
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Memory that the device has given, and the blocks that cover it, in the order of their addresses."""
+
+    address: int
+    size_bytes: int
+    stream: int  #: the raw stream whose pool it belongs to; 0 for an arena
+    kind: int  #: kind of the pool, see the layout; -1: an arena
+    blocks: list[Block]
+
+
+@njit()
+def _copy_at_once(state, words, words_to, chunks, chunks_to, pools, pools_to, blocks, blocks_to, slots, slots_to):
+    lock(state)
+    words_to[:] = words
+    chunks_to[:] = chunks
+    pools_to[:] = pools
+    blocks_to[:] = blocks
+    slots_to[:] = slots
+    unlock(state)
+
+
+def segments(state: DeviceState) -> list[Segment]:
+    """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
+    slack = 4096  # other threads may add rows until the lock is taken
+    used_chunks, used_blocks = state["CHUNKS_USED"] + slack, state["BLOCKS_USED"] + slack
+    tape, slots = _arena_tables(state)
+    sources = [state.words, state.chunks[:used_chunks], state.pools, state.blocks[:used_blocks], slots]
+    copies = [np.empty_like(source) for source in sources]
+    _copy_at_once(state.address, *(array for pair in zip(sources, copies, strict=True) for array in pair))
+    words, chunks, pools, blocks, slots = copies
+    found = []
+    for base, size, _, first in chunks[1:].tolist():
+        if base == 0:
+            continue
+        inside, row = [], first
+        while row:
+            entry = blocks[row]
+            held, live = int(entry[layout.B_STATE]), entry[layout.B_STATE] != layout.BLOCK_FREE
+            requested = int(entry[layout.B_REQUESTED]) if live else 0
+            inside.append(Block(int(entry[layout.B_ADDRESS]), int(entry[layout.B_SIZE]), requested, held))
+            pool, row = pools[entry[layout.B_POOL]], int(entry[layout.B_NEXT])
+        stream = int(state.streams[pool[layout.P_STREAM]])
+        found.append(Segment(int(base), int(size), stream, int(pool[layout.P_KIND]), inside))
+    if words[layout.ARENA_BYTES]:
+        base, size = int(words[layout.ARENA]), int(words[layout.ARENA_BYTES])
+        found.append(Segment(base, size, 0, -1, _arena_blocks(base, size, tape, slots)))
+    return found
+
+
+def _arena_tables(state: DeviceState) -> tuple[np.ndarray, np.ndarray]:
+    """The tape and the slots of the arena; empty tables if there is none."""
+    if state["ARENA_BYTES"] and state._tape:
+        return state._tape[0], state._tape[2]
+    return np.empty((0, layout.TAPE_ROW), np.int64), np.empty((0, layout.SLOT_ROW), np.int64)
+
+
+def _arena_blocks(base: int, size_bytes: int, tape: np.ndarray, slots: np.ndarray) -> list[Block]:
+    """The live blocks of an arena and the free ranges between them."""
+    live = slots[slots[:, layout.S_ENTRY] >= 0]
+    live = live[np.argsort(live[:, layout.S_OFFSET])]
+    rounded = tape[live[:, layout.S_ENTRY], layout.T_KEY] >> layout.STREAM_BITS
+    blocks, end = [], 0
+    for (offset, _, requested, held), size in zip(live.tolist(), rounded.tolist(), strict=True):
+        if offset > end:
+            blocks.append(Block(base + end, offset - end, 0, layout.BLOCK_FREE))
+        blocks.append(Block(base + offset, size, requested, held))
+        end = offset + size
+    if end < size_bytes:
+        blocks.append(Block(base + end, size_bytes - end, 0, layout.BLOCK_FREE))
+    return blocks
+
+
 def out_of_memory_text(controller: "Controller", size_bytes: int) -> str:
     """What an out-of-memory error says: what was asked for, what there is, what to try."""
     state = controller.state
     free, total = controller.device.memory_info()
-    largest = ", ".join(f"{size / GIB:.2f} GiB" for _, size in state.live_blocks(5))
+    blocks = [block for segment in segments(state) for block in segment.blocks]
+    live = sorted((block.requested_bytes for block in blocks), reverse=True)[:5]
+    largest = ", ".join(f"{size / GIB:.2f} GiB" for size in live if size)
+    largest_free = max((block.size_bytes for block in blocks if block.state == layout.BLOCK_FREE), default=0)
     arena = f", {state['ARENA_BYTES'] / GIB:.2f} GiB of it the plan's arena" if state["ARENA_BYTES"] else ""
     return (
         f"stalloc: out of memory on device {controller.device.index} "
         f"({controller.device.name}, {total / GIB:.2f} GiB): "
         f"tried to allocate {size_bytes / GIB:.2f} GiB ({size_bytes} bytes). "
         f"Allocated {state['ALLOCATED'] / GIB:.2f} GiB, reserved {state['RESERVED'] / GIB:.2f} GiB{arena}, "
-        f"free on the device {free / GIB:.2f} GiB, largest free block {state.largest_free_bytes() / GIB:.2f} GiB"
+        f"free on the device {free / GIB:.2f} GiB, largest free range {largest_free / GIB:.2f} GiB"
         f"{f', largest live blocks {largest}' if largest else ''}. "
         "To see what the program needs, run it on a virtual GPU: stalloc dryrun SCRIPT."
     )

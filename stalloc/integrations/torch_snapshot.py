@@ -1,0 +1,97 @@
+"""torch.cuda.memory_snapshot and the memory history under stalloc: the same record, from stalloc's own books.
+
+Contract: segments are what the device holds now, blocks cover them without a gap, and sizes add up to what
+torch.cuda.memory_stats says. The history is stalloc's recording, written by the sink of stalloc.report; it carries no
+stacks.
+"""
+
+import dataclasses
+from typing import Any
+
+from stalloc.runtime import Controller, Runtime, layout
+from stalloc.runtime.statistics import Block, Segment, segments
+
+_STATES = {
+    layout.BLOCK_FREE: "inactive",
+    layout.BLOCK_LIVE: "active_allocated",
+    layout.BLOCK_SHARED: "active_allocated",
+    layout.BLOCK_DEFERRED: "active_pending_free",
+}
+
+
+class History:
+    """Whether the program asked for a history, and what it gets."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.enabled = False
+
+    def record(self, enabled: Any = "all", *options: Any, **more: Any) -> None:
+        """Begin or, with None, end recording on all devices (torch.cuda.memory._record_memory_history).
+
+        Options on stacks and on the number of entries have no effect: stalloc records up to four million events.
+        """
+        self.enabled = enabled is not None and enabled is not False
+        for controller in self._runtime.controllers:
+            settings = dataclasses.replace(controller.settings, keep_recording=self.enabled)
+            controller.settings = settings
+            if self.enabled:
+                controller.state.write(RECORDING=1)
+
+    def snapshot(self, pool: Any = (0, 0), include_traces: bool | None = None) -> dict[str, Any]:
+        """What torch._C._cuda_memorySnapshot gives; of one memory pool only if its id is not (0, 0)."""
+        if isinstance(pool, tuple) and len(pool) == 3:
+            pool, include_traces = pool[:2], pool[2]
+        if pool is not None and tuple(pool) != (0, 0):
+            return {"segments": [], "device_traces": [], "external_annotations": [], "allocator_settings": {}}
+        controllers = self._runtime.controllers
+        found = [entry for controller in controllers for entry in _segments(controller)]
+        traces: list[list[Any]] = [[] for _ in controllers]
+        annotations: list[Any] = []
+        if self.enabled and include_traces is not False:
+            from stalloc.report.snapshot import snapshot_of
+
+            used = [controller for controller in controllers if controller.state["NUM_EVENTS"]]
+            recorded, _ = snapshot_of([controller.trace() for controller in used])
+            for index, history in enumerate(recorded["device_traces"]):
+                traces[index] = history
+            annotations = recorded["external_annotations"]
+        return {
+            "segments": found,
+            "device_traces": traces,
+            "external_annotations": annotations,
+            "allocator_settings": {},
+        }
+
+
+def _segments(controller: Controller) -> list[dict[str, Any]]:
+    return [_segment(controller.device.index, segment) for segment in segments(controller.state)]
+
+
+def _segment(device: int, segment: Segment) -> dict[str, Any]:
+    live = [block for block in segment.blocks if block.state in (layout.BLOCK_LIVE, layout.BLOCK_SHARED)]
+    active = [block for block in segment.blocks if block.state != layout.BLOCK_FREE]
+    return {
+        "device": device,
+        "address": segment.address,
+        "total_size": segment.size_bytes,
+        "allocated_size": sum(block.size_bytes for block in live),
+        "active_size": sum(block.size_bytes for block in active),
+        "requested_size": sum(block.requested_bytes for block in active),
+        "stream": segment.stream,
+        "segment_type": "small" if segment.kind == layout.SMALL_KIND else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": [_block(block) for block in segment.blocks],
+    }
+
+
+def _block(block: Block) -> dict[str, Any]:
+    return {
+        "address": block.address,
+        "size": block.size_bytes,
+        "requested_size": block.requested_bytes,
+        "state": _STATES[block.state],
+        "frames": [],
+    }
