@@ -367,3 +367,89 @@ def test_tlsf_gives_free_regions_back_when_the_device_is_full() -> None:
     tlsf.free(tlsf.new(MIB))
     assert tlsf.new(16 * MIB) is not None
     assert tlsf.reserved == 16 * MIB
+
+
+# --- RMM's arena
+
+
+def test_rmm_arena_takes_half_of_the_device_at_once() -> None:
+    arena = Script("rmm_arena", capacity=64 * MIB)
+    arena.new(256)
+    assert arena.reserved == 32 * MIB
+    assert arena.new(32 * MIB) is None
+
+
+def test_rmm_arena_lends_superblocks_of_a_mebibyte_to_streams() -> None:
+    arena = Script("rmm_arena", "size:8MiB")
+    first, other, second = arena.new(KIB, stream=0), arena.new(KIB, stream=1), arena.new(KIB, stream=0)
+    assert arena.at(other) - arena.at(first) == MIB
+    assert arena.at(second) - arena.at(first) == KIB
+    large = arena.new(3 * MIB, stream=0)
+    assert arena.at(large) - arena.at(first) == 2 * MIB
+
+
+def test_rmm_arena_takes_the_first_fit_and_not_the_best() -> None:
+    arena = Script("rmm_arena", "size:8MiB")
+    blocks = [arena.new(size * KIB) for size in (64, 1, 32, 1)]
+    arena.free(blocks[0], blocks[2])
+    assert arena.at(arena.new(32 * KIB)) == arena.at(blocks[0])
+
+
+def test_rmm_arena_gathers_superblocks_when_a_request_fails() -> None:
+    arena = Script("rmm_arena", "size:8MiB")
+    arena.free(*[arena.new(MIB, stream=stream) for stream in range(8)])
+    assert arena.new(6 * MIB) is not None
+    assert arena.model.counters().retries == 1
+
+
+# --- RMM's binning
+
+
+def test_rmm_binning_prepares_128_blocks_of_each_bin() -> None:
+    bins = Script("rmm_binning", "initial:0,smallest_exponent:10,largest_exponent:11")
+    bins.new(1)
+    blocks = bins.model.blocks()
+    assert (blocks.size_bytes == KIB).sum() == 128
+    assert (blocks.size_bytes == 2 * KIB).sum() == 128
+    assert bins.reserved == 128 * (1 + 2) * KIB
+
+
+def test_rmm_binning_serves_each_size_from_its_bin_and_the_rest_from_the_pool() -> None:
+    bins = Script("rmm_binning", "initial:1MiB,smallest_exponent:10,largest_exponent:11")
+    for size, held in ((1, KIB), (KIB, KIB), (KIB + 1, 2 * KIB), (2 * KIB + 1, 2 * KIB + 256)):
+        request = bins.new(size)
+        blocks = bins.model.blocks()
+        assert blocks.size_bytes[blocks.request == request].tolist() == [held]
+
+
+def test_rmm_binning_takes_more_blocks_when_a_bin_is_empty_and_keeps_them() -> None:
+    bins = Script("rmm_binning", "initial:1MiB,smallest_exponent:10,largest_exponent:10")
+    blocks = [bins.new(KIB) for _ in range(129)]
+    assert bins.count("bin_chunks") == 2
+    bins.free(*blocks)
+    assert (bins.model.blocks().size_bytes == KIB).sum() == 256
+
+
+# --- contiguous buffers
+
+
+def test_contiguous_buffers_hold_what_lives_long_and_nothing_else() -> None:
+    kinds, requests, sizes = [Kind.ALLOC], [0], [3 * MIB]  # never freed
+    for _ in range(50):
+        row = len(sizes)
+        sizes.append(4 * MIB)
+        kinds += [Kind.ALLOC, Kind.FREE_COMPLETED]
+        requests += [row, row]
+    row = len(sizes)
+    sizes.append(5 * MIB)
+    middle = len(kinds) // 2
+    kinds.insert(middle, Kind.ALLOC)
+    requests.insert(middle, row)
+    kinds.append(Kind.FREE_COMPLETED)
+    requests.append(row)
+    column = np.array(kinds, np.int8), np.array(requests), np.arange(len(kinds))
+    model: Any = make("contiguous", "scoped_percent:20")
+    model.feed(Events(*column, np.array(sizes), np.zeros(len(sizes), np.int64)))
+    more = model.counters().more
+    assert (more["persistent_buffer_bytes"], more["scoped_buffer_bytes"], more["spilled"]) == (3 * MIB, 5 * MIB, 0)
+    assert model.counters().reserved_bytes == (3 + 5 + 20) * MIB

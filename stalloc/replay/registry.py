@@ -20,8 +20,11 @@ _MODELS = {
     "gmlake": ("gmlake", "GMLake"),
     "bfc": ("bfc", "BFC"),
     "rmm_pool": ("rmm_pool", "RmmPool"),
+    "rmm_arena": ("rmm_arena", "RmmArena"),
+    "rmm_binning": ("rmm_binning", "RmmBinning"),
     "stream_ordered": ("stream_ordered", "StreamOrdered"),
     "tlsf": ("tlsf", "TLSF"),
+    "contiguous": ("contiguous", "Contiguous"),
 }
 _ALWAYS = {"expandable": "expandable_segments:True"}  #: settings that a name stands for
 

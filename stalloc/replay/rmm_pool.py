@@ -24,7 +24,6 @@ from stalloc.replay.free_tree import best_fit, free_into, insert, remove
 from stalloc.replay.model import TableModel, parse_bytes, read_settings
 from stalloc.replay.protocol import Kind
 from stalloc.replay.tables import (
-    CAPACITY,
     LIVE,
     OWN,
     REFUSED,
@@ -171,9 +170,6 @@ class RmmPool(TableModel):
             raise BadInputError(f"the sizes of {self.name} are multiples of {UNIT} bytes: give such ones.")
         if maximum and initial > maximum:
             raise BadInputError(f"{self.name} cannot begin with {initial} bytes and stay below {maximum} bytes.")
-        capacity = int(self._tables.words[CAPACITY])
-        if capacity and initial > capacity:
-            raise BadInputError(f"{self.name} cannot begin with {initial} bytes of a device that has {capacity}.")
         self._set(_INITIAL, initial)
         self._set(_MAXIMUM, maximum)
 
