@@ -95,10 +95,13 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool) -> Tries:
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
     if enough > target:
-        if alone:
+        if alone:  # a try costs as much as all the time there is
             yield _swept(_turned(problem, "AW", False), enough)
-        yield _packed(_turned(problem, "EW", False), target)
+        else:
+            yield _packed(_turned(problem, "EW", False), target)
         yield from _layered(problem, enough, enough, _born)
+        if alone:
+            yield _packed(_turned(problem, "EW", True), enough)
         for order, backwards in itertools.product(("EW", "AW"), (False, True)):
             turned = _turned(problem, order, backwards)
             yield _packed(turned, enough)
