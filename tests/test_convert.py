@@ -83,6 +83,9 @@ def test_every_real_trace_goes_through_every_format(shared_traces, tmp_path, nam
         lasting = (first.start < 0) & (first.end == first.num_events)  # has no event, so it is in the totals
         assert second.num_requests == np.count_nonzero(~lasting)
         assert second.size[second.start >= 0].tolist() == first.size[first.start >= 0].tolist()
+        if first.info["source"] == "torch snapshot":
+            assert set(second.names) == set(first.names)  # of one moment they have no order
+            assert np.count_nonzero(second.mark_kind == MARK_STEP) == np.count_nonzero(first.mark_kind == MARK_STEP)
         unseen = second.info["unseen_bytes"]
         assert unseen == first.info.get("unseen_bytes", 0) + int(first.size[lasting].sum())
         assert peak(second) + unseen == peak(first) + first.info.get("unseen_bytes", 0)

@@ -48,7 +48,7 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     if spans is None:
         raise BadInputError(f"{path}: JSON without traceEvents, so not a profiler trace: {_PROFILE}.")
     devices: dict[tuple[int, int], list[_Event]] = {}
-    annotations: list[tuple[float, float, str]] = []
+    annotations: list[tuple[Any, tuple[float, float, str]]] = []  # with the process they belong to
     of_cpu = False
     for number, (begin, end) in enumerate(zip(spans[0].tolist(), spans[1].tolist(), strict=True)):
         if not any(data.find(name, begin, end) >= 0 for name in _WANTED):
@@ -70,7 +70,8 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
             devices.setdefault((device, kind), []).append(_memory_event(event, args, number, where))
         elif event.get("cat") == _ANNOTATION and event.get("ph") == "X" and isinstance(event.get("name"), str):
             began = _time(event.get("ts"), where, "ts")
-            annotations.append((began, began + _time(event.get("dur", 0), where, "dur"), event["name"]))
+            ended = began + _time(event.get("dur", 0), where, "dur")
+            annotations.append((event.get("pid"), (began, ended, event["name"])))
     if not devices:
         only = "of the CPU only" if of_cpu else "at all"
         raise BadInputError(f"{path}: the profiler trace has no memory events of a GPU, {only}: {_PROFILE} on a GPU.")
@@ -79,7 +80,15 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     properties = _device_properties(path, data)
     said = _converter_notes(path, data)
     return [
-        _read_device(path, device, events, annotations, properties.get(device, {}), said)
+        _read_device(
+            path,
+            device,
+            events,
+            # the profiler's are of the host, so they concern every device; in our files a process is a device
+            [annotation for process, annotation in annotations if said is None or process == device],
+            properties.get(device, {}),
+            said,
+        )
         for (device, _), events in sorted(devices.items())
     ]
 
