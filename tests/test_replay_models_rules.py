@@ -402,6 +402,17 @@ def test_rmm_arena_gathers_superblocks_when_a_request_fails() -> None:
     assert arena.model.counters().retries == 1
 
 
+def test_rmm_arena_without_a_size_is_as_large_as_it_has_to_be() -> None:
+    arena = Script("rmm_arena")
+    small, large = arena.new(1), arena.new(5 * MIB + 1)
+    assert arena.reserved == 6 * MIB + 256
+    arena.free(large)
+    larger = arena.new(7 * MIB)
+    assert (arena.reserved, arena.at(larger)) == (8 * MIB, arena.at(large))
+    arena.free(small, larger)
+    assert arena.reserved == 8 * MIB
+
+
 # --- RMM's binning
 
 
@@ -453,3 +464,10 @@ def test_contiguous_buffers_hold_what_lives_long_and_nothing_else() -> None:
     more = model.counters().more
     assert (more["persistent_buffer_bytes"], more["scoped_buffer_bytes"], more["spilled"]) == (3 * MIB, 5 * MIB, 0)
     assert model.counters().reserved_bytes == (3 + 5 + 20) * MIB
+
+
+def test_tlsf_finds_a_free_region_that_was_made_for_one_request_again() -> None:
+    tlsf = Script("tlsf")
+    for _ in range(3):
+        tlsf.free(tlsf.new(70 * MIB + 12345))
+    assert tlsf.model.counters().device_allocs == 1

@@ -2,7 +2,8 @@
 
 Source: the public headers of rmm (mr/device/arena_memory_resource.hpp and detail/arena.hpp, the versions with an arena
 of fixed size). There is no oracle for this model. Upheld from there:
-- all memory is taken at once, `size` bytes: by default half of the capacity, or of 80 GiB where that is unknown;
+- all memory is taken at once, `size` bytes, by default half of the capacity. A size of 0, the default where the
+  capacity is unknown, stands for an arena as large as the program needs it: it begins empty and grows at its end;
 - sizes are multiples of 256 bytes. Requests above 1 MiB are served by the global arena, others by the arena of their
   stream, which borrows superblocks of 1 MiB or more; everywhere the first block that fits in the order of addresses is
   taken and split;
@@ -11,7 +12,7 @@ of fixed size). There is no oracle for this model. Upheld from there:
 - superblocks of streams return to the global arena when a request fails, which is then tried once more.
 
 Every stream has an arena, the default stream too (in RMM: each thread's default stream). What is reserved never changes
-after the first request: `touched_bytes` says how far up addresses were ever used.
+after the first request, unless the size is 0: `touched_bytes` says how far up addresses were ever used.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -35,14 +36,20 @@ from stalloc.replay.tables import (
     RETRIES,
     ROWS_AHEAD,
     S_FIRST,
+    S_SIZE,
+    SEGMENT,
+    SEGMENTS_USED,
     SIZE,
     STATE,
     STREAM,
     absorb,
+    count_reserved,
+    fits,
     give_up,
     has_room,
     hold,
     lengthen,
+    new_block,
     new_segment,
     note,
     split,
@@ -51,7 +58,6 @@ from stalloc.trace.record import Column
 
 _UNIT = 256  # bytes
 _SUPERBLOCK = 1 << 20  # bytes, at least; requests above it are the global arena's
-_UNKNOWN_DEVICE = 80 << 30
 _GLOBAL = 0  # tree of the global arena; that of a stream is its number + 1
 _SIZE, _TOUCHED, _SUPERS_USED, _SUPERS_SPARE = range(OWN, OWN + 4)
 _ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
@@ -95,7 +101,7 @@ def _is_empty(t, block):
 @njit()
 def _begin(t):
     """Take all memory; False if the device has no room for it."""
-    if t.words[_SUPERS_USED] > 1:
+    if t.words[_SUPERS_USED] > 1 or t.words[_SIZE] == 0:
         return True
     block = new_segment(t, t.words[_SIZE], 0, 0)
     if block < 0:
@@ -210,12 +216,53 @@ def _defragment(t):
 
 
 @njit()
+def _extend(t, size):
+    """Lengthen an arena without a size of its own by an empty superblock at its end; whether there was room."""
+    least = max(_SUPERBLOCK, size)
+    if t.words[SEGMENTS_USED] == 1:
+        block = new_segment(t, least, 0, 0)
+        if block < 0:
+            return False
+        _new_super(t, block, least)
+        insert(t, _GLOBAL, block)
+        return True
+    end = t.segments[1, S_FIRST]
+    while t.blocks[end, NEXT] != 0:
+        end = t.blocks[end, NEXT]
+    lengthens = _is_free_super(t, end)
+    more = least - t.blocks[end, SIZE] if lengthens else least
+    if not fits(t, more):
+        return False
+    t.segments[1, S_SIZE] += more
+    count_reserved(t, more)
+    if lengthens:
+        remove(t, end)
+        t.supers[t.blocks[end, EXTRA], SUPER_SIZE] += more
+        t.blocks[end, SIZE] += more
+        insert(t, _GLOBAL, end)
+        return True
+    block = new_block(t)
+    t.blocks[block, ADDRESS] = t.blocks[end, ADDRESS] + t.blocks[end, SIZE]
+    t.blocks[block, SIZE] = more
+    t.blocks[block, PREVIOUS] = end
+    t.blocks[block, NEXT] = 0
+    t.blocks[block, SEGMENT] = 1
+    t.blocks[block, STREAM] = 0
+    t.blocks[end, NEXT] = block
+    _new_super(t, block, more)
+    insert(t, _GLOBAL, block)
+    return True
+
+
+@njit()
 def _allocate(t, requested, stream):
     if not _begin(t):
         return -1
     size = (requested + _UNIT - 1) // _UNIT * _UNIT
     block = _try(t, size, stream)
-    if block == 0:
+    if block == 0 and t.words[_SIZE] == 0 and _extend(t, size):
+        block = _try(t, size, stream)
+    if block == 0 and t.words[SEGMENTS_USED] > 1:
         t.words[RETRIES] += 1
         _defragment(t)
         block = _try(t, size, stream)
@@ -272,13 +319,13 @@ class RmmArena(TableModel):
     own_words: ClassVar[dict[str, int]] = {"touched_bytes": _TOUCHED - OWN}
 
     def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        half = (capacity_bytes or _UNKNOWN_DEVICE) // 2 // _UNIT * _UNIT
+        half = capacity_bytes // 2 // _UNIT * _UNIT
         super().__init__({"size": half} | (settings or {}), capacity_bytes)
 
     def _start(self) -> None:
         size = self.settings["size"]
-        if size < _SUPERBLOCK or size % _UNIT:
-            raise BadInputError(f"rmm_arena cannot have {size} bytes: give a multiple of 256, from 1 MiB on.")
+        if size and (size < _SUPERBLOCK or size % _UNIT):
+            raise BadInputError(f"rmm_arena cannot have {size} bytes: give a multiple of 256, from 1 MiB on, or 0.")
         self._set(_SIZE, size)
         self._set(_SUPERS_USED, 1)
         t = self._tables

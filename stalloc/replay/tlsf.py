@@ -8,9 +8,10 @@ There is no oracle for this model. Upheld from there:
 - a block is split where at least the smallest size (256 bytes, the unit) remains; a freed block merges with its free
   neighbours at once.
 
-Growing, which the paper leaves to its user: memory comes in regions of `region` bytes, or the request's own size in
-granules of 2 MiB if that is more; free regions are given back when the device has no more, and when the cache is
-emptied. All streams share the blocks.
+Growing, which the paper leaves to its user: memory comes in regions of `region` bytes, or, for a request beyond that,
+of the smallest size of the list that is searched for it, in granules of 2 MiB, so that it is found again when it is
+free. Free regions are given back when the device has no more, and when the cache is emptied. All streams share the
+blocks.
 """
 
 from typing import Any, NamedTuple
@@ -128,11 +129,19 @@ def _remove(t, block):
 
 
 @njit()
+def _searched(t, units):
+    """The units of the smallest block of the first list in which every block holds `units`."""
+    bits = t.words[_BITS]
+    if units < 1 << bits:
+        return units
+    step = 1 << (_log2(units) - bits)
+    return (units + step - 1) // step * step
+
+
+@njit()
 def _find(t, units):
     """A block of a list in which every block holds so many units, out of its list; 0 for none."""
-    bits = t.words[_BITS]
-    if units >= 1 << bits:  # up to the next list
-        units += (1 << (_log2(units) - bits)) - 1
+    units = _searched(t, units)
     level, division = _list_of(t, units)
     lists = t.second_bits[level] & (-1 << division)
     if lists == 0:
@@ -165,7 +174,8 @@ def _allocate(t, requested):
     if block == 0:
         region = t.words[_REGION]
         if size > region:
-            region = (size + _GRANULE - 1) // _GRANULE * _GRANULE
+            least = _searched(t, size >> _UNIT_BITS) << _UNIT_BITS
+            region = (least + _GRANULE - 1) // _GRANULE * _GRANULE
         if not fits(t, region):
             t.words[RETRIES] += 1
             _release(t)
