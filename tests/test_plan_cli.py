@@ -244,3 +244,8 @@ def test_ctrl_c_ends_with_the_best_plan_so_far(tmp_path):
     (device,) = json.loads(done.stdout)["devices"]
     assert (device["interrupted"], device["optimal"]) == ("Ctrl-C", False)
     assert device["planned_requests"] == 150
+
+
+def test_what_a_loader_had_to_guess_is_said(shared_traces, capsys):
+    assert main(["plan", str(shared_traces / "resnet50_v100_kineto_nw0.json.gz")]) == 0
+    assert "no addresses in the file: each free is taken to end the newest allocation" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
                     file=sys.stderr,
                 )
             plans.append(made)
-            devices.append(_entry(file, made, seconds))
+            devices.append(_entry(file, made, seconds) | {"notes": list(trace.info.get("notes", []))})
         if args.output and not refused:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             save_plans(
@@ -179,6 +179,9 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
     if not console.is_terminal:
         console.width = 200  # a file or a pipe has no edge
     console.print(table)
+    for entry in devices:
+        for note in entry["notes"]:
+            console.print(f"  note: {escape(Path(entry['file']).name)}: {escape(note)}")
     if refused:
         return
     if args.csv:
