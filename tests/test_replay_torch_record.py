@@ -72,12 +72,13 @@ def test_an_allocator_that_is_not_cudas_is_told_apart(snapshot):
 
 def test_the_first_event_that_differs_is_named(snapshot):
     trace = snapshot("lm_fb_ctx200")
-    at = int(np.flatnonzero(trace.action == Action.SEGMENT_ALLOC)[40])
-    sizes = trace.event_size.copy()
-    sizes[at] += 2 * MIB
-    check = check_record(trace.replace(event_size=sizes))
+    takes_segment = np.append(False, trace.action[:-1] == Action.SEGMENT_ALLOC) & (trace.action == Action.ALLOC)
+    at = int(np.flatnonzero(takes_segment & (trace.event_size >= 10 * MIB))[3])
+    sizes = trace.size.copy()
+    sizes[trace.event_request[at]] += 4 * MIB
+    check = check_record(trace.replace(size=sizes))
     assert not check.exact
-    assert check.first_difference == at + 1
+    assert check.first_difference == at
     assert "bytes reserved" in check.reason
 
 

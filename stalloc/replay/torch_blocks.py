@@ -286,14 +286,33 @@ def add_segment(state, pool, address, size, base):
 
 
 @njit()
-def device_address(state, size):
-    """Where the device puts the next segment of `size` bytes: as given, or above all others."""
+def _is_taken(state, begin, end):
+    cells = state.cells
+    for block in range(ROW, state.numbers[ROWS_END], ROW):
+        status, address = cells[block + STATUS], cells[block + ADDRESS]
+        is_mapped = status in (FREE, LIVE, WAITING)
+        if is_mapped and address < end and begin < address + cells[block + SIZE]:
+            return True
+    return False
+
+
+@njit()
+def device_address(state, size, mapped):
+    """Where the device puts the next segment of `size` bytes, of which `mapped` are used soon: as given, or above all
+    others.
+
+    A model that does something else than the run whose addresses were given may meet one that is taken: from there on
+    they are its own.
+    """
     numbers = state.numbers
+    address = numbers[NEXT_ADDRESS]
     if numbers[NUM_GIVEN] < len(state.given):
-        address = state.given[numbers[NUM_GIVEN]]
-        numbers[NUM_GIVEN] += 1
-    else:
-        address = numbers[NEXT_ADDRESS]
+        told = state.given[numbers[NUM_GIVEN]]
+        if _is_taken(state, told, told + mapped):
+            numbers[NUM_GIVEN] = len(state.given)
+        else:
+            numbers[NUM_GIVEN] += 1
+            address = told
     numbers[NEXT_ADDRESS] = max(numbers[NEXT_ADDRESS], (address + size + 0x1FFFFF) & ~0x1FFFFF)
     return address
 

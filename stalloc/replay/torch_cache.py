@@ -142,7 +142,7 @@ def _take_from_device(state, pool, size):
         return grow(state, pool, size)
     if numbers[CAPACITY] > 0 and numbers[RESERVED] + wanted > numbers[CAPACITY]:
         return 0
-    block = add_segment(state, pool, device_address(state, wanted), wanted, 0)
+    block = add_segment(state, pool, device_address(state, wanted, wanted), wanted, 0)
     count_reserved(state, wanted)
     return block
 

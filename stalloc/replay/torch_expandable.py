@@ -66,7 +66,7 @@ def _find_room(state, pool, size):
         block = following(cells, header, block)
     page = _page_bytes(state, pool)
     space = (state.numbers[SPACE_BYTES] + page - 1) // page * page
-    address = device_address(state, space)
+    address = device_address(state, space, page)
     block = add_segment(state, pool, address, space, address)
     add_unmapped(state, block)
     return block
