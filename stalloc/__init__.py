@@ -26,6 +26,9 @@ _LAZY: dict[str, str] = {
     "scope": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
+    "adopt": "stalloc.compaction",
+    "compact": "stalloc.compaction",
+    "contiguous_buffers": "stalloc.compaction",
 }
 
 __all__ = ["BadInputError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]

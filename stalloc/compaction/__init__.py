@@ -8,16 +8,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stalloc.compaction.adopting import Relocation, adopt, compact, contiguous_buffers
+    from stalloc.compaction.execution import execute
+    from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
     "BOUNCE": "stalloc.compaction.schedule",
+    "Layout": "stalloc.compaction.layouts",
+    "Relocation": "stalloc.compaction.adopting",
     "Schedule": "stalloc.compaction.schedule",
+    "adopt": "stalloc.compaction.adopting",
+    "compact": "stalloc.compaction.adopting",
+    "contiguous_buffers": "stalloc.compaction.adopting",
+    "execute": "stalloc.compaction.execution",
+    "largest_hole": "stalloc.compaction.layouts",
     "order_moves": "stalloc.compaction.ordering",
+    "slide": "stalloc.compaction.layouts",
+    "to_plan": "stalloc.compaction.layouts",
 }
 
-__all__ = ["BOUNCE", "Schedule", "order_moves"]
+__all__ = [
+    "BOUNCE",
+    "Layout",
+    "Relocation",
+    "Schedule",
+    "adopt",
+    "compact",
+    "contiguous_buffers",
+    "execute",
+    "largest_hole",
+    "order_moves",
+    "slide",
+    "to_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

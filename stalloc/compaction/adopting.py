@@ -1,0 +1,233 @@
+"""What programs call: adopt what already lives, compact what has holes, lay tensors out in contiguous buffers.
+
+Contract: values never change, only addresses; every tensor on a moved storage follows. What may not move is left alone
+and listed with its reason. To be called between steps: a pointer that somebody took from `data_ptr()` and keeps (NCCL's
+registered buffers, CUDA graphs outside torch, a kernel of the user's) has to be named in `exclude`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalloc.compaction.execution import Copy
+from stalloc.compaction.heap_view import HeapView, heap_view
+from stalloc.compaction.relocation import move_together, packed, release
+from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
+from stalloc.errors import BadInputError
+from stalloc.runtime.segments import round_up
+
+ALIGNMENT = 512
+
+
+@dataclass(kw_only=True)
+class Relocation:
+    """What one call moved."""
+
+    num_moved: int = 0  #: storages
+    moved_bytes: int = 0
+    num_launches: int = 0  #: batched copies, one for each new buffer
+    through_host_bytes: int = 0  #: of moved_bytes, those that waited in host memory for lack of room
+    reserved_before_bytes: int = 0  #: by stalloc's heaps on the devices concerned
+    reserved_after_bytes: int = 0
+    kept: Counter[str] = field(default_factory=Counter)  #: storages that stayed, by reason
+
+
+def adopt(
+    *objects: Any,
+    exclude: Iterable[Any] = (),
+    gradients: bool = False,
+    cap_bytes: int | None = None,
+    copy: Copy | None = None,
+) -> Relocation:
+    """Move what lives in modules, optimizers and tensors into buffers without gaps; give the old segments back.
+
+    Buffers are filled segment by segment, so that reserved memory never exceeds `cap_bytes` (default: what the device
+    has); with no room at all the bytes go through host memory. `gradients`: move those too, which is of use only if
+    they are kept from step to step. `copy` replaces the batched kernel.
+
+    Raises BadInputError if reserved memory is above the cap already, in which case nothing moves.
+    """
+    result = Relocation()
+    for device, group in _by_device(objects, exclude, gradients, result).items():
+        view = heap_view(device)
+        _count_reserved(view, result, before=True)
+        if view is not None and cap_bytes is not None and view.controller.state["RESERVED"] > cap_bytes:
+            raise BadInputError(
+                f"device {device.index} holds {view.controller.state['RESERVED']} bytes already, above the cap of "
+                f"{cap_bytes}: ask for more, or free memory first."
+            )
+        if view is None:
+            _move(group, result, copy)
+        else:
+            _adopt_by_segment(view, group, cap_bytes, result, copy)
+        _count_reserved(view, result, before=False)
+    return result
+
+
+def compact(
+    *objects: Any,
+    needed_bytes: int | None = None,
+    exclude: Iterable[Any] = (),
+    gradients: bool = True,
+    copy: Copy | None = None,
+) -> Relocation:
+    """Empty segments that have holes, those that give back the most for the fewest bytes moved first.
+
+    Stops as soon as the device can give `needed_bytes` in one piece; None: all that pays. Only segments whose every
+    live block is among `objects` (modules, optimizers, tensors, containers) and may move are emptied.
+
+    Raises BadInputError, and moves nothing, if `needed_bytes` cannot be reached.
+    """
+    result = Relocation()
+    groups = _by_device(objects, exclude, gradients, result)
+    for device, group in groups.items():
+        view = heap_view(device)
+        if view is None:
+            continue
+        release(device)
+        view = heap_view(device)
+        assert view is not None
+        _count_reserved(view, result, before=True)
+        chosen = _segments_to_empty(view, group, needed_bytes, result)
+        _in_rounds(view, chosen, None, result, copy)
+        _count_reserved(view, result, before=False)
+    return result
+
+
+def contiguous_buffers(tensors: Sequence[Any], *, copy: Copy | None = None) -> list[Any]:
+    """Move tensors into one flat tensor for each device and type, in the order given and without gaps; return those.
+
+    The tensors keep their values and become parts of the flat ones (ZeRO's contiguous memory for parameters,
+    gradients and checkpoints): what is written to one is seen in the other.
+
+    Raises BadInputError, and moves nothing, for a tensor that does not fill its storage or that may not move.
+    """
+    groups: dict[tuple[Any, Any], list[Candidate]] = {}
+    for nth, tensor in enumerate(tensors):
+        found = next(iter(candidates([tensor])), None)
+        if found is None or not tensor.is_contiguous() or found.size_bytes != tensor.numel() * tensor.element_size():
+            raise BadInputError(f"tensor {nth} does not fill a storage of its own: clone it first.")
+        if found.reason:
+            raise BadInputError(f"tensor {nth} cannot move: {found.reason}.")
+        groups.setdefault((tensor.device, tensor.dtype), []).append(found)
+    if len({member.storage._cdata for group in groups.values() for member in group}) < len(tensors):
+        raise BadInputError("two of the tensors share one storage: give each once.")
+    return [move_together(group, alignment=1, copy=copy).view(dtype) for (_, dtype), group in groups.items()]
+
+
+def _by_device(
+    objects: Sequence[Any], exclude: Iterable[Any], gradients: bool, result: Relocation
+) -> dict[Any, list[Candidate]]:
+    """The storages that may move, by device; the others are counted."""
+    groups: dict[Any, list[Candidate]] = {}
+    views: dict[Any, HeapView | None] = {}
+    for found in candidates(tensors_of(*objects, gradients=gradients), exclude):
+        device = found.storage.device
+        if device not in views:
+            views[device] = heap_view(device)
+        view = views[device]
+        reason = found.reason or (view.reason(found.address) if view is not None else "")
+        if reason:
+            result.kept[reason] += 1
+        else:
+            groups.setdefault(device, []).append(found)
+    # counters of an optimizer and the like: host memory is moved only where there is nothing else
+    on_gpu = {device: group for device, group in groups.items() if device.type != "cpu"}
+    return on_gpu or groups
+
+
+def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) -> None:
+    if view is None:
+        return
+    reserved = view.controller.state["RESERVED"]
+    if before:
+        result.reserved_before_bytes += reserved
+    else:
+        result.reserved_after_bytes += reserved
+
+
+def _move(group: list[Candidate], result: Relocation, copy: Copy | None, *, through_host: bool = False) -> None:
+    move_together(group, alignment=ALIGNMENT, copy=copy, through_host=through_host)
+    count = sum(member.size_bytes for member in group)
+    result.num_moved += len(group)
+    result.moved_bytes += count
+    result.num_launches += not through_host
+    result.through_host_bytes += count if through_host else 0
+
+
+def _adopt_by_segment(
+    view: HeapView, group: list[Candidate], cap_bytes: int | None, result: Relocation, copy: Copy | None
+) -> None:
+    """Everything of a device, segment by segment."""
+    segments: dict[int, list[Candidate]] = {}
+    for member in sorted(group, key=lambda member: member.address):
+        segments.setdefault(view.segment_of(member.address), []).append(member)
+    _in_rounds(view, list(segments.values()), cap_bytes, result, copy)
+
+
+def _in_rounds(
+    view: HeapView, segments: list[list[Candidate]], cap_bytes: int | None, result: Relocation, copy: Copy | None
+) -> None:
+    """Move the contents of segments, as many at a time as there is room for beside them."""
+    device, waiting = None, list(segments)
+    while waiting:
+        device = waiting[0][0].storage.device
+        room = _room(view, cap_bytes)
+        taken: list[Candidate] = []
+        while waiting:
+            more = [*taken, *waiting[0]]
+            if round_up(packed([member.size_bytes for member in more], ALIGNMENT)[1]) > room:
+                break
+            taken = more
+            waiting.pop(0)
+        if taken:
+            _move(taken, result, copy)
+        else:
+            _move(waiting.pop(0), result, copy, through_host=True)
+        release(device)
+
+
+def _room(view: HeapView, cap_bytes: int | None) -> int:
+    """How many bytes a new buffer may have."""
+    free, _ = view.controller.device.memory_info()
+    if cap_bytes is None:
+        return free
+    return min(free, cap_bytes - view.controller.state["RESERVED"])
+
+
+def _segments_to_empty(
+    view: HeapView, group: list[Candidate], needed_bytes: int | None, result: Relocation
+) -> list[list[Candidate]]:
+    """The contents of the segments that are to be emptied."""
+    mine: dict[int, dict[int, Candidate]] = {}
+    for member in group:
+        mine.setdefault(view.segment_of(member.address), {})[member.address] = member
+    choices = []
+    for row, members in mine.items():
+        base, size = int(view.segment_base[row]), int(view.segment_bytes[row])
+        inside = (view.address >= base) & (view.address < base + size)
+        if set(view.address[inside].tolist()) - set(members):
+            result.kept["its segment holds blocks that may not move"] += len(members)
+            continue
+        moved = packed([member.size_bytes for member in members.values()], ALIGNMENT)[1]
+        gain = size - moved
+        if gain > 0:
+            choices.append((gain / moved, base, gain, list(members.values())))
+    choices.sort(key=lambda choice: (-choice[0], choice[1]))
+    free, _ = view.controller.device.memory_info()
+    chosen: list[list[Candidate]] = []
+    gained = 0
+    for _, _, gain, contents in choices:
+        if needed_bytes is not None and round_up(needed_bytes) <= free + gained - round_up(1):
+            break
+        chosen.append(contents)
+        gained += gain
+    # the buffer that they go into is rounded up; several buffers, in several rounds, may cost a little more
+    gained -= round_up(1) if chosen else 0
+    if needed_bytes is not None and free + gained < round_up(needed_bytes):
+        raise BadInputError(
+            f"{needed_bytes} bytes cannot be freed in one piece on device {view.controller.device.index}: {free} are "
+            f"free and moving everything that may move gives {max(gained, 0)} more."
+        )
+    return chosen if needed_bytes is not None or gained >= round_up(1) else []

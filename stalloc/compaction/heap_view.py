@@ -1,0 +1,67 @@
+"""What the runtime's heap looks like right now: segments, live blocks, which of them may move.
+
+Contract: only reads. It is meant for the boundary of a step, when no other thread allocates; what is moved afterwards
+is judged again by the allocator itself, since blocks are only ever allocated and freed in the usual way.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stalloc.compaction.schedule import Column
+from stalloc.runtime import Controller, current, layout
+
+
+@dataclass(frozen=True, eq=False)
+class HeapView:
+    """The heap of one device."""
+
+    controller: Controller
+    segment_base: Column  #: (s,) addresses, ascending
+    segment_bytes: Column  #: (s,)
+    address: Column  #: (b,) of live blocks, ascending
+    block_bytes: Column  #: (b,) rounded
+    free_to_move: np.ndarray  #: (b,) False: other streams use it, it waits for them, or a CUDA graph owns it
+    arena: tuple[int, int]  #: [low, high) of the plan in force, whose blocks lie where they should
+
+    def segment_of(self, address: int) -> int:
+        """The row of the segment that holds an address; -1 if none does."""
+        row = int(np.searchsorted(self.segment_base, address, side="right")) - 1
+        inside = row >= 0 and address < self.segment_base[row] + self.segment_bytes[row]
+        return row if inside else -1
+
+    def reason(self, address: int) -> str:
+        """Why the block at an address must stay; empty if it may move."""
+        if self.arena[0] <= address < self.arena[1]:
+            return "it lies where the plan wants it"
+        row = int(np.searchsorted(self.address, address))
+        if row == len(self.address) or self.address[row] != address:
+            return "" if self.segment_of(address) >= 0 else "its memory is not stalloc's"
+        return "" if self.free_to_move[row] else "another stream or a CUDA graph uses it"
+
+
+def heap_view(device: Any) -> HeapView | None:
+    """The heap of a torch device; None where stalloc does not serve it."""
+    runtime = current()
+    if runtime is None or device.type != "cuda":
+        return None
+    controller = runtime.controllers[device.index]
+    state = controller.state
+    chunks = state.chunks[1 : state["CHUNKS_USED"]]
+    chunks = chunks[chunks[:, layout.C_BASE] != 0]
+    chunks = chunks[np.argsort(chunks[:, layout.C_BASE])]
+    live = state.live[state.live[:, layout.L_ADDRESS] != 0]
+    live = live[np.argsort(live[:, layout.L_ADDRESS])]
+    rows = state.blocks[live[:, layout.L_BLOCK]]
+    kinds = state.pools[rows[:, layout.B_POOL], layout.P_KIND]
+    own = (rows[:, layout.B_STATE] == layout.BLOCK_LIVE) & (kinds < layout.PRIVATE_KINDS)
+    return HeapView(
+        controller,
+        chunks[:, layout.C_BASE].copy(),
+        chunks[:, layout.C_SIZE].copy(),
+        live[:, layout.L_ADDRESS].copy(),
+        rows[:, layout.B_ROUNDED].copy(),
+        own,
+        (state["ARENA"], state["ARENA"] + state["ARENA_BYTES"]),
+    )

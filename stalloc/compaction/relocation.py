@@ -1,0 +1,106 @@
+"""Moving torch's storages into fresh buffers, together, and letting go of the old memory.
+
+Contract: a storage either holds its bytes in the new place or is untouched. The device is idle when bytes move: all
+streams are waited for before and after, so no kernel reads a block that is going away, and none reads the new one too
+early. Where there is no room for the new place beside the old one, the bytes wait in host memory meanwhile.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stalloc.compaction.execution import Copy
+from stalloc.compaction.schedule import Column
+from stalloc.compaction.torch_storages import Candidate, empty_storage, exchange, remember_arena, slice_storage
+
+
+def packed(sizes: Sequence[int], alignment: int) -> tuple[Column, int]:
+    """Offsets of blocks one behind the other, (n,), and the bytes that they take."""
+    size = np.array(sizes, np.int64)
+    rounded = -(-size // alignment) * alignment
+    return np.cumsum(rounded) - rounded, int(rounded.sum())
+
+
+def wait_for(device: Any) -> None:
+    """Wait until a device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def move_together(group: Sequence[Candidate], *, alignment: int, copy: Copy | None, through_host: bool = False) -> Any:
+    """Move storages of one device into one new buffer, a uint8 tensor, which is returned; each keeps it alive.
+
+    `through_host`: let go of the old memory first. Raises torch's out-of-memory error if there is no room, in which
+    case nothing moved.
+    """
+    import torch
+
+    device = group[0].storage.device
+    offset, total = packed([member.size_bytes for member in group], alignment)
+    if through_host:
+        return _through_host(group, offset, total)
+    arena = torch.empty(total, dtype=torch.uint8, device=device)
+    wait_for(device)
+    source = np.array([member.address for member in group], np.int64)
+    size = np.array([member.size_bytes for member in group], np.int64)
+    target = arena.data_ptr() + offset
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        (copy or _copy_for(device))(source, target, size)
+    wait_for(device)
+    _point_into(group, arena, offset)
+    return arena
+
+
+def _point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
+    """Give each storage its part of a buffer; their old memory goes with the storages that had the parts."""
+    remember_arena(arena)
+    for member, at in zip(group, offset.tolist(), strict=True):
+        exchange(member.storage, slice_storage(arena, at, member.size_bytes))
+
+
+def _through_host(group: Sequence[Candidate], offset: Column, total: int) -> Any:
+    """The same with the bytes in host memory meanwhile: all old memory is let go of before the new one is asked for."""
+    import torch
+
+    device = group[0].storage.device
+    wait_for(device)
+    host = torch.empty(total, dtype=torch.uint8)
+    for member, at in zip(group, offset.tolist(), strict=True):
+        host[at : at + member.size_bytes].copy_(_bytes(member.storage))
+    wait_for(device)
+    for member in group:
+        exchange(member.storage, empty_storage(member.size_bytes, device))
+    release(device)
+    arena = torch.empty(total, dtype=torch.uint8, device=device)
+    arena.copy_(host)
+    wait_for(device)
+    _point_into(group, arena, offset)
+    return arena
+
+
+def _bytes(storage: Any) -> Any:
+    """A storage's memory as a uint8 tensor."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def release(device: Any) -> None:
+    """Give free segments back to the device, where stalloc serves it."""
+    from stalloc.runtime import current
+
+    runtime = current()
+    if runtime is not None and device.type == "cuda":
+        runtime.controllers[device.index].release_unused()
+
+
+def _copy_for(device: Any) -> Copy:
+    """The kernel on a GPU, the reference in host memory."""
+    from stalloc import kernels
+
+    if device.type == "cpu":
+        return kernels.host_copy
+    return lambda source, target, size: kernels.batched_copy(source, target, size, check=False)

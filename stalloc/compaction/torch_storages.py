@@ -1,0 +1,192 @@
+"""torch's storages: which may move, and pointing one at other memory so that every view and alias follows.
+
+Contract: a storage that moved holds the same bytes at another address, owns its new memory and no longer its old one;
+every tensor on it, whoever holds it, reads the new place, since torch computes addresses from the storage each time.
+
+torch has no function for this. A storage keeps its memory in three words, the address, the deleter and what the
+deleter is given; exchanging them between two storages of one device and size exchanges their memory, ownership
+included. Where these words lie is looked for once a process and proven on two storages of our own; where that fails
+nothing is ever moved.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from stalloc.errors import BadInputError, SetupError
+
+_WORDS = 8  # of a storage that are looked at
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One storage that was found, and why it has to stay, if it has to."""
+
+    storage: Any
+    address: int
+    size_bytes: int
+    reason: str  #: empty: it may move
+
+
+def _read(storage: Any, word: int) -> int:
+    return ctypes.c_uint64.from_address(storage._cdata + 8 * word).value
+
+
+def _write(storage: Any, word: int, value: int) -> None:
+    ctypes.c_uint64.from_address(storage._cdata + 8 * word).value = value
+
+
+@cache
+def _place() -> int:
+    """The first of the three words. Raises SetupError where this torch keeps them otherwise."""
+    import torch
+
+    a, b = (torch.full((256,), value, dtype=torch.uint8) for value in (1, 2))
+    alias = a[7:]
+    pair = a.untyped_storage(), b.untyped_storage()
+    place = next((i for i in range(_WORDS) if all(_read(s, i) == s.data_ptr() for s in pair)), None)
+    # the deleter of both is the same function, and what it is given is the address
+    if place is not None and all(_read(s, place + 2) == s.data_ptr() for s in pair):
+        before = a.data_ptr(), b.data_ptr()
+        if _read(pair[0], place + 1) == _read(pair[1], place + 1) != 0:
+            _exchange(*pair, place)
+            after = b.data_ptr(), a.data_ptr()
+            fine = before == after and int(alias[0]) == 2 and int(b[0]) == 1
+            if fine:
+                return place
+            _exchange(*pair, place)
+    raise SetupError(
+        f"torch {torch.__version__} keeps its storages in a way that stalloc does not know: nothing can be moved; "
+        "use the torch versions that stalloc is tested with."
+    )
+
+
+def _exchange(a: Any, b: Any, place: int) -> None:
+    for word in range(place, place + 3):
+        one, other = _read(a, word), _read(b, word)
+        _write(a, word, other)
+        _write(b, word, one)
+
+
+def exchange(a: Any, b: Any) -> None:
+    """Let two storages of one device and one size in bytes swap their memory.
+
+    Raises BadInputError if they differ in either, SetupError on a torch whose storages are not understood.
+    """
+    if a.device != b.device or a.nbytes() != b.nbytes():
+        raise BadInputError(
+            f"a storage of {a.nbytes()} bytes on {a.device} cannot take the memory of one of {b.nbytes()} bytes "
+            f"on {b.device}."
+        )
+    _exchange(a, b, _place())
+
+
+def empty_storage(size_bytes: int, device: Any) -> Any:
+    """A storage of some size on a device that has no memory yet; no tensor may be read until it has."""
+    import torch
+
+    return torch._C._construct_storage_from_data_pointer(0, device, size_bytes)
+
+
+def slice_storage(arena: Any, offset_bytes: int, size_bytes: int) -> Any:
+    """A storage of its own on part of a uint8 tensor, whose memory it keeps alive."""
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    return from_dlpack(to_dlpack(arena[offset_bytes : offset_bytes + size_bytes])).untyped_storage()
+
+
+@dataclass(frozen=True, eq=False)
+class _Arena:
+    """A buffer that storages were moved into."""
+
+    device: Any
+    low: int  #: address
+    high: int
+    alive: Any  #: a weak reference to its storage, which the slices keep alive
+
+
+_arenas: list[_Arena] = []
+
+
+def remember_arena(arena: Any) -> None:
+    """Storages on slices of this uint8 tensor may be moved again, as long as it lives."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    _arenas[:] = [known for known in _arenas if not known.alive.expired()]
+    low, storage = arena.data_ptr(), arena.untyped_storage()
+    _arenas.append(_Arena(arena.device, low, low + storage.nbytes(), StorageWeakRef(storage)))
+
+
+def _in_arena(address: int, device: Any) -> bool:
+    return any(
+        arena.device == device and arena.low <= address < arena.high and not arena.alive.expired() for arena in _arenas
+    )
+
+
+def tensors_of(*objects: Any, gradients: bool = True) -> Iterator[Any]:
+    """Tensors of modules (parameters, buffers), optimizers (state), tensors and containers of these, with gradients."""
+    import torch
+
+    for thing in objects:
+        if isinstance(thing, torch.Tensor):
+            yield getattr(thing, "_local_tensor", thing)  # of a distributed tensor, this rank's part
+            if gradients and thing.is_leaf and thing.grad is not None:
+                yield thing.grad
+        elif isinstance(thing, torch.nn.Module):
+            yield from tensors_of(*thing.parameters(), *thing.buffers(), gradients=gradients)
+        elif isinstance(thing, torch.optim.Optimizer):
+            groups = [group["params"] for group in thing.param_groups]
+            yield from tensors_of(groups, thing.state, gradients=gradients)
+        elif isinstance(thing, Mapping):
+            yield from tensors_of(*thing.keys(), *thing.values(), gradients=gradients)
+        elif isinstance(thing, Iterable) and not isinstance(thing, (str, bytes)):
+            yield from tensors_of(*thing, gradients=gradients)
+
+
+def candidates(tensors: Iterable[Any], exclude: Iterable[Any] = ()) -> list[Candidate]:
+    """The distinct storages of some tensors, each with the reason why it must not move, if there is one.
+
+    What cannot be told from a storage (an address that a library, a kernel of the user or a CUDA graph remembers) has
+    to be named in `exclude`.
+    """
+    barred = {tensor.untyped_storage()._cdata for tensor in exclude}
+    found: dict[int, Candidate] = {}
+    for tensor in tensors:
+        if not _has_memory(tensor):
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in found and storage.nbytes():
+            reason = "excluded by the caller" if storage._cdata in barred else _reason(tensor, storage)
+            found[storage._cdata] = Candidate(storage, storage.data_ptr(), storage.nbytes(), reason)
+    return list(found.values())
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether a tensor has bytes of its own: no meta tensor, none of a sparse or quantised kind, no wrapper."""
+    import torch
+
+    plain = tensor.layout is torch.strided and not tensor.is_meta
+    return plain and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@cache
+def _own_deleter(device: Any) -> int:
+    """The deleter of torch's allocator on a device."""
+    import torch
+
+    return _read(torch.empty(1, dtype=torch.uint8, device=device).untyped_storage(), _place() + 1)
+
+
+def _reason(tensor: Any, storage: Any) -> str:
+    address = storage.data_ptr()
+    if address == 0:
+        return "it has no memory"
+    if tensor.device.type == "cpu" and tensor.is_pinned():
+        return "its memory is pinned"
+    if tensor.device.type == "cpu" and storage.is_shared():
+        return "its memory is shared with other processes"
+    if _read(storage, _place() + 1) != _own_deleter(tensor.device) and not _in_arena(address, tensor.device):
+        return "its memory belongs to another library"
+    return ""
