@@ -2,5 +2,6 @@
 
 from stalloc.replay.events import events_of
 from stalloc.replay.protocol import Allocator, BlockMap, Counters, Events, Fed, Kind
+from stalloc.replay.registry import ALLOCATORS, make
 
-__all__ = ["Allocator", "BlockMap", "Counters", "Events", "Fed", "Kind", "events_of"]
+__all__ = ["ALLOCATORS", "Allocator", "BlockMap", "Counters", "Events", "Fed", "Kind", "events_of", "make"]
