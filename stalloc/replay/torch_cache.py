@@ -191,7 +191,7 @@ def _collect(state):
 def _release_oversize(state, pool, size):
     """Give back unsplittable blocks of the stream, enough for the request if there are; whether it was enough.
 
-    torch stops here with an internal error if segments are expandable; the model goes on to empty the cache.
+    Expandable segments have no blocks of their own to give back: they wait until the cache is emptied.
     """
     cells, numbers = state.cells, state.numbers
     limit, header = numbers[MAX_SPLIT], free_tree(state, pool)
