@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -265,3 +266,19 @@ def test_a_negative_capacity_is_refused(name: str) -> None:
 
 def test_every_tested_model_is_in_the_registry() -> None:
     assert {name for name, _, _ in MODELS} <= set(ALLOCATORS)
+
+
+@pytest.mark.parametrize(("name", "settings", "kept"), MODELS, ids=IDS)
+def test_models_in_threads_do_not_disturb_each_other(name: str, settings: str, kept: int | None) -> None:
+    programs = [program(seed, num_events=800) for seed in range(40, 44)]
+
+    def one(events: Events) -> Any:
+        model = prepared(name, settings, events)
+        return model.feed(events), model.counters()
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(one, programs))
+    for events, (fed, counters) in zip(programs, together, strict=True):
+        alone = one(events)
+        assert same(alone[0], fed)
+        assert alone[1] == counters
