@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stalloc.planner.line import Layout
     from stalloc.planner.moving import Moves, plan_moving_least
     from stalloc.planner.orders import METHODS
+    from stalloc.planner.pieces import decomposition
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
     from stalloc.planner.replanning import replan
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "Progress",
     "Verdict",
+    "decomposition",
     "load_plans",
     "plan",
     "plan_arrays",
@@ -39,6 +41,7 @@ __all__ = [
 _LAZY = {
     "METHODS": "orders",
     "Layout": "line",
+    "decomposition": "pieces",
     "plan_arrays": "layout",
     "plan": "planning",
     "plan_joint": "joint",

@@ -3,7 +3,6 @@
 Contract: a packing without overlap, and the maximum load as its bound; parts that look alike are placed alike.
 """
 
-import hashlib
 import time
 from typing import NamedTuple
 
@@ -12,8 +11,9 @@ import numpy as np
 from stalloc.planner.effort import current, over, tell
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
+from stalloc.planner.pieces import Piece, decomposition, pieces_of, place_stacks
 from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
-from stalloc.planner.problem import Column, Part, Problem, epochs, load_curve, parts
+from stalloc.planner.problem import Column, Problem, epochs, load_curve
 from stalloc.planner.search import searching
 
 #: parts with more requests than this are not searched exactly
@@ -49,16 +49,15 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
     offset = np.zeros(len(size), np.int64)
     hurried = len(size) >= MANY and not current().patient
     enough = bound + int(CLOSE_ENOUGH * bound) if hurried else bound
-    pieces: list[tuple[Part, Problem, bytes]] = []
-    for part in sorted(parts(start, end, size), key=lambda part: -part.base_bytes - part.load_bytes):
-        if len(part.rows) == 1:
-            offset[part.rows] = part.base_bytes
-            continue
-        problem = compressed(start[part.rows], end[part.rows], size[part.rows])
-        pieces.append((part, problem, _key(problem)))
+    graph = decomposition(start, end, size)
+    place_stacks(graph, size, offset)
+    pieces = [
+        (piece, compressed(start[piece.rows], end[piece.rows], size[piece.rows]), piece.twin)
+        for piece in pieces_of(graph)
+    ]
     distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
     peak, methods, proven = max(bound, current().aim_bytes), [], bound
-    known: dict[bytes, Packing] = {}
+    known: dict[int, Packing] = {}
     for part, problem, key in pieces:
         packing = known.get(key)
         if packing is None or part.base_bytes + packing.peak_bytes > peak:
@@ -104,8 +103,8 @@ def _searched(problem: Problem, target: int) -> tuple[Packing | None, int]:
 
 
 def _improved(
-    pieces: list[tuple[Part, Problem, bytes]],
-    known: dict[bytes, Packing],
+    pieces: list[tuple[Piece, Problem, int]],
+    known: dict[int, Packing],
     offset: Column,
     bound: int,
     methods: list[tuple[int, str]],
@@ -128,14 +127,6 @@ def _improved(
         for part, _, key in pieces:
             if key == highest:
                 offset[part.rows] = part.base_bytes + better.offset
-
-
-def _key(problem: Problem) -> bytes:
-    """Equal for problems that are equal."""
-    digest = hashlib.blake2b(digest_size=32)
-    for column in (problem.start, problem.end, problem.size):
-        digest.update(column.tobytes())
-    return digest.digest()
 
 
 def told(methods: list[tuple[int, str]]) -> str:

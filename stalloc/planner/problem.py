@@ -4,7 +4,6 @@ Contract: a packing of the parts, each at its base, is a packing of the whole, a
 a best packing of the whole above every common target height.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,41 +64,6 @@ def epochs(start: Column, end: Column) -> tuple[Column, Column, int]:
     epoch = np.empty(2 * count, np.int64)
     epoch[order] = np.cumsum(begins)
     return epoch[:count], epoch[count:] + 1, int(epoch.max()) + 1
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Rows of a problem that can be placed by themselves, from `base_bytes` upwards."""
-
-    rows: Column  #: (m,)
-    base_bytes: int
-    load_bytes: int  #: the maximum load of the rows
-
-
-def parts(start: Column, end: Column, size: Column) -> Iterator[Part]:
-    """Split by peeling: what lives through a whole part goes to its bottom, the rest is split where nothing lives.
-
-    Yields parts that cannot be peeled or split any further; those of one row are the peeled ones.
-    """
-    waiting = [(np.arange(len(start)), 0)] if len(start) else []
-    while waiting:
-        rows, base = waiting.pop()
-        a, b = start[rows], end[rows]
-        through = (a == a.min()) & (b == b.max())
-        peeled = rows[through]
-        for row in peeled:
-            yield Part(np.array([row]), base, int(size[row]))
-            base += int(size[row])
-        rest = rows[~through]
-        if len(rest) == 0:
-            continue
-        pieces = split_at_cuts(start[rest], end[rest])
-        if len(pieces) == 1 and len(peeled) == 0:
-            first = int(start[rest].min())
-            load = load_curve(start[rest] - first, end[rest] - first, size[rest], int(end[rest].max()) - first)
-            yield Part(rest, base, int(load.max()))
-            continue
-        waiting.extend((rest[piece], base) for piece in reversed(pieces))
 
 
 def split_at_cuts(start: Column, end: Column) -> list[Column]:
