@@ -188,7 +188,7 @@ def test_a_recording_that_begins_in_the_middle_is_replayed_exactly(run_program, 
     for number in range(len(programs)):
         (trace,) = load_traces(tmp_path / f"program{number}.pickle")
         check = check_record(trace)
-        assert trace.num_baseline_requests > 10
+        assert trace.num_baseline_requests > 0
         assert check.exact, f"{settings!r}, program {number}: event {check.first_difference}: {check.reason}"
 
 
