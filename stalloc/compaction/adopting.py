@@ -15,9 +15,12 @@ from stalloc.compaction.heap_view import HeapView, heap_view
 from stalloc.compaction.relocation import move_together, packed, release
 from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
 from stalloc.errors import BadInputError
+from stalloc.runtime.layout import SMALL_LIMIT
 from stalloc.runtime.segments import round_up
 
 ALIGNMENT = 512
+_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segments.py)
+_ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding
 
 
 @dataclass(kw_only=True)
@@ -120,18 +123,19 @@ def _by_device(
     objects: Sequence[Any], exclude: Iterable[Any], gradients: bool, result: Relocation
 ) -> dict[Any, list[Candidate]]:
     """The storages that may move, by device; the others are counted."""
-    groups: dict[Any, list[Candidate]] = {}
+    groups: dict[Any, list[Candidate]] = {}  # also of devices on which nothing may move
     views: dict[Any, HeapView | None] = {}
     for found in candidates(tensors_of(*objects, gradients=gradients), exclude):
         device = found.storage.device
         if device not in views:
             views[device] = heap_view(device)
         view = views[device]
+        groups.setdefault(device, [])
         reason = found.reason or (view.reason(found.address) if view is not None else "")
         if reason:
             result.kept[reason] += 1
         else:
-            groups.setdefault(device, []).append(found)
+            groups[device].append(found)
     # counters of an optimizer and the like: host memory is moved only where there is nothing else
     on_gpu = {device: group for device, group in groups.items() if device.type != "cpu"}
     return on_gpu or groups
@@ -148,12 +152,26 @@ def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) 
 
 
 def _move(group: list[Candidate], result: Relocation, copy: Copy | None, *, through_host: bool = False) -> None:
-    move_together(group, alignment=ALIGNMENT, copy=copy, through_host=through_host)
+    if not group:
+        return
+    on_gpu = group[0].storage.device.type == "cuda"
+    least = _OWN_SEGMENT if on_gpu and _buffer_bytes(group) == _OWN_SEGMENT else 0
+    move_together(group, alignment=ALIGNMENT, copy=copy, through_host=through_host, least_bytes=least)
     count = sum(member.size_bytes for member in group)
     result.num_moved += len(group)
     result.moved_bytes += count
     result.num_launches += not through_host
     result.through_host_bytes += count if through_host else 0
+
+
+def _buffer_bytes(group: list[Candidate]) -> int:
+    """What a buffer for some storages takes from the device.
+
+    One of a middling size would be given a segment for several such, so it is made as large as those that get their
+    own.
+    """
+    total = packed([member.size_bytes for member in group], ALIGNMENT)[1]
+    return round_up(total) if total <= SMALL_LIMIT else round_up(max(total, _OWN_SEGMENT))
 
 
 def _adopt_by_segment(
@@ -177,14 +195,16 @@ def _in_rounds(
         taken: list[Candidate] = []
         while waiting:
             more = [*taken, *waiting[0]]
-            if round_up(packed([member.size_bytes for member in more], ALIGNMENT)[1]) > room:
+            if _buffer_bytes(more) > room:
                 break
             taken = more
             waiting.pop(0)
-        if taken:
-            _move(taken, result, copy)
-        else:
-            _move(waiting.pop(0), result, copy, through_host=True)
+        through_host = not taken
+        while through_host and waiting and _buffer_bytes(taken or waiting[0]) <= _OWN_SEGMENT:
+            taken += waiting.pop(0)
+        if through_host and not taken:
+            taken = waiting.pop(0)
+        _move(taken, result, copy, through_host=through_host)
         release(device)
 
 
@@ -210,24 +230,24 @@ def _segments_to_empty(
         if set(view.address[inside].tolist()) - set(members):
             result.kept["its segment holds blocks that may not move"] += len(members)
             continue
-        moved = packed([member.size_bytes for member in members.values()], ALIGNMENT)[1]
-        gain = size - moved
-        if gain > 0:
-            choices.append((gain / moved, base, gain, list(members.values())))
+        moved = sum(member.size_bytes for member in members.values())
+        choices.append((size / moved, base, size, list(members.values())))
     choices.sort(key=lambda choice: (-choice[0], choice[1]))
     free, _ = view.controller.device.memory_info()
     chosen: list[list[Candidate]] = []
-    gained = 0
-    for _, _, gain, contents in choices:
-        if needed_bytes is not None and round_up(needed_bytes) <= free + gained - round_up(1):
+    moving: list[Candidate] = []
+    best = emptied = gained = 0
+    for _, _, size, contents in choices:
+        spare = _ROUNDING if sum(member.size_bytes for member in moving) > free else 0
+        if needed_bytes is not None and round_up(needed_bytes) + spare <= free + gained:
             break
+        moving, emptied = moving + contents, emptied + size
         chosen.append(contents)
-        gained += gain
-    # the buffer that they go into is rounded up; several buffers, in several rounds, may cost a little more
-    gained -= round_up(1) if chosen else 0
+        if emptied - _buffer_bytes(moving) > gained:
+            best, gained = len(chosen), emptied - _buffer_bytes(moving)
     if needed_bytes is not None and free + gained < round_up(needed_bytes):
         raise BadInputError(
             f"{needed_bytes} bytes cannot be freed in one piece on device {view.controller.device.index}: {free} are "
-            f"free and moving everything that may move gives {max(gained, 0)} more."
+            f"free and moving everything that may move gives {gained} more."
         )
-    return chosen if needed_bytes is not None or gained >= round_up(1) else []
+    return chosen[:best]

@@ -30,16 +30,19 @@ def wait_for(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def move_together(group: Sequence[Candidate], *, alignment: int, copy: Copy | None, through_host: bool = False) -> Any:
+def move_together(
+    group: Sequence[Candidate], *, alignment: int, copy: Copy | None, through_host: bool = False, least_bytes: int = 0
+) -> Any:
     """Move storages of one device into one new buffer, a uint8 tensor, which is returned; each keeps it alive.
 
-    `through_host`: let go of the old memory first. Raises torch's out-of-memory error if there is no room, in which
-    case nothing moved.
+    The buffer has `least_bytes` at least. `through_host`: let go of the old memory first. Raises torch's
+    out-of-memory error if there is no room, in which case nothing moved.
     """
     import torch
 
     device = group[0].storage.device
     offset, total = packed([member.size_bytes for member in group], alignment)
+    total = max(total, least_bytes)
     if through_host:
         return _through_host(group, offset, total)
     arena = torch.empty(total, dtype=torch.uint8, device=device)

@@ -1,0 +1,256 @@
+"""Moving torch's storages: values stay, every alias follows, memory comes back, and what may not move does not."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+_PROLOGUE = """
+import gc, json, os, sys
+import stalloc
+from stalloc.device import VirtualGPU
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=int(os.environ.get("MEMORY", 1 << 30))))
+CONTROLLER = RUNTIME.controllers[0]
+STATE = CONTROLLER.state
+import torch
+from stalloc import kernels
+from stalloc.errors import BadInputError
+MIB = 1 << 20
+def new(num_bytes, device="cuda"):
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+"""
+
+# parameters after a training on the CPU in which every step everything moves, or nothing ever does
+_TRAINING = (
+    _PROLOGUE
+    + """
+def train(how, steps):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 20))
+    tied = torch.nn.Linear(40, 20)
+    tied.weight = model[2].weight
+    optimizer = torch.optim.AdamW([*model.parameters(), tied.bias], lr=0.01)
+    average = [p.detach().clone() for p in model.parameters()]
+    view = model[0].weight.detach().view(-1)[7:90]
+    everything = (model, optimizer, average)
+    addresses, moved = set(), 0
+    for step in range(steps):
+        x = torch.randn(8, 20)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = (tied(model[1](model[0](x))) ** 2).mean() + model(x).abs().mean()
+        if how == "within":  # what autograd has saved moves between forward and backward
+            moved += stalloc.adopt(*everything, gradients=True).num_moved
+        loss.backward()
+        if how in ("reference", "interpreter"):
+            copy = kernels.host_copy if how == "reference" else kernels.batched_copy
+            moved += stalloc.adopt(*everything, gradients=True, copy=copy).num_moved
+        if how == "flat":
+            moved += len(stalloc.contiguous_buffers(list(model.parameters())))
+        addresses.add(model[0].weight.data_ptr())
+        optimizer.step()
+        for mean, p in zip(average, model.parameters()):
+            mean.mul_(0.9).add_(p.detach(), alpha=0.1)
+    assert torch.equal(view, model[0].weight.detach().view(-1)[7:90])
+    assert tied.weight is model[2].weight
+    tensors = [*model.state_dict().values(), *average, *(v for s in optimizer.state.values() for v in s.values())]
+    return [t.double().reshape(-1).tolist() for t in tensors], len(addresses), moved
+
+results = {}
+expected, _, nothing = train("never", 8)
+for how in sys.argv[1:]:
+    found, addresses, moved = train(how, 8)
+    results[how] = [found == expected, addresses > 1, moved >= 8]
+print(json.dumps([nothing, results]))
+"""
+)
+
+
+def test_a_training_that_moves_every_step_ends_with_the_same_parameters(run_checks: Any) -> None:
+    ways = ["reference", "within", "flat"]
+    if importlib.util.find_spec("triton") is not None:
+        ways.append("interpreter")
+    nothing, results = run_checks(_TRAINING, *ways, TRITON_INTERPRET="1")
+    assert nothing == 0
+    assert results == {way: [True, True, True] for way in ways}
+
+
+def test_what_has_escaped_stays_and_says_why(run_checks: Any) -> None:
+    kept, same, moved_values = run_checks(
+        _PROLOGUE
+        + """
+import numpy as np
+own = torch.arange(100.0)
+named = torch.arange(50.0)
+shared = torch.arange(30.0).share_memory_()
+array = np.arange(20.0)
+foreign = torch.from_numpy(array)
+tensors = [own, own[3:], named, shared, foreign, torch.empty(3, device="meta"), torch.eye(3).to_sparse()]
+before = [t.data_ptr() for t in tensors[:5]]
+result = stalloc.adopt(tensors, exclude=[named[2:]])
+after = [t.data_ptr() for t in tensors[:5]]
+print(json.dumps([dict(result.kept), [a == b for a, b in zip(before, after)], own[3:].tolist()]))
+"""
+    )
+    assert kept == {
+        "excluded by the caller": 1,
+        "its memory is shared with other processes": 1,
+        "its memory belongs to another library": 1,
+    }
+    assert same == [False, False, True, True, True]
+    assert moved_values == [float(number) for number in range(3, 100)]
+
+
+def test_blocks_of_graphs_and_of_other_streams_stay_on_the_device(run_checks: Any) -> None:
+    kept, same, unknown = run_checks(
+        _PROLOGUE
+        + """
+plain = new(3 * MIB)
+crossing = new(3 * MIB)
+crossing.record_stream(torch.cuda.Stream())
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = new(3 * MIB)
+tensors = [plain, crossing, captured]
+before = [t.data_ptr() for t in tensors]
+result = stalloc.adopt(tensors)
+after = [t.data_ptr() for t in tensors]
+same = [a == b for a, b in zip(before, after)]
+del tensors, plain, crossing, captured, graph
+gc.collect()
+print(json.dumps([dict(result.kept), same, STATE["NUM_UNKNOWN_FREES"]]))
+"""
+    )
+    assert kept == {"another stream or a CUDA graph uses it": 2}
+    assert same == [False, True, True]
+    assert unknown == 0
+
+
+def test_compaction_serves_a_block_that_only_fragmentation_refused(run_checks: Any) -> None:
+    texts, after, counts = run_checks(
+        _PROLOGUE
+        + """
+blocks = [new(3 * MIB) for _ in range(320)]
+del blocks[1::2]
+texts, before = [], [t.data_ptr() for t in blocks]
+def attempt(function):
+    try:
+        function()
+        texts.append("")
+    except (torch.OutOfMemoryError, BadInputError) as error:
+        texts.append(str(error))
+attempt(lambda: new(460 * MIB))
+attempt(lambda: stalloc.compact(blocks, needed_bytes=2000 * MIB))
+unmoved = before == [t.data_ptr() for t in blocks]
+attempt(lambda: stalloc.compact(blocks, needed_bytes=460 * MIB, exclude=blocks))
+attempt(lambda: stalloc.compact(blocks, needed_bytes=460 * MIB))
+attempt(lambda: new(460 * MIB))
+allocated, reserved = STATE["ALLOCATED"], STATE["RESERVED"]
+del blocks
+gc.collect()
+torch.cuda.empty_cache()
+counts = [STATE["ALLOCATED"], STATE["RESERVED"], STATE["NUM_UNKNOWN_FREES"]]
+print(json.dumps([texts, [unmoved, allocated, reserved], counts]))
+""",
+        MEMORY=str(1 << 30),
+    )
+    assert texts[0].startswith("stalloc: out of memory")
+    assert "2097152000 bytes cannot be freed in one piece" in texts[1]
+    assert "cannot be freed in one piece" in texts[2]
+    assert texts[3:] == ["", ""]
+    unmoved, allocated, reserved = after
+    assert unmoved
+    assert 160 * 3 * MIB <= allocated < 160 * 3 * MIB + 16 * MIB
+    assert reserved <= (1 << 30) - 460 * MIB
+    assert counts == [0, 0, 0]
+
+
+def test_adopting_never_exceeds_the_cap_and_packs_what_lives(run_checks: Any) -> None:
+    allocated, reserved, peak, cap, moved, host, refused = run_checks(
+        _PROLOGUE
+        + """
+from stalloc.compaction.adopting import adopt
+generator = __import__("random").Random(3)
+tensors = [new(generator.randrange(1, 24 * MIB)) for _ in range(120)]
+tensors = [t for i, t in enumerate(tensors) if i % 3]
+torch.cuda.empty_cache()
+cap = STATE["RESERVED"] + 8 * MIB
+try:
+    stalloc.adopt(tensors, cap_bytes=100)
+    refused = ""
+except BadInputError as error:
+    refused = str(error)
+torch.cuda.reset_peak_memory_stats()
+result = stalloc.adopt(tensors, cap_bytes=cap)
+peak = torch.cuda.max_memory_reserved()
+print(json.dumps([STATE["ALLOCATED"], STATE["RESERVED"], peak, cap,
+                  result.num_moved, result.through_host_bytes, refused]))
+""",
+        MEMORY=str(3 << 30),
+    )
+    assert "above the cap of 100" in refused
+    assert moved == 80
+    assert peak <= cap
+    assert reserved <= 1.1 * allocated
+    assert host > 0
+
+
+def test_a_running_job_is_brought_into_its_plan_with_reserved_at_its_peak(run_checks: Any) -> None:
+    phase, allocated_peak, reserved, peak, cap = run_checks(
+        _PROLOGUE
+        + """
+blocks = [torch.nn.Linear(2048, 2048, bias=False, device="cuda") for _ in range(24)]
+model = torch.nn.Sequential(*blocks)
+optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
+def step():
+    optimizer.zero_grad()
+    model(torch.empty(512, 2048, device="cuda")).sum().backward()
+    optimizer.step()
+step()
+step()
+cap = int(1.3 * torch.cuda.max_memory_reserved())
+torch.cuda.reset_peak_memory_stats()
+stalloc.adopt(model, optimizer, cap_bytes=cap)
+peak = torch.cuda.max_memory_reserved()
+for _ in range(12):
+    step()
+gc.collect()
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+for _ in range(4):
+    step()
+peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+print(json.dumps([CONTROLLER.phase.name, *peaks, peak, cap]))
+""",
+        MEMORY=str(8 << 30),
+    )
+    assert phase == "PLANNED"
+    assert peak <= cap
+    assert reserved <= 1.01 * allocated_peak
+
+
+def test_contiguous_buffers_are_gapless_and_refuse_what_cannot_be(run_checks: Any) -> None:
+    found = run_checks(
+        _PROLOGUE
+        + """
+tensors = [torch.full((3,), 1.0), torch.full((2, 2), 2.0), torch.full((5,), 3, dtype=torch.uint8)]
+flats = stalloc.contiguous_buffers(tensors)
+values = [flat.tolist() for flat in flats]
+flats[0][4] = 9
+texts = []
+whole = torch.arange(10.0)
+for wrong in ([whole[:5]], [whole, whole], [torch.ones(4, 4).t()], [torch.empty(0)]):
+    try:
+        stalloc.contiguous_buffers(wrong)
+    except BadInputError as error:
+        texts.append(str(error))
+print(json.dumps([values, tensors[1].tolist(), texts]))
+"""
+    )
+    values, second, texts = found
+    assert values == [[1.0] * 3 + [2.0] * 4, [3] * 5]
+    assert second == [[2.0, 9.0], [2.0, 2.0]]
+    assert len(texts) == 4
