@@ -24,6 +24,7 @@ _LAZY: dict[str, str] = {
     "install": "stalloc.integrations",
     "uninstall": "stalloc.integrations",
     "scope": "stalloc.integrations",
+    "mem_pool": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
     "adopt": "stalloc.compaction",

@@ -230,3 +230,72 @@ def test_the_hook_can_be_placed_and_removed_by_hand(tmp_path: Path) -> None:
     hook.remove(tmp_path)
     with pytest.raises(RuntimeError, match="cannot write"):
         hook.place(tmp_path / "missing")
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+@pytest.mark.parametrize("order", ["torch, cupy", "cupy, torch"])
+def test_both_libraries_are_served_whichever_comes_first(python: Run, order: str) -> None:
+    source = f"""
+import {order}
+import stalloc.integrations.installing as installing
+x = {"torch.ones(1000, device='cuda')" if order.startswith("cupy") else "cupy.ones(1000)"}
+y = {"cupy.ones(1000)" if order.startswith("cupy") else "torch.ones(1000, device='cuda')"}
+print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated())
+"""
+    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
+    assert done.stdout == f"2 {4096 + 8192}\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_a_history_asked_for_first_of_all_is_stallocs(python: Run) -> None:
+    source = """
+import torch
+torch.cuda.memory._record_memory_history()
+x = torch.ones(1000, device="cuda")
+print(torch.cuda.memory.get_allocator_backend(), len(torch.cuda.memory._snapshot()["device_traces"][0]) > 0)
+"""
+    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
+    assert done.stdout == "pluggable True\n", done.stderr
+
+
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_workers_by_fork_and_by_spawn(python: Run, tmp_path: Path) -> None:
+    """Data loaders fork; a spawned process is a program of its own, with stalloc of its own."""
+    program = tmp_path / "workers.py"
+    program.write_text(
+        """
+import multiprocessing, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return torch.full((3,), float(i))
+
+def child(queue):
+    import stalloc.integrations.installing as installing
+    x = torch.ones(1 << 20, device="cuda")
+    queue.put([installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()])
+
+if __name__ == "__main__":
+    x = torch.ones(1000, device="cuda")
+    total = 0.0
+    for epoch in range(2):
+        for batch in DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+            total += batch.sum().item()
+            batch.cuda()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print(total, queue.get(timeout=120), torch.cuda.memory_allocated())
+    process.join(60)
+    sys.exit(process.exitcode)
+"""
+    )
+    done = python(program, STALLOC="1", STALLOC_DEVICE="virtual", STALLOC_CACHE=str(tmp_path / "cache"))
+    assert done.stdout == f"720.0 [1, {4 << 20}] 4096\n"
+    assert done.stderr == ""

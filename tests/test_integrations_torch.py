@@ -654,3 +654,120 @@ show(CONTROLLER.phase.value, text)
     assert phase == "running on the plan"
     for part in ("Allocated 0.49 GiB", "largest live blocks 0.39 GiB, 0.10 GiB", "the plan's arena", "stalloc dryrun"):
         assert part in text
+
+
+def test_installing_late_names_what_holds_the_memory_and_offers_a_pool(run_checks: Any) -> None:
+    text, addresses, figures, replayed, end = run_checks("""
+import gc, json
+from stalloc.device import activate, virtual
+activate("virtual")
+import torch
+model = torch.nn.Linear(10, 10).cuda()
+import stalloc
+try:
+    stalloc.install(device="virtual")
+    text = ""
+except stalloc.SetupError as error:
+    text = str(error)
+pool = stalloc.mem_pool()
+before = virtual.used_bytes()
+torch.cuda.memory._record_memory_history(context=None)
+with torch.cuda.use_mem_pool(pool):
+    x = torch.ones(30 << 20, dtype=torch.uint8, device="cuda")
+    y = x * 2
+from stalloc.integrations.mem_pool import held_bytes
+inside = {s["address"]: s["total_size"] for s in pool.snapshot()}
+addresses = any(a <= x.data_ptr() < a + size for a, size in inside.items())
+figures = [held_bytes() == sum(inside.values()) == virtual.used_bytes() - before,
+           torch.cuda.memory_allocated() >= 60 << 20, len(torch.cuda.memory._snapshot()["device_traces"][0]) > 2]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    z = x + 1
+graph.replay()
+replayed = z.numel()
+del x, y, pool
+gc.collect()
+torch.cuda.empty_cache()
+print(json.dumps([text, addresses, figures, replayed, held_bytes()]))
+""")
+    assert "torch has used CUDA before stalloc was installed (model of the program holds it)" in text
+    assert "stalloc.mem_pool()" in text
+    assert addresses
+    assert figures == [True, True, True]
+    assert replayed == 30 << 20
+    assert end == 0
+
+
+def test_a_pool_beside_stalloc_is_refused_in_one_sentence(run_checks: Any) -> None:
+    assert run_checks(
+        _PROLOGUE
+        + """
+try:
+    stalloc.mem_pool()
+except stalloc.SetupError as error:
+    show(str(error).startswith("torch's own allocator is not in charge"))
+"""
+    ) == [True]
+
+
+def test_scopes_limit_planning_and_serve_torch_for_good(run_checks: Any) -> None:
+    counts, phases, cupy_pool = run_checks("""
+import json
+from stalloc.device import VirtualGPU, activate
+activate("virtual", VirtualGPU(total_bytes=1 << 30))
+import torch, cupy as cp, stalloc
+def work(steps):
+    parameter = torch.ones(1 << 18, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([parameter])
+    for _ in range(steps):
+        (parameter * 2).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+phases, counts = [], []
+for _ in range(2):
+    with stalloc.scope(device="virtual") as runtime:
+        with stalloc.scope(device="virtual") as inner:
+            assert inner is runtime
+        work(12)
+        state = runtime.controllers[0].state
+        a = cp.zeros(1000)
+        phases.append(runtime.controllers[0].phase.value)
+    b = c = None
+    live = state["NUM_LIVE"]
+    b, c = cp.zeros(1000), torch.ones(1000, device="cuda")
+    counts.append(state["NUM_LIVE"] - live)
+    work(3)
+    phases.append(runtime.controllers[0].phase.value)
+print(json.dumps([counts, phases, cp.get_default_memory_pool().used_bytes() > 0]))
+""")
+    assert counts == [1, 1], "outside, torch is still served, CuPy is not"
+    assert phases == ["running on the plan", "serving from the heap"] * 2
+    assert cupy_pool
+
+
+def test_install_after_uninstall_serves_and_plans_again(run_checks: Any) -> None:
+    assert run_checks(
+        _PROLOGUE
+        + """
+import cupy as cp
+parameter = torch.ones(1 << 18, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([parameter])
+def work():
+    for _ in range(12):
+        (parameter * 2).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return CONTROLLER.phase.value
+phases = [work()]
+stalloc.uninstall()
+live = STATE["NUM_LIVE"]
+outside = cp.zeros(1000)
+served = [STATE["NUM_LIVE"] - live]
+phases.append(work())
+assert stalloc.install(device="virtual") is RUNTIME
+inside = cp.zeros(1000)
+served.append(STATE["NUM_LIVE"] - live)
+phases.append(work())
+show(phases, served, STATE["NUM_UNKNOWN_FREES"])
+"""
+    ) == [["running on the plan", "serving from the heap", "running on the plan"], [0, 1], 0]

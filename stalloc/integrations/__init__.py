@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from stalloc.integrations.installing import install, scope, statistics, step, uninstall
 
 if TYPE_CHECKING:
+    from stalloc.integrations.mem_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
 
 _OF_RUNTIME = ("Report", "Runtime", "Settings")
 
-__all__ = ["Report", "Runtime", "Settings", "install", "scope", "statistics", "step", "uninstall"]
+__all__ = ["Report", "Runtime", "Settings", "install", "mem_pool", "scope", "statistics", "step", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from stalloc import runtime
 
         return getattr(runtime, name)
+    if name == "mem_pool":
+        from stalloc.integrations.mem_pool import mem_pool
+
+        return mem_pool
     raise AttributeError(f"module 'stalloc.integrations' has no attribute {name!r}")

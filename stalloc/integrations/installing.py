@@ -90,8 +90,11 @@ def _start(
 
         plans = load_plans(plan)
     devices.activate(device, gpu)
+    from stalloc.integrations.ranks import plan_together
     from stalloc.runtime import Settings, start
+    from stalloc.runtime.process import plan_with
 
+    plan_with(plan_together)
     runtime = start(settings or Settings(), plans)
     runtime.try_plans(known_plans)
     return runtime

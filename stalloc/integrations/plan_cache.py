@@ -91,6 +91,8 @@ class PlanCache:
 
         To be called when the program is over. A folder that cannot be written costs one sentence.
         """
+        if os.getpid() != runtime.pid:
+            return  # a child of fork
         used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
         if self.loaded:
             if any(_is_stale(report) for report in runtime.reports()):

@@ -49,8 +49,8 @@ def arm() -> None:
         return
     if kind == "virtual":
         before_import(("torch", "cupy", "cupy_backends"), lambda: _activate_virtual(gpu))
-    after_import("torch", lambda: _watch_torch(kind))
-    after_import("cupy", lambda: _watch_cupy(kind))
+    else:
+        _watch(kind)
 
 
 def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
@@ -77,6 +77,13 @@ def _activate_virtual(gpu: "VirtualGPU | None") -> None:
         device.activate("virtual", gpu)
     except StallocError as error:
         _say(f"{error} The program goes on without stalloc.")
+        return
+    _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
+
+
+def _watch(kind: str) -> None:
+    after_import("torch", lambda: _watch_torch(kind))
+    after_import("cupy", lambda: _watch_cupy(kind))
 
 
 def _watch_torch(kind: str) -> None:
@@ -162,6 +169,8 @@ def _install_with_cache(kind: str) -> None:
 
 
 def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
+    if os.getpid() != runtime.pid:
+        return  # a child of fork
     file = file.replace("{pid}", str(os.getpid())).replace("{rank}", os.environ.get("RANK", "0"))
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
     try:

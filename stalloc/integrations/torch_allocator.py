@@ -22,13 +22,28 @@ _keep: list[Any] = []  # what torch holds addresses of
 
 
 def check_untouched() -> None:
-    """Raise SetupError if torch has used CUDA already, since its allocator cannot be changed then."""
+    """Raise SetupError, naming what holds CUDA memory, if torch has used CUDA: its allocator cannot be changed then."""
     torch = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        raise SetupError(
-            "torch has used CUDA before stalloc was installed: call stalloc.install() before the first CUDA tensor, "
-            "or start the program with `stalloc run`."
-        )
+    if not torch.cuda.is_initialized():
+        return
+    found = _holders(torch)
+    held = f" ({', '.join(found)} of the program {'hold' if len(found) > 1 else 'holds'} it)" if found else ""
+    raise SetupError(
+        f"torch has used CUDA before stalloc was installed{held}: call stalloc.install() before the first CUDA tensor, "
+        "or start the program with `stalloc run` or STALLOC=1; from here on only stalloc.mem_pool() can serve torch."
+    )
+
+
+def _holders(torch: Any, limit: int = 3) -> list[str]:
+    """Names in the program's main module that hold CUDA memory, as a trace of who used it."""
+    found = []
+    for name, value in list(vars(sys.modules.get("__main__", sys)).items()):
+        tensors = [value] if isinstance(value, torch.Tensor) else []
+        if isinstance(value, torch.nn.Module):
+            tensors = list(value.parameters())
+        if any(tensor.is_cuda for tensor in tensors):
+            found.append(name)
+    return found[:limit]
 
 
 def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:

@@ -5,8 +5,11 @@ Contract: made once, never torn down, since torch and CuPy hold addresses into i
 
 import atexit
 import contextlib
+import os
 import threading
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +20,43 @@ from stalloc.runtime import entry
 from stalloc.runtime.controller import Controller, Phase, Settings
 from stalloc.runtime.statistics import Report, report
 
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+
 _MAX_DEVICES = 128
+_FORKED = (
+    "stalloc: this process was forked from one that had CUDA in use, which CUDA does not allow: start it with the "
+    "'spawn' method (multiprocessing.get_context('spawn')), or use CUDA in the child only."
+)
+
+
+_plan_maker: "Callable[[Tape], Plan] | None" = None
+
+
+def plan_with(make: "Callable[[Tape], Plan]") -> None:
+    """Let `make` stand in for the planner from now on, say to take another rank's plan; it runs in any thread."""
+    global _plan_maker
+    _plan_maker = make
+
+
+class _Planned(Controller):
+    """A controller whose plans come from the maker that this process has chosen."""
+
+    @staticmethod
+    def _make_plan(making: Any) -> None:
+        from stalloc.planner import plan_tape, validate
+
+        try:
+            plan = (_plan_maker or plan_tape)(making.tape)
+            verdict = validate(plan)
+            if verdict.ok:
+                making.plan = plan
+            else:
+                making.error = f"the plan was refused: {verdict.reason}: {verdict.detail}"
+        except Exception as error:
+            making.error = f"planning failed: {type(error).__name__}: {error}"
+        finally:
+            making.done.set()
 
 
 class Runtime:
@@ -27,7 +66,7 @@ class Runtime:
         """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
         slow = entry.slow_entry(self._help)
-        self.controllers = [Controller(device, slow, settings) for device in devices.devices()]
+        self.controllers = [_Planned(device, slow, settings) for device in devices.devices()]
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
         for plan in plans or []:
@@ -37,7 +76,28 @@ class Runtime:
                     "make it from a trace of this machine's devices."
                 )
             self.controllers[plan.device].use(plan)
+        self.pid = os.getpid()
         atexit.register(entry.close_slow_entries)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """In a child of fork: no other thread is here, whatever it was doing; serve from the heap, without a plan.
+
+        A real device cannot be used in the child of a process that used it (CUDA programming guide); the virtual one
+        can. Threads inside the core at that moment are rare and leave the state as it was between two of its words.
+        """
+        entry._gate[1] = 0
+        for controller in self.controllers:
+            controller._lock = threading.RLock()
+            controller._making = None
+            controller.state["LOCK"] = 0
+            controller.state.drop_tape()
+            controller.state.write(RECORDING=0, CHECK_AT=0, EXACT=0)
+            controller.phase, controller.note = Phase.RESTING, "this process is a fork, which is not watched"
+
+    def _cannot_serve(self) -> bool:
+        """Whether this is a child of fork on a real device."""
+        return os.getpid() != self.pid and self.controllers[0].device.kind == "cuda"
 
     def try_plans(self, plans: list[Plan]) -> None:
         """Put plans of an earlier run in force where they fit; those that do not are left aside.
@@ -69,6 +129,9 @@ class Runtime:
 
     def _help(self, device: int, request: int, argument: int) -> int:
         try:
+            if self._cannot_serve():
+                self.controllers[device].state.set_out_of_memory_text(_FORKED)
+                return 0
             return int(self.controllers[device].help(request, argument))
         except KeyboardInterrupt:
             # it would vanish in the C code that called: raise it again where Python runs

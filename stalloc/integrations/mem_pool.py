@@ -1,0 +1,89 @@
+"""The compatible way: a torch.cuda.MemPool whose segments stalloc takes from the device.
+
+torch's caching allocator stays in charge: its statistics, snapshots, histories and CUDA graphs are its own, and it may
+have used CUDA before. For the same reason there is no plan: stalloc sees segments, not tensors.
+
+Contract: torch holds a lock of its allocator while it calls, so nothing here enters Python, which could wait for that
+lock; the two functions are compiled and call the driver.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from stalloc.errors import SetupError
+from stalloc.runtime import entry
+
+_held = np.zeros(2, np.int64)  # bytes held from the device now, and how many times the device had no more
+
+_SOURCE = """
+define ptr @allocate(i64 %size, i32 %device, ptr %stream) {{
+entry:
+  %place = alloca i64
+  store i64 0, ptr %place
+  %take = inttoptr i64 {take} to ptr
+  %status = call i32 %take(ptr %place, i64 %size)
+  %failed = icmp ne i32 %status, 0
+  br i1 %failed, label %none, label %done
+none:
+  %refused = inttoptr i64 {refused} to ptr
+  %before = atomicrmw add ptr %refused, i64 1 seq_cst
+  ret ptr null
+done:
+  %held = inttoptr i64 {held} to ptr
+  %more = atomicrmw add ptr %held, i64 %size seq_cst
+  %address = load i64, ptr %place
+  %result = inttoptr i64 %address to ptr
+  ret ptr %result
+}}
+
+define void @free(ptr %pointer, i64 %size, i32 %device, ptr %stream) {{
+  %address = ptrtoint ptr %pointer to i64
+  %give = inttoptr i64 {give} to ptr
+  %status = call i32 %give(i64 %address)
+  %held = inttoptr i64 {held} to ptr
+  %less = atomicrmw sub ptr %held, i64 %size seq_cst
+  ret void
+}}
+"""
+
+
+@cache
+def _allocator() -> Any:
+    import torch
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        take, give = driver.cuMemAlloc_v2, driver.cuMemFree_v2
+    except (OSError, AttributeError):
+        raise SetupError("no NVIDIA driver is here: a memory pool of torch needs a GPU, real or virtual.") from None
+    addresses = {name: ctypes.cast(call, ctypes.c_void_p).value for name, call in (("take", take), ("give", give))}
+    words = {"held": _held.ctypes.data, "refused": _held.ctypes.data + 8}
+    allocate, free = entry._compile(_SOURCE.format(**addresses, **words), "allocate", "free")
+    return torch._C._cuda_customAllocator(allocate, free)
+
+
+def mem_pool(**options: bool) -> Any:
+    """A torch.cuda.MemPool with stalloc below it; `options` are those of torch.cuda.MemPool.
+
+    Use it as any: `with torch.cuda.use_mem_pool(pool): …` serves the calling thread from it. torch frees its memory
+    when the pool and all that was allocated from it are gone. Raises SetupError where stalloc is torch's allocator
+    already, or torch has no CUDA.
+    """
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        raise SetupError("this torch is built without CUDA: install a CUDA build.")
+    if torch.cuda.memory.get_allocator_backend() != "native":
+        raise SetupError(
+            "torch's own allocator is not in charge of CUDA memory here, and only that has memory pools: use stalloc "
+            "as it is installed, or this pool without it."
+        )
+    return torch.cuda.MemPool(_allocator(), **options)
+
+
+def held_bytes() -> int:
+    """Bytes that all pools hold from the devices now."""
+    return int(_held[0])

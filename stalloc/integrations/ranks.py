@@ -1,0 +1,112 @@
+"""Ranks of one job that do the same plan once: the first to ask plans, the others take its plan from the job's store.
+
+Contract: a rank uses another's plan only if it was made for exactly its own tape (sizes, streams and lifespans), and
+after the validator has passed it; whatever is amiss (no job, no store, a rank that died, other versions), it plans for
+itself. The store is only asked, never waited in, since other threads of the rank share its connection.
+"""
+
+import dataclasses
+import hashlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+    from stalloc.planner import Plan
+
+_COLUMNS = ("size", "stream", "start", "end", "planned")
+_PATIENCE_SECONDS = 60.0  # for a rank that said it would plan
+_POLL_SECONDS = 0.02
+
+
+def plan_together(tape: "Tape") -> "Plan":
+    """The plan of a tape, made here or by another rank of this job that has the same tape."""
+    from stalloc.planner import plan_tape
+
+    store = _store()
+    if store is None:
+        return plan_tape(tape)
+    key = f"stalloc/plan/{digest(tape)}"
+    try:
+        mine = store.add(f"{key}/ranks", 1) == 1
+        found = None if mine else _take(store, key, tape)
+    except Exception:  # of many kinds: a store whose server is gone, a backend that cannot add
+        mine, found = False, None
+    if found is not None:
+        return found
+    plan = plan_tape(tape)
+    if mine:
+        try:
+            store.set(key, _packed(plan))
+        except Exception:
+            return plan  # the others lose patience and plan for themselves
+    return plan
+
+
+def digest(tape: "Tape") -> str:
+    """What two ranks have to have in common to share a plan: the tape and the version of stalloc."""
+    from stalloc import __version__
+
+    found = hashlib.sha256(f"{__version__} {tape.num_prologue} {tape.ring_start} {tape.ring_end}".encode())
+    for name in _COLUMNS:
+        found.update(np.ascontiguousarray(getattr(tape, name)).tobytes())
+    return found.hexdigest()[:32]
+
+
+def fits(plan: "Plan", tape: "Tape") -> bool:
+    """Whether a plan is one of exactly this tape, and valid."""
+    from stalloc.planner import validate
+
+    same = (
+        (plan.num_prologue, plan.ring_start, plan.ring_end) == (tape.num_prologue, tape.ring_start, tape.ring_end)
+        and np.array_equal(plan.tape_size, tape.size)
+        and np.array_equal(plan.tape_stream, tape.stream)
+        and np.array_equal(plan.tape_start, tape.start)
+        and np.array_equal(plan.tape_end, tape.end)
+        and bool(((plan.tape_offset < 0) | tape.planned).all())
+    )
+    return same and validate(plan).ok
+
+
+def _store() -> Any:
+    """The store of this job, None outside of one or with a single rank."""
+    distributed = sys.modules.get("torch.distributed")
+    try:
+        if distributed is None or not distributed.is_initialized() or distributed.get_world_size() < 2:
+            return None
+        return distributed.distributed_c10d._get_default_store()
+    except Exception:  # a build without it, or a job that is just ending
+        return None
+
+
+def _take(store: Any, key: str, tape: "Tape") -> "Plan | None":
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return None
+        time.sleep(_POLL_SECONDS)
+    plan = _unpacked(bytes(store.get(key)))
+    return dataclasses.replace(plan, method=f"{plan.method}, by another rank") if fits(plan, tape) else None
+
+
+def _packed(plan: "Plan") -> bytes:
+    from stalloc.planner import save_plans
+
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        file = Path(folder) / "shared.plan.npz"
+        save_plans(file, [plan])
+        return file.read_bytes()
+
+
+def _unpacked(data: bytes) -> "Plan":
+    from stalloc.planner import load_plans
+
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        file = Path(folder) / "shared.plan.npz"
+        file.write_bytes(data)
+        return load_plans(file)[0]
