@@ -82,8 +82,17 @@ def test_the_first_event_that_differs_is_named(snapshot):
     assert "bytes reserved" in check.reason
 
 
-def test_other_settings_than_the_recorded_ones_are_found_out(snapshot):
-    assert not check_record(snapshot("lm_fb_ctx200"), parse_settings("roundup_power2_divisions:2")).exact
+@pytest.mark.parametrize("settings", ["roundup_power2_divisions:2", "max_split_size_mb:64", "expandable_segments:True"])
+def test_a_recorded_start_goes_on_under_other_settings(snapshot, settings):
+    trace = snapshot("octree_nca_train")
+    parsed = parse_settings(settings)
+    model = TorchCaching.from_record(trace, parsed)
+    fed = model.feed(recorded_calls(trace, parsed)[0])
+    blocks = model.blocks()
+    assert fed.failed == -1
+    assert np.all(blocks.address[1:] >= (blocks.address + blocks.size_bytes)[:-1])
+    assert blocks.size_bytes.sum() == model.counters().reserved_bytes
+    assert not check_record(trace, parsed).exact
 
 
 def test_a_start_can_be_followed_event_by_event(snapshot):

@@ -119,7 +119,7 @@ def _find_cached(state, pool, size):
     if numbers[EXPANDABLE]:
         # the block that grows least far is the best, not the smallest
         after = following(cells, header, block)
-        while after != 0 and _growing_size(cells, after) < _growing_size(cells, block):
+        while after != 0 and cells[block + BASE] != 0 and _growing_size(cells, after) < _growing_size(cells, block):
             block = after
             after = following(cells, header, block)
     limit = numbers[MAX_SPLIT]

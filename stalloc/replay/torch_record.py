@@ -24,7 +24,7 @@ class RecordCheck:
 
     exact: bool
     first_difference: int | None
-    """Event index, None if exact."""
+    """Event index; None if exact, or if the model has no such state to start from."""
     reason: str
     """What differs there, empty if exact."""
     num_segment_events: int
@@ -36,10 +36,18 @@ class RecordCheck:
 def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordCheck:
     """Replay a snapshot's calls from its reconstructed start, with the recorded settings if none are given.
 
-    Raises BadInputError for a trace without segments or with private pools.
+    A trace with private pools is not exact. Raises BadInputError for a trace without segments.
     """
     settings = settings or recorded_settings(trace)
     events, _ = recorded_calls(trace, settings)
+    if np.any(trace.extra.get("segment_pool", 0)):
+        return RecordCheck(
+            exact=False,
+            first_difference=None,
+            reason="the trace has private pools, which the model has not",
+            num_segment_events=int(np.isin(trace.action, _SEGMENT_ACTIONS).sum()),
+            num_compared=0,
+        )
     fed = TorchCaching.from_record(trace, settings).feed(events)
     wrong_place = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
     recorded = trace.reserved_bytes()[events.event]

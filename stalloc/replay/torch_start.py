@@ -101,10 +101,11 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     divisions = settings.divisions()
     end = blocks.address[held] + np.array([round_size(divisions, size) for size in trace.size[request]], np.int64)
     small = blocks.segment_size[blocks.segment[held]] == _SMALL_SEGMENT
+    end = np.minimum(end, limit)
     if not settings.expandable_segments:
         if settings.max_split_bytes:
             end = np.where(end - blocks.address[held] >= settings.max_split_bytes, limit, end)
-        end = _real_ends(trace, request, blocks.address[held], np.minimum(end, limit), limit, small)
+        end = _real_ends(trace, request, blocks.address[held], end, limit, small)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
     pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
     at = 0
@@ -186,8 +187,24 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
         elif pool in old:
             begins[pool] = min(begins[pool], address)
         mapped[pool] = mapped.get(pool, 0) + size
-    base[:] = [begins[pool] for pool in pools]
+    met, previous = set(), 0
+    for number in np.flatnonzero(_expandable(trace, blocks)).tolist():
+        begin = begins[pools[number]]
+        if begin != previous and begin in met:  # a pool with two segments: each range by itself is safe
+            begin = int(blocks.segment_address[number])
+        base[number] = previous = begin
+        met.add(begin)
     return small, base, np.array(added, np.int64)
+
+
+def _expandable(trace: Trace, blocks: BlockMap) -> Column:
+    """(s,) whether a segment is a range of an expandable one: the final list says so, or pages of it were unmapped."""
+    found = np.zeros(len(blocks.segment_address), bool)
+    kinds = trace.extra.get("segment_is_expandable", np.zeros(len(trace.segment_address), np.int8))
+    unmapped = trace.address[trace.action == Action.SEGMENT_UNMAP]
+    for address in np.concatenate([trace.segment_address[kinds > 0], unmapped]).astype(np.int64):
+        found |= (blocks.segment_address <= address) & (address < blocks.segment_address + blocks.segment_size)
+    return found
 
 
 @njit()
