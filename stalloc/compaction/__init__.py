@@ -8,19 +8,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stalloc.compaction.adopting import Relocation, adopt, compact, contiguous_buffers
+    from stalloc.compaction.adopting import Relocation, adopt, compact, compact_when_full, contiguous_buffers
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
+    from stalloc.compaction.poison import CorruptionError, Poison
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
     "BOUNCE": "stalloc.compaction.schedule",
+    "CorruptionError": "stalloc.compaction.poison",
     "Layout": "stalloc.compaction.layouts",
+    "Poison": "stalloc.compaction.poison",
     "Relocation": "stalloc.compaction.adopting",
     "Schedule": "stalloc.compaction.schedule",
     "adopt": "stalloc.compaction.adopting",
     "compact": "stalloc.compaction.adopting",
+    "compact_when_full": "stalloc.compaction.adopting",
     "contiguous_buffers": "stalloc.compaction.adopting",
     "execute": "stalloc.compaction.execution",
     "largest_hole": "stalloc.compaction.layouts",
@@ -31,11 +35,14 @@ _LAZY: dict[str, str] = {
 
 __all__ = [
     "BOUNCE",
+    "CorruptionError",
     "Layout",
+    "Poison",
     "Relocation",
     "Schedule",
     "adopt",
     "compact",
+    "compact_when_full",
     "contiguous_buffers",
     "execute",
     "largest_hole",

@@ -5,8 +5,9 @@ and listed with its reason. To be called between steps: a pointer that somebody 
 registered buffers, CUDA graphs outside torch, a kernel of the user's) has to be named in `exclude`.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,27 @@ def compact(
         _in_rounds(view, chosen, None, result, copy)
         _count_reserved(view, result, before=False)
     return result
+
+
+def compact_when_full(function: Callable[..., Any], *objects: Any, **options: Any) -> Callable[..., Any]:
+    """`function`, which is called once more, after `compact(*objects, **options)`, if the device runs out of memory.
+
+    It has to be something that can begin anew: a forward pass, an evaluation, the building of a buffer. In the middle
+    of an operation nothing can be moved, since its kernels may hold addresses already. A second failure is raised.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's and CuPy's
+                raise
+            error.__traceback__ = None  # its frames hold what the function had allocated
+        compact(*objects, **options)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def contiguous_buffers(tensors: Sequence[Any], *, copy: Copy | None = None) -> list[Any]:
