@@ -303,3 +303,9 @@ def test_a_cache_that_cannot_be_written_costs_one_sentence(tmp_path: Path) -> No
     done = stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "file" / "cache")
     [sentence] = done.stderr.splitlines()
     assert "could not be kept" in sentence
+
+
+def test_the_report_says_where_the_plan_comes_from_and_goes_to(tmp_path: Path) -> None:
+    first, second = (stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "cache").stdout for _ in range(2))
+    assert "next: the same command starts with this plan" in first
+    assert "the plan was kept from the last run" in second

@@ -83,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
     source = "file" if args.plan else "cache" if known else None
     result = {**_result(reports, native, code), "plan_source": source}
-    if wants_text(args):
-        _print(result, args)
-    if args.save_plan:
-        _save_plan(runtime, args.save_plan)
     if cache is not None:
         cache.update(runtime)
+    if wants_text(args):
+        _print(result, args, kept=cache is not None and cache.file.exists())
+    if args.save_plan:
+        _save_plan(runtime, args.save_plan)
     write_json(args, result)
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
 
@@ -119,7 +119,7 @@ def _save_plan(runtime: Any, path: str) -> None:
     print(f"stalloc: wrote {path}; use it with: stalloc run --plan {path} …", file=sys.stderr)
 
 
-def _print(result: dict[str, Any], args: argparse.Namespace) -> None:
+def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -134,7 +134,11 @@ def _print(result: dict[str, Any], args: argparse.Namespace) -> None:
         for label, value in _rows(report):
             table.add_row(label, value)
         console.print(table)
-    if not args.plan and not args.save_plan and result.get("plans_made"):
+    if result["plan_source"] == "cache":
+        console.print("the plan was kept from the last run of this program", highlight=False)
+    elif kept:
+        console.print("next: the same command starts with this plan, which is kept", highlight=False)
+    elif not args.plan and not args.save_plan and result.get("plans_made"):
         console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run", highlight=False)
     elif not result.get("plans_made"):
         console.print(

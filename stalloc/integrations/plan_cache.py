@@ -129,7 +129,9 @@ class PlanCache:
 
 
 def _is_stale(report: Any) -> bool:
-    return report.plans_made != 1 or (report.hit_rate is not None and report.hit_rate < _STALE_RATE)
+    """Whether the plan that a run began with was dropped, served little, or may have stood in the way of memory."""
+    served_little = report.hit_rate is not None and report.hit_rate < _STALE_RATE
+    return report.plans_made != 1 or served_little or report.out_of_memory_errors > 0
 
 
 def _prune(directory: Path) -> None:
