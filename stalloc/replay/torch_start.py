@@ -201,9 +201,11 @@ def _expandable(trace: Trace, blocks: BlockMap) -> Column:
     """(s,) whether a segment is a range of an expandable one: the final list says so, or pages of it were unmapped."""
     found = np.zeros(len(blocks.segment_address), bool)
     kinds = trace.extra.get("segment_is_expandable", np.zeros(len(trace.segment_address), np.int8))
-    unmapped = trace.address[trace.action == Action.SEGMENT_UNMAP]
-    for address in np.concatenate([trace.segment_address[kinds > 0], unmapped]).astype(np.int64):
-        found |= (blocks.segment_address <= address) & (address < blocks.segment_address + blocks.segment_size)
+    unmapped = trace.action == Action.SEGMENT_UNMAP
+    begin = np.concatenate([trace.segment_address[kinds > 0], trace.address[unmapped]]).astype(np.int64)
+    size = np.concatenate([trace.segment_size[kinds > 0], trace.event_size[unmapped]])
+    for first, beyond in zip(begin, begin + size, strict=True):
+        found |= (blocks.segment_address < beyond) & (first < blocks.segment_address + blocks.segment_size)
     return found
 
 
