@@ -670,12 +670,13 @@ try:
 except stalloc.SetupError as error:
     text = str(error)
 pool = stalloc.mem_pool()
+assert stalloc.mem_pool is stalloc.integrations.mem_pool
 before = virtual.used_bytes()
 torch.cuda.memory._record_memory_history(context=None)
 with torch.cuda.use_mem_pool(pool):
     x = torch.ones(30 << 20, dtype=torch.uint8, device="cuda")
     y = x * 2
-from stalloc.integrations.mem_pool import held_bytes
+from stalloc.integrations.torch_pool import held_bytes
 inside = {s["address"]: s["total_size"] for s in pool.snapshot()}
 addresses = any(a <= x.data_ptr() < a + size for a, size in inside.items())
 figures = [held_bytes() == sum(inside.values()) == virtual.used_bytes() - before,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.integrations.installing import install, scope, statistics, step, uninstall
 
 if TYPE_CHECKING:
-    from stalloc.integrations.mem_pool import mem_pool
+    from stalloc.integrations.torch_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
 
 _OF_RUNTIME = ("Report", "Runtime", "Settings")
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(runtime, name)
     if name == "mem_pool":
-        from stalloc.integrations.mem_pool import mem_pool
+        from stalloc.integrations.torch_pool import mem_pool
 
         return mem_pool
     raise AttributeError(f"module 'stalloc.integrations' has no attribute {name!r}")
