@@ -13,14 +13,13 @@ import numpy as np
 
 from .blocks import PATTERN_BYTES, Column
 from .configs import Config
+from .rows import count_rows, write_rows
 
 HEADER_WORDS = 8  # rows in each section: long by 16 bytes, long by 4, long by 1, small by 16, small by 1
 PATTERN_WORDS = 32  # 16 rotations of 16 bytes
 ROWS_AT = HEADER_WORDS + PATTERN_WORDS
 ROW_WORDS = 4  # source (for a check: where its count goes), target, bytes, rotation of the pattern
 
-SMALL_VECTOR_BYTES = 512  # a row of the small sections has at most so many bytes: on the 16-byte grid,
-SMALL_BYTES = 64  # or anywhere
 MAX_CHUNK_BYTES = 4 << 20
 CHUNKS_PER_PROGRAM = 8  # about how many units of a large table each program gets, so that none ends much later
 
@@ -53,43 +52,19 @@ def _table(
     fixed_source: bool,
 ) -> tuple[np.ndarray, int]:
     first = target if source is None else source
-    apart = np.zeros_like(target) if source is None or fixed_source else first - target
-    grain = np.where(apart & 15 == 0, 16, np.where(apart & 3 == 0, 4, 1))
-    small = (size <= SMALL_BYTES) & ((target | size) & 15 != 0)
-    grain[small | (grain == 4) & (size <= SMALL_BYTES)] = 1
-    head = np.where(grain > 1, -target & (grain - 1), 0)
-    body = (size - head) & -grain
-    tail = size - head - body
-    total_bytes = int(size.sum())
-    chunk = _chunk_bytes(total_bytes, num_programs, config)
-
-    sections = []
-    for width in (16, 4, 1):
-        short = SMALL_VECTOR_BYTES if width == 16 else SMALL_BYTES if width == 1 else 0
-        long = np.flatnonzero((grain == width) & (body > short))
-        sections.append(_chunks(long, head[long], body[long], chunk))
-    vectors = np.flatnonzero((grain == 16) & (body > 0) & (body <= SMALL_VECTOR_BYTES))
-    sections.append((vectors, head[vectors], body[vectors]))
-    heads, tails = np.flatnonzero(head), np.flatnonzero(tail)
-    bytewise = np.flatnonzero((grain == 1) & (body <= SMALL_BYTES))
-    sections.append(
-        (
-            np.concatenate([heads, tails, bytewise]),
-            np.concatenate([np.zeros_like(heads), (head + body)[tails], np.zeros_like(bytewise)]),
-            np.concatenate([head[heads], tail[tails], body[bytewise]]),
-        )
-    )
-    block, at, count = (np.concatenate([section[i] for section in sections]) for i in range(3))
-    table = np.zeros(ROWS_AT + len(block) * ROW_WORDS, np.int64)
-    lengths = [len(section[0]) for section in sections]
-    table[: len(lengths)] = lengths
+    alone = source is None or fixed_source
+    chunk = _chunk_bytes(int(size.sum()), num_programs, config)
+    first, target, size = (np.ascontiguousarray(column) for column in (first, target, size))
+    lengths = np.zeros(5, np.int64)
+    count_rows(first, target, size, alone, chunk, lengths)
+    table = np.zeros(ROWS_AT + int(lengths.sum()) * ROW_WORDS, np.int64)
+    table[:5] = lengths
     table[HEADER_WORDS:ROWS_AT] = _rotations(pattern)
-    rows = table[ROWS_AT:].reshape(-1, ROW_WORDS)
-    rows[:, 0] = first[block] if fixed_source else first[block] + at
-    rows[:, 1] = target[block] + at
-    rows[:, 2] = count
-    rows[:, 3] = at % PATTERN_BYTES
-    units = sum(lengths[:3]) + sum(-(-length // config.group_rows) for length in lengths[3:])
+    write_rows(
+        first, target, size, alone, fixed_source, chunk, np.cumsum(lengths) - lengths, table[ROWS_AT:].reshape(-1, 4)
+    )
+    counts = lengths.tolist()
+    units = sum(counts[:3]) + sum(-(-count // config.group_rows) for count in counts[3:])
     return table, units
 
 
@@ -97,17 +72,6 @@ def _chunk_bytes(total_bytes: int, num_programs: int, config: Config) -> int:
     """How much of a large block a program takes at a time, a multiple of the tile."""
     even = min(total_bytes // (num_programs * CHUNKS_PER_PROGRAM), MAX_CHUNK_BYTES)
     return max(1, -(-even // config.tile_bytes)) * config.tile_bytes
-
-
-def _chunks(block: Column, head: Column, body: Column, chunk: int) -> tuple[Column, Column, Column]:
-    """Blocks cut into chunks: block, offset in it and bytes of each, the full chunks before what is left over."""
-    pieces = -(-body // chunk)
-    owner = np.repeat(np.arange(len(block)), pieces)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    at = nth * chunk
-    count = np.minimum(body[owner] - at, chunk)
-    order = np.argsort(-count, kind="stable")
-    return block[owner][order], (head[owner] + at)[order], count[order]
 
 
 def _rotations(pattern: bytes) -> np.ndarray:
