@@ -772,3 +772,25 @@ phases.append(work())
 show(phases, served, STATE["NUM_UNKNOWN_FREES"])
 """
     ) == [["running on the plan", "serving from the heap", "running on the plan"], [0, 1], 0]
+
+
+def test_observers_of_out_of_memory_are_called_and_may_take_a_snapshot(run_checks: Any) -> None:
+    seen, error = run_checks(
+        _PROLOGUE
+        + """
+seen = []
+def observe(device, wanted, allocated, free):
+    segments = torch.cuda.memory._snapshot()["segments"]
+    seen.append([device, wanted, allocated, free, sum(s["total_size"] for s in segments)])
+torch._C._cuda_attach_out_of_memory_observer(observe)
+x = new(512 * MIB)
+try:
+    new(1700 * MIB)
+    error = False
+except torch.OutOfMemoryError:
+    error = True
+show(seen, error)
+"""
+    )
+    assert seen == [[0, 1700 * MIB, 512 * MIB, 1536 * MIB, 512 * MIB]]
+    assert error

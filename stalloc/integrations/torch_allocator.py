@@ -147,6 +147,7 @@ def _answer_statistics(torch: Any, runtime: Runtime) -> None:
     torch._C._cuda_getMemoryFraction = lambda device: fractions.get(device, 1.0)
     torch._C._cuda_memorySnapshot = history.snapshot
     torch._C._cuda_record_memory_history = history.record
+    torch._C._cuda_attach_out_of_memory_observer = runtime.observers.append
     torch._C._cuda_isHistoryEnabled = lambda: history.enabled
 
 

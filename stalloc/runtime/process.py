@@ -77,6 +77,8 @@ class Runtime:
                 )
             self.controllers[plan.device].use(plan)
         self.pid = os.getpid()
+        #: called with (device, bytes asked for, bytes allocated, bytes free on the device) before memory is refused
+        self.observers: list[Callable[[int, int, int, int], None]] = []
         atexit.register(entry.close_slow_entries)
         os.register_at_fork(after_in_child=self._forked)
 
@@ -132,7 +134,10 @@ class Runtime:
             if self._cannot_serve():
                 self.controllers[device].state.set_out_of_memory_text(_FORKED)
                 return 0
-            return int(self.controllers[device].help(request, argument))
+            helped = self.controllers[device].help(request, argument)
+            if not helped:
+                self._tell_observers(device, argument)
+            return int(helped)
         except KeyboardInterrupt:
             # it would vanish in the C code that called: raise it again where Python runs
             import _thread
@@ -148,6 +153,13 @@ class Runtime:
                     stacklevel=2,
                 )
             return 0
+
+    def _tell_observers(self, device: int, size_bytes: int) -> None:
+        if self.observers:
+            controller = self.controllers[device]
+            free, _ = controller.device.memory_info()
+            for observer in list(self.observers):
+                observer(device, size_bytes, controller.state["ALLOCATED"], free)
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark on every device that the program has used."""
