@@ -213,7 +213,7 @@ def step():
     optimizer.step()
 step()
 step()
-cap = int(1.3 * torch.cuda.max_memory_reserved())
+cap = torch.cuda.max_memory_reserved()
 torch.cuda.reset_peak_memory_stats()
 stalloc.adopt(model, optimizer, cap_bytes=cap)
 peak = torch.cuda.max_memory_reserved()
@@ -256,3 +256,47 @@ print(json.dumps([values, tensors[1].tolist(), texts]))
     assert values == [[1.0] * 3 + [2.0] * 4, [3] * 5]
     assert second == [[2.0, 9.0], [2.0, 2.0]]
     assert len(texts) == 4
+
+
+@pytest.mark.slow
+def test_a_7b_job_is_adopted_under_its_own_reserved_peak(run_checks: Any) -> None:
+    phase, allocated_peak, reserved_peak, adopting_peak, cap, moved = run_checks(
+        _PROLOGUE
+        + """
+HIDDEN, INNER = 4096, 11008
+def linear(rows, columns):
+    return torch.nn.Linear(rows, columns, bias=False, dtype=torch.bfloat16, device="cuda")
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.gate, self.down = linear(HIDDEN, INNER), linear(HIDDEN, INNER), linear(INNER, HIDDEN)
+    def forward(self, x):
+        x = x + self.o(self.q(x) + self.k(x) + self.v(x))
+        return x + self.down(torch.relu(self.up(x)) * self.gate(x))
+model = torch.nn.Sequential(*[Block() for _ in range(32)], linear(HIDDEN, 32_000))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+def step():
+    optimizer.zero_grad()
+    model(torch.empty(1024, HIDDEN, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    optimizer.step()
+step()
+step()
+cap = torch.cuda.max_memory_reserved()
+torch.cuda.reset_peak_memory_stats()
+moved = stalloc.adopt(model, optimizer, cap_bytes=cap).moved_bytes
+adopting = torch.cuda.max_memory_reserved()
+for _ in range(10):
+    step()
+torch.cuda.reset_peak_memory_stats()
+for _ in range(4):
+    step()
+peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+print(json.dumps([CONTROLLER.phase.name, *peaks, adopting, cap, moved]))
+""",
+        MEMORY=str(80 << 30),
+    )
+    assert phase == "PLANNED"
+    assert moved > 36 << 30
+    assert adopting_peak <= cap
+    assert reserved_peak <= 1.01 * allocated_peak

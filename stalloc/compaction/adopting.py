@@ -17,10 +17,11 @@ from stalloc.compaction.relocation import move_together, packed, release
 from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
 from stalloc.errors import BadInputError
 from stalloc.runtime.layout import SMALL_LIMIT
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segments import GRANULE, round_up
 
 ALIGNMENT = 512
 _OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segments.py)
+_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
 _ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding
 
 
@@ -217,7 +218,7 @@ def _in_rounds(
         taken: list[Candidate] = []
         while waiting:
             more = [*taken, *waiting[0]]
-            if _buffer_bytes(more) > room:
+            if _buffer_bytes(more) > room or (taken and len(more) > _STORAGES):
                 break
             taken = more
             waiting.pop(0)
@@ -231,11 +232,11 @@ def _in_rounds(
 
 
 def _room(view: HeapView, cap_bytes: int | None) -> int:
-    """How many bytes a new buffer may have."""
+    """How many bytes a new buffer may have, beside the table of the copy."""
     free, _ = view.controller.device.memory_info()
-    if cap_bytes is None:
-        return free
-    return min(free, cap_bytes - view.controller.state["RESERVED"])
+    if cap_bytes is not None:
+        free = min(free, cap_bytes - view.controller.state["RESERVED"])
+    return free - GRANULE
 
 
 def _segments_to_empty(

@@ -173,10 +173,10 @@ def _has_memory(tensor: Any) -> bool:
 
 @cache
 def _own_deleter(device: Any) -> int:
-    """The deleter of torch's allocator on a device."""
+    """The deleter of torch's allocator on a device; an empty tensor has it and takes no memory."""
     import torch
 
-    return _read(torch.empty(1, dtype=torch.uint8, device=device).untyped_storage(), _place() + 1)
+    return _read(torch.empty(0, dtype=torch.uint8, device=device).untyped_storage(), _place() + 1)
 
 
 def _reason(tensor: Any, storage: Any) -> str:
