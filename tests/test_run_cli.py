@@ -296,6 +296,8 @@ def test_a_kept_plan_that_the_device_has_no_room_for_is_left_aside(tmp_path: Pat
     assert result["plan_source"] is None
     assert result["phase"] == "running on the plan"
     assert result["plans_made"] == 1
+    again = run(tmp_path, "--memory", "1GiB", LOOP, 50, cache=cache)
+    assert again["plan_source"] == "cache", "it was replaced"
 
 
 def test_a_cache_that_cannot_be_written_costs_one_sentence(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,13 @@ from stalloc.errors import BadInputError
 if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.runtime import Runtime
+    from stalloc.trace import Trace
 
 _OFF = ("off", "0", "no")
 _MAX_BYTES = 256 << 20  # of all plans together
 _VERSION = 1  # of what the key is made of
 _STALE_RATE = 0.9  # a cached plan that serves less of the steps than this is not worth keeping
+_PLANNING_SECONDS = 20.0  # at most, when a program ends; the best plan until then is kept
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -95,16 +98,29 @@ class PlanCache:
             return  # a child of fork
         used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
         if self.loaded:
-            if any(_is_stale(report) for report in runtime.reports()):
-                self.remove()
-            return
+            # a device that watched its steps either left its kept plan aside or dropped it
+            watched = any(controller.observed is not None for controller in used)
+            if not watched and not any(_is_stale(report) for report in runtime.reports()):
+                return
+            self.remove()
+        try:
+            self._keep([controller.observed_trace for controller in used if controller.observed_trace is not None])
+        except Exception as error:  # the program is over: nothing of ours may spoil its ending
+            print(f"stalloc: no plan is kept for the next run ({type(error).__name__}: {error}).", file=sys.stderr)
+
+    def _keep(self, traces: "list[Trace]") -> None:
         from stalloc.planner import plan
 
-        traces = [controller.observed_trace for controller in used if controller.observed_trace is not None]
         whole = [trace for trace in traces if trace.info.get("complete", False)]
         if not whole or len(whole) != len(traces):
             return
-        plans = [made for made in map(plan, whole) if made.kind == "program"]
+        stop = threading.Event()
+        timer = threading.Timer(_PLANNING_SECONDS, stop.set)
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # some versions of Python start no thread when they end
+            timer.start()
+        plans = [made for made in (plan(trace, stop=stop) for trace in whole) if made.kind == "program"]
+        timer.cancel()
         if plans:
             self._save(plans)
 
