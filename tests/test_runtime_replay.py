@@ -3,52 +3,9 @@
 import numpy as np
 import pytest
 from programs.core_machine import MIB, Machine, Ring
+from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.runtime import layout
-
-INSERT, DROP, RESIZE, SWAP, LINGER = range(5)
-
-
-class Program:
-    """A program that goes round a ring, with deviations at given positions of a pass."""
-
-    def __init__(self, machine: Machine, ring: Ring, rng: np.random.Generator) -> None:
-        self.machine, self.ring, self.rng = machine, ring, rng
-        self.due: dict[int, list[int]] = {}  # position from the begin -> addresses to free before it
-        self.position = 0
-
-    def _request(self, size: int, stream: int, lifespan: int) -> None:
-        address = self.machine.allocate(size, stream)
-        assert address
-        self.due.setdefault(self.position + lifespan, []).append(address)
-
-    def one_pass(self, deviations: dict[int, int] | None = None) -> None:
-        """One pass over the ring; `deviations`: position in the ring -> what is done differently there."""
-        ring, order = self.ring, list(range(self.ring.length))
-        for at, what in (deviations or {}).items():
-            if what == SWAP and at + 1 < ring.length:
-                order[at], order[at + 1] = order[at + 1], order[at]
-        for i in order:
-            for address in self.due.pop(self.position, ()):
-                self.machine.free(address)
-            size, stream, lifespan = int(ring.size[i]), int(ring.stream[i]), int(ring.lifespan[i])
-            what = (deviations or {}).get(i)
-            if what == INSERT:
-                self._request(int(self.rng.integers(513, MIB)), stream, int(self.rng.integers(1, 2 * ring.length)))
-            elif what == RESIZE:
-                size += 512 * int(self.rng.integers(1, 100))
-            elif what == LINGER:
-                lifespan += int(self.rng.integers(1, 2 * ring.length))
-            if what != DROP:
-                self._request(size, stream, lifespan)
-            self.position += 1
-
-    def end(self) -> None:
-        """Free all."""
-        for addresses in self.due.values():
-            for address in addresses:
-                self.machine.free(address)
-        self.due.clear()
 
 
 def start(seed: int, length: int = 60, *, streams: int = 1, num_sizes: int = 12) -> tuple[Machine, Program]:
@@ -274,17 +231,27 @@ def test_serving_begins_beside_blocks_that_were_there_before() -> None:
     assert machine.taken == machine.state["ARENA_BYTES"] == machine.state["RESERVED"]
 
 
-def test_requests_without_a_place_on_the_plan_come_from_the_heap() -> None:
-    rng = np.random.default_rng(13)
+@pytest.mark.parametrize("seed", range(13, 17))
+def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_the_plan_nothing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
     ring = Ring(rng, 50)
     ring.offset[::5] = -1
     machine = Machine()
     machine.install(ring)
     program = Program(machine, ring, rng)
-    for _ in range(3):
+    for _ in range(4):  # how long they live has to be learnt
         program.one_pass()
-    assert machine.state["HITS"] == 3 * 40
+    hits, taken = machine.state["HITS"], machine.taken
+    for _ in range(8):
+        program.one_pass()
+    assert machine.state["HITS"] - hits == 8 * 40
     assert machine.state["MISSES"] == 0
+    assert machine.state["NUM_LENT"] > 80, "most of them found room in the arena"
+    assert machine.taken == taken
+    program.end()
+    machine.check_counts()
+    machine.state.drop_tape()
+    assert machine.state.forget_arena() > 0, "nothing is left in it"
 
 
 def test_a_prologue_runs_once_and_then_the_ring_turns() -> None:

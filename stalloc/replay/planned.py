@@ -123,9 +123,11 @@ class _OfflineController(Controller):
             memory = self.device.malloc(size_bytes)
         return memory
 
-    def release_unused(self) -> None:
-        for base in self.state.take_free_segments():
-            self.device.free(self._segments.pop(base))
+    def release_unused(self, idle_passes: int = 0) -> None:
+        for base in self.state.take_free_segments(idle_passes):
+            memory = self._segments.pop(base)
+            if memory not in self._segments.values():  # several segments may be parts of one piece of memory
+                self.device.free(memory)
         if self._arena is not None and self.state.forget_arena():
             self.device.free(self._arena)
             self._arena = None
@@ -133,7 +135,7 @@ class _OfflineController(Controller):
     @property
     def held(self) -> list[_Memory]:
         """What came from the device and was not given back."""
-        return [*self._segments.values(), *([self._arena] if self._arena is not None else [])]
+        return [*{*self._segments.values()}, *([self._arena] if self._arena is not None else [])]
 
     def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
         """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
@@ -333,7 +335,7 @@ class Planned:
         out = []
         for row in np.flatnonzero(self._held):
             address = int(self._address[row])
-            if arena <= address < arena + arena_bytes:
+            if arena <= address < arena + arena_bytes and address - arena in entry:
                 key = int(tape[entry[address - arena], layout.T_KEY])
                 size, index = key >> layout.STREAM_BITS, key & (layout.MAX_STREAMS - 1)
             else:

@@ -22,6 +22,7 @@ from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
+from stalloc.runtime.steps import Steps
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
@@ -34,6 +35,9 @@ _SLACK = 256 << 20  # bytes that observing may hold unused, besides half of the 
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
+_SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
+_IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
+_SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -55,7 +59,7 @@ class Settings:
     plan_wait_seconds: float = (
         20.0  #: how long a step boundary waits for the planner, once a plan, so that short runs gain
     )
-    max_plans: int = 8  #: plans made in one run before the heap is left to serve for good
+    max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
 
 
@@ -95,21 +99,25 @@ class Controller:
         self.steps_per_ring = 1
         self.observed_trace: Trace | None = None
         self.num_plans = 0
+        self._plans_in_a_row = 0
         self.marks: list[tuple[int, int, str]] = []
         self.step_times_ns: list[int] = []
         self._segments: dict[int, Any] = {}  # base address -> what keeps it
         self._arena: Any = None
+        self._old_arena = 0  # the base of the segment that was the arena of a plan before; 0: none
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
         self._deferred = Deferred(self.state.address, device.index)
         self._lock = threading.RLock()
+        self._steps = Steps(self)
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
         self._wait_seconds = 0.0
         self.observed_steps = 0
         self._min_period = 4  # requests; shorter repetitions are none, or have misled already
         self._began = time.monotonic()
         self._release_at_boundaries = 0
+        self._segments_kept = 0  # of the heap, when the plan had settled
         self._observe()
 
     # --- what the core asks for
@@ -146,8 +154,10 @@ class Controller:
             if kind == MARK_STEP:
                 self.step_times_ns.append(time.monotonic_ns())
                 self._doubt_unmarked_plan()
-            self.marks.append((self.state["NUM_EVENTS"], kind, name))
+            if self.state["RECORDING"] or not self.marks:
+                self.marks.append((self.state["NUM_EVENTS"], kind, name))
             if kind == MARK_STEP:
+                self._steps.at_mark()
                 self.look()
 
     def _doubt_unmarked_plan(self) -> None:
@@ -155,7 +165,8 @@ class Controller:
         if self.marks or not self.settings.plan:
             return
         if self.phase is Phase.PLANNING:
-            self.state.drop_tape()
+            self._drop_tape()
+            self._steps.forget()
             self.phase, self._making = Phase.OBSERVING, None
         elif self.phase is Phase.PLANNED and 10 * self.state["MISSES"] > self.state["HITS"]:
             self._drop_plan("the first plan did not follow the steps that are marked now")
@@ -224,6 +235,10 @@ class Controller:
         if state["EXACT"] and state["RESERVED"] - state["ALLOCATED"] > state["ALLOCATED_PEAK"] // 2 + _SLACK:
             self.release_unused()  # segments of one size, of which a program of many sizes piles up too many
         wanted, least = segment_bytes(self.state.pool_kind(pool), size_bytes), round_up(size_bytes)
+        if self.phase is Phase.PLANNED and self.state.pool_kind(pool) == layout.GENERAL_KIND:
+            wanted = least  # what the plan does not serve is the exception: it gets no more than it needs
+        if self.phase is Phase.PLANNED:
+            state["ASK_AT_BOUNDARY"] = 1  # to give it back when it is no longer used
         if self._take_segment(pool, wanted) or self._take_segment(pool, least):
             return True
         if self.state.largest_free_bytes() < size_bytes:  # else the core finds that block
@@ -243,12 +258,15 @@ class Controller:
         del self._segments[memory.ptr]
         return False
 
-    def release_unused(self) -> None:
-        """Give back to the device what holds no live block: free segments, an arena that is no longer served."""
+    def release_unused(self, idle_passes: int = 0) -> None:
+        """Give back to the device what holds no live block: free segments, an arena that is no longer served.
+
+        With `idle_passes` only segments that served nothing in the last so many passes over the plan.
+        """
         import cupy
 
         with self._lock:  # torch.cuda.empty_cache() calls this from any thread
-            for base in self.state.take_free_segments():
+            for base in self.state.take_free_segments(idle_passes):
                 del self._segments[base]
             if self._arena is not None and self.state.forget_arena():
                 self._arena = None
@@ -268,12 +286,12 @@ class Controller:
         self._reserved_start = self.state["RESERVED"]
         self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
 
-    def _rest(self, note: str) -> None:
+    def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
         self.phase, self.note = Phase.RESTING, note
-        self.state.drop_tape()
+        self._drop_tape()
+        self.settle()  # segments of one size serve nobody else
         self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
-        self.release_unused()  # segments of one size serve nobody else
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
@@ -302,8 +320,7 @@ class Controller:
         )
 
     def _segment_columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        bases = np.array(sorted(self._segments), np.int64)
-        sizes = np.array([self._segments[int(base)].mem.size for base in bases], np.int64)
+        bases, sizes = self.state.segments()
         return bases.view(np.uint64), sizes, np.zeros(len(bases), np.int64)
 
     def look(self) -> None:
@@ -312,7 +329,7 @@ class Controller:
             return
         state = self.state
         if not state["RECORDING"]:
-            self._rest("no repeating step was found before the record's table was full")
+            self.rest("no repeating step was found before the record's table was full")
             return
         num_steps = sum(kind == MARK_STEP for _, kind, _ in self.marks)
         if num_steps > _EAGER_MARKS and state["NUM_SIZABLE"] < self._look_at:
@@ -323,13 +340,13 @@ class Controller:
         if (self.marks and num_steps < self.settings.observe_steps) or (self.expects_marks and not self.marks):
             return
         if self._arena is not None and self.state["ARENA_LIVE"]:
-            return  # blocks of the last plan are still in its arena; its tape cannot be replaced yet
+            return  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
         try:
-            self._start_planning()
+            self._start_planning(num_steps)
         except Exception as error:  # whatever it is, the program must not see it: it only marked a step
-            self._rest(f"looking for a repeating step failed: {type(error).__name__}: {error}")
+            self.rest(f"looking for a repeating step failed: {type(error).__name__}: {error}")
 
-    def _start_planning(self) -> None:
+    def _start_planning(self, num_steps: int) -> None:
         from stalloc.lifespans.periods import find_step_period
         from stalloc.lifespans.tape import fold
 
@@ -343,6 +360,10 @@ class Controller:
             period = find_step_period(trace, min_repeats=repeats, min_share=_COVERAGE, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is None:
+            if self.marks:
+                self._steps.look_for_kinds(trace)
+                if num_steps >= _SETTLE_STEPS:
+                    self.settle()
             return
         if not tape.planned.all() and self._patience > 0:
             self._patience -= 1  # another step may show how long the rest lives
@@ -361,6 +382,20 @@ class Controller:
         self.state.write(CHECK_AT=0)
         self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
         self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
+        if self.marks:
+            self._steps.follow_marks(trace, sizable, first, len(nowhere))
+
+    def _drop_tape(self) -> None:
+        """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
+        self.state.drop_tape()
+        if self._arena is None:
+            return
+        bases = self.state.dissolve_arena()
+        for base in bases:
+            self._segments[base] = self._arena  # the memory goes back to the device with the last of them
+        if bases:
+            self._old_arena = bases[0] if len(bases) == 1 else 0
+            self._arena = None
 
     def release_arena(self) -> None:
         """Give back the arena of a plan that was dropped; it must be empty."""
@@ -391,8 +426,13 @@ class Controller:
             # what the switch left behind in the old segments has died meanwhile
             self.state["ASK_AFTER_MISSES"] = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
             self._release_at_boundaries -= 1
-            self.release_unused()
-            self.state["ASK_AT_BOUNDARY"] = int(self._release_at_boundaries > 0)
+            # and then what a step needed that deviated: segments that no pass uses any more
+            self.release_unused(0 if self._release_at_boundaries > 0 else _IDLE_PASSES)
+            self.state["ASK_AT_BOUNDARY"] = int(
+                self._release_at_boundaries > 0 or len(self._segments) > self._segments_kept
+            )
+            if self._release_at_boundaries == 0:
+                self._segments_kept = len(self._segments)
             return
         making = self._making
         if self.phase is not Phase.PLANNING or making is None:
@@ -404,11 +444,12 @@ class Controller:
         self._making = None
         self.steps_per_ring = making.tape.ring_length // making.tape.period_requests
         if making.plan is None:
-            self._rest(making.error or "planning failed")
+            self.rest(making.error or "planning failed")
             return
         self._switch(making.plan)
 
-    def _switch(self, plan: "Plan") -> None:
+    def note_observed(self) -> None:
+        """Keep what the steps before the plan were like, and end watching."""
         state = self.state
         self.observed = Observed(
             allocated_peak_bytes=state.span_peak("ALLOCATED"),
@@ -417,35 +458,90 @@ class Controller:
             seconds=time.monotonic() - self._began,
         )
         self.release_unused()
-        state.write(EXACT=0, RECORDING=int(self.settings.keep_recording))
+        state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+
+    def _switch(self, plan: "Plan") -> None:
+        self.note_observed()
         if not self._begin(plan, ring_only=True):
-            self._rest(
-                f"an arena of {plan.peak_bytes} bytes does not fit beside the {state['RESERVED']} bytes "
+            self.rest(
+                f"an arena of {plan.peak_bytes} bytes does not fit beside the {self.state['RESERVED']} bytes "
                 "that hold live blocks"
             )
 
     def _begin(self, plan: "Plan", *, ring_only: bool) -> bool:
         """Take the arena and serve a plan from now on; False if the device has no room for the arena."""
-        arena_bytes = round_up(plan.peak_bytes)
-        memory = self._malloc(arena_bytes)
-        if memory is None:
-            return False
-        self._arena = memory
-        state = self.state
-        state.drop_tape()
-        core.reserve(state.address, arena_bytes)
         first = plan.num_prologue if ring_only else 0
-        size, stream, offset = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:]
-        state.install_tape(size, stream, offset, plan.num_prologue - first, 0)
+        tape = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:], plan.num_prologue - first, 0
+        if not self.put_in_force(round_up(plan.peak_bytes), tape):
+            return False
         ring_length = len(plan.tape_size) - plan.num_prologue
         # a plan that was just made has to be far off before it goes; one from a file is given up sooner, before much
         # of another program lives in its arena
-        state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024 if ring_only else _DOUBT
-        state.serve_arena(memory.ptr, arena_bytes)
-        self._release_at_boundaries = 3
+        self.state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024 if ring_only else _DOUBT
+        self.plan = plan
+        return True
+
+    def settle(self) -> None:
+        """No step repeats so far: hold what steps need in one segment, where it splits and merges best.
+
+        A plan that is found later takes it over.
+        """
+        state = self.state
+        if not state["EXACT"]:
+            return
+        events = state.recorded()
+        tags = events[:, layout.E_ACTION]
+        allocs = (tags & 0xFF) == layout.ACTION_ALLOC
+        by_stream = np.bincount(tags[allocs] >> 8, weights=events[allocs, layout.E_SIZE], minlength=1)
+        state.write(EXACT=0)
+        self.release_unused()
+        pool = core.general_pool(state.address, int(by_stream.argmax()))
+        size_bytes = round_up(max(0, state.span_peak("ALLOCATED") - state["ALLOCATED"]))
+        memory = self._malloc(size_bytes) if size_bytes and pool >= 0 else None
+        if memory is not None:
+            self._segments[memory.ptr] = memory
+            self._old_arena = memory.ptr
+            if not state.give_segment(pool, memory.ptr, size_bytes):
+                del self._segments[memory.ptr]
+
+    def put_in_force(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None = None) -> bool:
+        """Serve a tape, or several, from now on; False if the device has no room for the arena.
+
+        While another plan is in force its arena is taken over if it is large enough; else the new one is taken beside
+        it, and if there is no room for both the old plan stays in force.
+        """
+        state, memory = self.state, None
+        if self._arena is not None and state["ARENA_BYTES"] < arena_bytes:
+            memory = self._malloc(arena_bytes)
+            if memory is None:
+                return False
+        self._drop_tape()
+        if self._arena is not None:  # it could not be dissolved
+            return False
+        if memory is not None or not self._take_over(arena_bytes, tape, begins):
+            memory = memory if memory is not None else self._malloc(arena_bytes)
+            if memory is None:
+                return False
+            self._arena = memory
+            core.reserve(state.address, arena_bytes)
+            size, stream, offset, num_prologue, cursor = tape
+            state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
+            state.serve_arena(memory.ptr, arena_bytes)
+        self._release_at_boundaries, self._segments_kept = 3, 0
         state["ASK_AT_BOUNDARY"] = 1
-        self.plan, self.phase, self.num_plans = plan, Phase.PLANNED, self.num_plans + 1
+        self.phase, self.num_plans = Phase.PLANNED, self.num_plans + 1
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
+        return True
+
+    def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
+        """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
+        base, self._old_arena = self._old_arena, 0
+        size_bytes = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(base, 0)
+        if base not in self._segments or size_bytes < arena_bytes:
+            return False
+        if not self.state.take_over_segment(base, size_bytes, tape, begins):
+            return False
+        self._arena = self._segments.pop(base)
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -477,12 +573,16 @@ class Controller:
         if self.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
         self._making = None
-        self.state.drop_tape()
+        self._steps.forget()
+        self._drop_tape()
         misled = 4 * self.state["MISSES"] > self.state["HITS"]  # not a step that changed after it had served long
+        # what counts is drift that goes on: a plan that served for long begins the count anew
+        served_long = self.state["STEP_COUNT"] >= _SERVED_LONG
+        self._plans_in_a_row = 1 if served_long else self._plans_in_a_row + 1
         if misled and self.observed is not None and not self.marks:  # found in this run, without marks: look for longer
             self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
-        if self.num_plans >= self.settings.max_plans or not self.settings.plan:
-            self._rest(f"{note} (after {self.num_plans} plans)")
+        if self._plans_in_a_row >= self.settings.max_plans or not self.settings.plan:
+            self.rest(f"{note} (after {self.num_plans} plans)")
             return
         self.note = note
         self._observe()
@@ -491,6 +591,6 @@ class Controller:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""
         with self._lock:
             if self.phase in (Phase.PLANNED, Phase.PLANNING):
-                self._rest("the plan was dropped on request")
+                self.rest("the plan was dropped on request")
             self.phase = Phase.RESTING
             self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, EXACT=0)

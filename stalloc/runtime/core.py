@@ -11,17 +11,37 @@ Contract, upheld under one lock a device:
 
 from stalloc.compiled import cfunc, njit
 from stalloc.runtime.heap import (
-    _home,
     add_segment,
     block,
     find_live,
+    find_pool,
     heap_allocate,
     heap_desperate,
     heap_free,
+    home,
     take_free_segments,
     unpin_pools,
 )
 from stalloc.runtime.layout import *  # its names are constants to the compiler
+from stalloc.runtime.lending import (
+    call_back,
+    call_back_all,
+    can_dissolve,
+    can_reclaim,
+    cell,
+    cells_empty,
+    dissolve_region,
+    find_chunk,
+    find_slot,
+    flip_cells,
+    go_to,
+    lend,
+    note_birth,
+    note_death,
+    reclaim,
+    region_end,
+    relabel,
+)
 from stalloc.runtime.words import call3, lock, now_ns, peek, poke, unlock
 
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
@@ -149,6 +169,45 @@ def _realign(state, key):
             if _key_at(state, position) == key and _matches_history(state, position):
                 return position
             position = _next(state, position)
+        return _elsewhere(state)
+    return -1
+
+
+@njit()
+def _elsewhere(state):
+    """The place of the last four requests on any tape, which becomes the one that is followed; -1: nowhere."""
+    count, table = peek(state, HISTORY_COUNT), peek(state, TAPES)
+    for tape in range(peek(state, NUM_TAPES) if peek(state, NUM_TAPES) > 1 else 0):
+        begin, end = peek(table, tape * TAPES_ROW + TP_BEGIN), peek(table, tape * TAPES_ROW + TP_END)
+        for position in range(begin + _CONTEXT - 1, end):
+            back = 0
+            while back < _CONTEXT and _key_at(state, position - back) == peek(
+                state, HISTORY + ((count - 1 - back) & 3)
+            ):
+                back += 1
+            if back == _CONTEXT:
+                go_to(state, begin, end, position)
+                return position
+    return -1
+
+
+@njit()
+def _branch(state, key):
+    """The place on another tape that begins as this pass did and goes on with `key`; it is followed then. -1: none."""
+    start, cursor, table = peek(state, RING_START), peek(state, CURSOR), peek(state, TAPES)
+    done = cursor - start
+    if peek(state, MATCH_RUN) < done:
+        return -1
+    for tape in range(peek(state, NUM_TAPES)):
+        begin, end = peek(table, tape * TAPES_ROW + TP_BEGIN), peek(table, tape * TAPES_ROW + TP_END)
+        if begin == start or begin + done >= end or _key_at(state, begin + done) != key:
+            continue
+        i = 0
+        while i < done and _key_at(state, begin + i) == _key_at(state, start + i):
+            i += 1
+        if i == done:
+            go_to(state, begin, end, begin + done)
+            return begin + done
     return -1
 
 
@@ -171,6 +230,7 @@ def _end_step(state):
         # some requests still match, so misses alone might never outnumber matches: let the next one ask
         _raise_to(state, SURPLUS_MISSES, peek(state, ASK_AFTER_MISSES) + peek(state, TAPE_LENGTH))
     poke(state, STEP_COUNT, count + 1)
+    _add(state, STEPS_EVER, 1)
     poke(state, STEP_HITS, 0)
     poke(state, STEP_MISSES, 0)
     poke(state, STEP_UNPLANNED, 0)
@@ -185,31 +245,6 @@ def _at_boundary(state, key):
     if peek(state, CURSOR) != start or _key_at(state, start) != key:
         return False
     return peek(state, MATCH_RUN) >= min(peek(state, TAPE_LENGTH) - start, _SURE)
-
-
-@njit(inline="always")
-def _cell_mask(word, low, high):
-    """The bits of a word of cells that belong to the cells [low, high)."""
-    mask = -1
-    if word == low >> 6:
-        mask &= -1 << (low & 63)
-    if word == high >> 6:
-        mask &= (1 << (high & 63)) - 1
-    return mask
-
-
-@njit(inline="always")
-def _cells_empty(cells, low, high):
-    taken = 0
-    for word in range(low >> 6, ((high - 1) >> 6) + 1):
-        taken |= peek(cells, word) & _cell_mask(word, low, high)
-    return taken == 0
-
-
-@njit(inline="always")
-def _flip_cells(cells, low, high):
-    for word in range(low >> 6, ((high - 1) >> 6) + 1):
-        poke(cells, word, peek(cells, word) ^ _cell_mask(word, low, high))
 
 
 @njit()
@@ -234,8 +269,12 @@ def _replay(state, key, requested):
     position = peek(state, CURSOR)
     begins = position == peek(state, RING_START)
     if _key_at(state, position) != key:
-        position = _realign(state, key)
-        begins = position >= 0 and _passes_start(state, position)
+        position = _branch(state, key) if peek(state, NUM_TAPES) > 1 else -1
+        if position >= 0:
+            begins = position == peek(state, RING_START)
+        else:
+            position = _realign(state, key)
+            begins = position >= 0 and _passes_start(state, position)
         if position < 0:
             _add(state, MISSES, 1)
             _add(state, STEP_MISSES, 1)
@@ -250,6 +289,7 @@ def _replay(state, key, requested):
     following = position + 1
     if following == peek(state, TAPE_LENGTH):
         following = peek(state, RING_START)
+        _add(state, PASS_BASE, position + 1 - following)
     poke(state, CURSOR, following)
     if peek(state, MODE) != MODE_REPLAY:
         return 0
@@ -258,12 +298,12 @@ def _replay(state, key, requested):
     entry = peek(state, TAPE) + position * TAPE_ROW * 8
     offset = peek(entry, T_OFFSET)
     low, high = peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH)
-    if offset < 0 or not _cells_empty(peek(state, CELLS), low, high):
+    if offset < 0 or not (cells_empty(peek(state, CELLS), low, high) or call_back(state, low, high)):
         _add(state, CONFLICTS, 1)
         _add(state, STEP_MISSES, 1)
         _add(state, STEP_UNPLANNED, offset < 0)
         return 0
-    _flip_cells(peek(state, CELLS), low, high)
+    flip_cells(peek(state, CELLS), low, high)
     slot = peek(state, SLOTS) + peek(entry, T_SLOT) * SLOT_ROW * 8
     poke(slot, S_ENTRY, position)
     poke(slot, S_REQUESTED, requested)
@@ -272,21 +312,6 @@ def _replay(state, key, requested):
     _add(state, HITS, 1)
     _add(state, STEP_HITS, 1)
     return peek(state, ARENA) + offset
-
-
-@njit()
-def _find_slot(state, address):
-    """The address of the slot's row for an address in the arena; 0 if nobody lives there."""
-    offset = address - peek(state, ARENA)
-    table, mask = peek(state, SLOTS), peek(state, SLOTS_MASK)
-    i = _home(offset, mask)
-    while True:
-        key = peek(table, i * SLOT_ROW + S_OFFSET)
-        if key == offset:
-            return table + i * SLOT_ROW * 8 if peek(table, i * SLOT_ROW + S_ENTRY) >= 0 else 0
-        if key < 0:
-            return 0
-        i = (i + 1) & mask
 
 
 @njit(inline="always")
@@ -315,6 +340,18 @@ def _count_alloc(state, stream, address, size, requested):
 
 
 @njit()
+def _serve_unplanned(state, stream, size, requested):
+    address = lend(state, stream, size, requested)
+    if address != 0:
+        _add(state, NUM_LENT, 1)
+    else:
+        address = heap_allocate(state, stream, size, requested)
+    if address > 0:
+        note_birth(state, find_live(state, address), size)
+    return address
+
+
+@njit()
 def _try_allocate(state, stream, size, requested, way):
     """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
     # events must not be asked for while a graph is captured
@@ -333,6 +370,8 @@ def _try_allocate(state, stream, size, requested, way):
             if peek(state, SURPLUS_MISSES) >= peek(state, ASK_AFTER_MISSES) > 0:
                 poke(state, ASK_AFTER_MISSES, 0)
                 return -STALE
+            if peek(state, MODE) == MODE_REPLAY:
+                return _serve_unplanned(state, stream, size, requested)
         elif way == WAY_FIRST and peek(state, NUM_SIZABLE) >= peek(state, CHECK_AT) > 0:
             poke(state, CHECK_AT, 0)
             return -CHECK
@@ -396,9 +435,9 @@ def _last_resort(state, stream, size, requested):
 @njit()
 def _state_word(state, address):
     """The address of the word that holds the BLOCK_ state of what lives at an address; 0 if nothing does."""
-    if _in_arena(state, address):
-        slot = _find_slot(state, address)
-        return slot + S_STATE * 8 if slot != 0 else 0
+    slot = find_slot(state, address) if _in_arena(state, address) else 0
+    if slot != 0:
+        return slot + S_STATE * 8
     index = find_live(state, address)
     return peek(state, BLOCKS) + (index * BLOCK_ROW + B_STATE) * 8 if index != 0 else 0
 
@@ -406,10 +445,10 @@ def _state_word(state, address):
 @njit()
 def _release(state, address):
     """Free what lives at an address."""
-    if _in_arena(state, address):
-        slot = _find_slot(state, address)
+    slot = find_slot(state, address) if _in_arena(state, address) else 0
+    if slot != 0:
         entry = peek(state, TAPE) + peek(slot, S_ENTRY) * TAPE_ROW * 8
-        _flip_cells(peek(state, CELLS), peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH))
+        flip_cells(peek(state, CELLS), peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH))
         poke(slot, S_ENTRY, -1)
         poke(slot, S_STATE, BLOCK_FREE)
         _add(state, ARENA_LIVE, -1)
@@ -419,6 +458,8 @@ def _release(state, address):
         index = find_live(state, address)
         size, requested = block(state, index, B_ROUNDED), block(state, index, B_REQUESTED)
         stream = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_STREAM)
+        if block(state, index, B_BORN) >= 0 and peek(state, MODE) == MODE_REPLAY:
+            note_death(state, index)
         heap_free(state, index)
     _add(state, ALLOCATED, -size)
     _add(state, REQUESTED, -requested)
@@ -480,7 +521,7 @@ def finish_deferred(state, address):
 def give_segment(state, pool, base, size):
     """Add a segment of `size` bytes to a pool; False if the tables are full."""
     lock(state)
-    done = add_segment(state, pool, base, size)
+    done = add_segment(state, pool, base, size) != 0
     if done:
         count_reserved(state, size)
         _add(state, NUM_SEGMENT_ALLOCS, 1)
@@ -492,10 +533,23 @@ def give_segment(state, pool, base, size):
 
 
 @njit()
-def take_segments(state, bases, sizes, limit):
-    """Take up to `limit` free segments back; writes bases and sizes (bytes) to two tables, returns how many."""
+def general_pool(state, stream):
+    """The pool of a stream (index) whose segments are split; -1 if the table is full."""
     lock(state)
-    count = take_free_segments(state, bases, sizes, limit)
+    pool = find_pool(state, stream, GENERAL_KIND, True)
+    unlock(state)
+    return pool
+
+
+@njit()
+def take_segments(state, bases, sizes, limit, idle_passes):
+    """Take up to `limit` free segments back; writes bases and sizes (bytes) to two tables, returns how many.
+
+    Only those of which nothing was taken in the last `idle_passes` passes.
+    """
+    lock(state)
+    used_before = peek(state, STEPS_EVER) + 1 - idle_passes
+    count = take_free_segments(state, bases, sizes, limit, used_before)
     for i in range(count):
         count_reserved(state, -peek(sizes, i))
         _add(state, NUM_SEGMENT_FREES, 1)
@@ -527,13 +581,27 @@ def write_words(state, words, values):
 def serve_arena(state, arena, arena_bytes):
     """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     lock(state)
+    _serve(state, arena, arena_bytes)
+    unlock(state)
+
+
+@njit()
+def _serve(state, arena, arena_bytes):
     poke(state, ARENA, arena)
     poke(state, ARENA_BYTES, arena_bytes)
+    # what the arena has beyond the plan can be lent: it is one more cell
+    count, info = peek(state, NUM_CELLS), peek(state, CELL_INFO)
+    if cell(state, count, CI_OFFSET) < arena_bytes:
+        poke(info, (count + 1) * CELL_ROW + CI_OFFSET, arena_bytes)
+        poke(state, NUM_CELLS, count + 1)
     poke(state, MODE, MODE_REPLAY)
     for word in (
         HITS,
         MISSES,
         CONFLICTS,
+        NUM_LENT,
+        NUM_REVOKED,
+        PASS_BASE,
         STEP_COUNT,
         STEP_HITS,
         STEP_MISSES,
@@ -546,6 +614,103 @@ def serve_arena(state, arena, arena_bytes):
     poke(state, SPAN_RESERVED_PEAK, 0)
     poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
     poke(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
+
+
+@njit()
+def dissolve_arena(state, bases):
+    """Make ordinary segments of an arena that is no longer served; writes their bases, returns how many.
+
+    What lives there keeps its place, what is free can be used at once. The segments came from the device as one and go
+    back as one. 0: the arena has to stay, since streams share a part of it, or the tables are full.
+    """
+    lock(state)
+    regions = 0
+    if peek(state, MODE) != MODE_REPLAY and peek(state, ARENA_BYTES) > 0:
+        call_back_all(state)
+        regions = can_dissolve(state)
+        if regions > len(bases):
+            regions = 0
+    arena, first = peek(state, ARENA), 0
+    for i in range(regions):
+        end = region_end(state, first)
+        bases[i] = arena + cell(state, first, CI_OFFSET)
+        dissolve_region(state, first, end, arena if regions > 1 else 0)
+        first = end
+    if regions > 0:
+        _forget(state)
+    unlock(state)
+    return regions
+
+
+@njit()
+def _forget(state):
+    for word in (ARENA, ARENA_BYTES, ARENA_LIVE, NUM_CELLS, NUM_LEASES, BYTES_LEASED):
+        poke(state, word, 0)
+
+
+@njit()
+def fence_segment(state, base, offsets):
+    """Serve nothing more from a segment; writes where its blocks begin (bytes from its base), returns how many.
+
+    -1 if there is no such segment, it is part of a group, or it holds more blocks than `offsets` has room for.
+    """
+    lock(state)
+    chunk, count = find_chunk(state, base), -1
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    if chunk != 0 and peek(row, C_GROUP) == 0:
+        index, count = peek(row, C_FIRST), 0
+        while index != 0:
+            if count < len(offsets):
+                offsets[count] = block(state, index, B_ADDRESS) - base
+            count += 1
+            index = block(state, index, B_NEXT)
+        if count > len(offsets) or not relabel(state, chunk, FENCED_KIND):
+            count = -1
+    unlock(state)
+    return count
+
+
+@njit()
+def unfence_segment(state, base):
+    """Serve from a fenced segment again."""
+    lock(state)
+    chunk = find_chunk(state, base)
+    if chunk != 0:
+        relabel(state, chunk, GENERAL_KIND)
+    unlock(state)
+
+
+@njit()
+def serve_segment(state, base, size):
+    """Serve the tape from a fenced segment as the arena; False if what lives there does not fit between the cells."""
+    lock(state)
+    chunk = find_chunk(state, base)
+    bound = peek(state, NUM_CELLS)
+    done = chunk != 0
+    if done:
+        poke(state, ARENA, base)
+        if cell(state, bound, CI_OFFSET) < size:  # as _serve does it
+            poke(peek(state, CELL_INFO), (bound + 1) * CELL_ROW + CI_OFFSET, size)
+            poke(state, NUM_CELLS, bound + 1)
+        done = can_reclaim(state, chunk, base)
+    if done:
+        _serve(state, base, size)
+        reclaim(state, chunk, base)
+    else:
+        poke(state, ARENA, 0)
+    unlock(state)
+    return done
+
+
+@njit()
+def begin_step(state, begin, end, position):
+    """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
+    lock(state)
+    if peek(state, MODE) != MODE_HEAP:
+        if peek(state, CURSOR) != position or peek(state, RING_START) != begin:
+            go_to(state, begin, end, position)
+        poke(state, MISS_RUN, 0)
+        poke(state, MATCH_RUN, max(peek(state, MATCH_RUN), _SURE))
     unlock(state)
 
 
@@ -564,11 +729,10 @@ def forget_arena(state):
     """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay."""
     lock(state)
     arena_bytes = peek(state, ARENA_BYTES)
-    if peek(state, ARENA_LIVE) != 0 or peek(state, MODE) == MODE_REPLAY:
+    if peek(state, ARENA_LIVE) != 0 or peek(state, MODE) == MODE_REPLAY or not call_back_all(state):
         arena_bytes = 0
     else:
-        poke(state, ARENA, 0)
-        poke(state, ARENA_BYTES, 0)
+        _forget(state)
         count_reserved(state, -arena_bytes)
     unlock(state)
     return arena_bytes
@@ -624,7 +788,7 @@ def copy_live(state, addresses, sizes):
 def make_slots(slots, mask, offsets, rows):
     """Fill an empty slot table with distinct offsets (bytes); `rows[i]` becomes the row of `offsets[i]`."""
     for i in range(len(offsets)):
-        row = _home(offsets[i], mask)
+        row = home(offsets[i], mask)
         while slots[row, S_OFFSET] >= 0:
             row = (row + 1) & mask
         slots[row, S_OFFSET] = offsets[i]

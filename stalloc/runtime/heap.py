@@ -51,7 +51,7 @@ def _root_link(state, pool):
 
 
 @njit()
-def _insert_free(state, index):
+def insert_free(state, index):
     x = peek(state, RANDOM)
     x ^= x << 13
     x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
@@ -79,7 +79,7 @@ def _insert_free(state, index):
 
 
 @njit()
-def _remove_free(state, index):
+def remove_free(state, index):
     link = _root_link(state, block(state, index, B_POOL))
     current = peek(link, 0)
     while current != index:
@@ -99,7 +99,7 @@ def _remove_free(state, index):
 
 
 @njit()
-def _best_fit(state, pool, size):
+def best_fit(state, pool, size):
     best, current = 0, peek(_root_link(state, pool), 0)
     while current != 0:
         if block(state, current, B_SIZE) >= size:
@@ -113,7 +113,7 @@ def _best_fit(state, pool, size):
 
 
 @njit(inline="always")
-def _home(address, mask):
+def home(address, mask):
     return ((address >> 9) * _HASH >> 24) & mask
 
 
@@ -121,7 +121,7 @@ def _home(address, mask):
 def find_live(state, address):
     """The live or deferred block at an address, 0 if there is none."""
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
-    i = _home(address, mask)
+    i = home(address, mask)
     while True:
         key = peek(table, i * LIVE_ROW + L_ADDRESS)
         if key == address:
@@ -132,9 +132,9 @@ def find_live(state, address):
 
 
 @njit()
-def _add_live(state, address, index):
+def add_live(state, address, index):
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
-    i = _home(address, mask)
+    i = home(address, mask)
     while peek(table, i * LIVE_ROW + L_ADDRESS) != 0:
         i = (i + 1) & mask
     poke(table, i * LIVE_ROW + L_ADDRESS, address)
@@ -145,7 +145,7 @@ def _add_live(state, address, index):
 @njit()
 def _drop_live(state, address):
     table, mask = peek(state, LIVE), peek(state, LIVE_MASK)
-    i = _home(address, mask)
+    i = home(address, mask)
     while peek(table, i * LIVE_ROW + L_ADDRESS) != address:
         i = (i + 1) & mask
     # close the gap: whatever probed past the hole moves back into it
@@ -154,7 +154,7 @@ def _drop_live(state, address):
         key = peek(table, j * LIVE_ROW + L_ADDRESS)
         if key == 0:
             break
-        if ((j - _home(key, mask)) & mask) >= ((j - hole) & mask):
+        if ((j - home(key, mask)) & mask) >= ((j - hole) & mask):
             poke(table, hole * LIVE_ROW + L_ADDRESS, key)
             poke(table, hole * LIVE_ROW + L_BLOCK, peek(table, j * LIVE_ROW + L_BLOCK))
             hole = j
@@ -167,7 +167,7 @@ def _drop_live(state, address):
 
 
 @njit()
-def _take_row(state):
+def take_row(state):
     spare = peek(state, BLOCKS_SPARE)
     if spare != 0:
         poke(state, BLOCKS_SPARE, block(state, spare, B_NEXT))
@@ -180,7 +180,7 @@ def _take_row(state):
 
 
 @njit()
-def _give_row(state, index):
+def give_row(state, index):
     set_block(state, index, B_NEXT, peek(state, BLOCKS_SPARE))
     poke(state, BLOCKS_SPARE, index)
 
@@ -197,7 +197,8 @@ def find_pool(state, stream, kind, create):
             if not create or used >= mask or (kind > GENERAL_KIND and used >= mask - (mask >> 3)):
                 return -1
             poke(state, POOLS_USED, used + 1)
-            poke(table, i * POOL_ROW + P_USED, POOL_PINNED if kind >= PRIVATE_KINDS else POOL_USED)
+            used = POOL_PINNED if kind >= PRIVATE_KINDS else POOL_FENCED if kind == FENCED_KIND else POOL_USED
+            poke(table, i * POOL_ROW + P_USED, used)
             poke(table, i * POOL_ROW + P_STREAM, stream)
             poke(table, i * POOL_ROW + P_KIND, kind)
             return i
@@ -213,34 +214,66 @@ def pool_kind(state, pool):
 
 
 @njit()
-def add_segment(state, pool, base, size):
-    """Give a pool a segment from the device; False if the tables are full."""
-    spare = peek(state, CHUNKS_FREE)
-    if spare == 0 and peek(state, CHUNKS_USED) >= peek(state, CHUNKS_CAPACITY):
-        return False
-    index = _take_row(state)
-    if index == 0:
-        return False
-    table = peek(state, CHUNKS)
+def new_chunk(state, base, size, first):
+    """A row for a chunk whose first block is `first`; 0 if the table is full."""
+    spare, table = peek(state, CHUNKS_FREE), peek(state, CHUNKS)
     if spare != 0:
         chunk = spare
         poke(state, CHUNKS_FREE, peek(table, chunk * CHUNK_ROW + C_FIRST))
     else:
         chunk = peek(state, CHUNKS_USED)
+        if chunk >= peek(state, CHUNKS_CAPACITY):
+            return 0
         poke(state, CHUNKS_USED, chunk + 1)
-    poke(table, chunk * CHUNK_ROW + C_BASE, base)
-    poke(table, chunk * CHUNK_ROW + C_SIZE, size)
-    poke(table, chunk * CHUNK_ROW + C_LIVE, 0)
-    poke(table, chunk * CHUNK_ROW + C_FIRST, index)
-    set_block(state, index, B_ADDRESS, base)
+    row = table + chunk * CHUNK_ROW * 8
+    poke(row, C_BASE, base)
+    poke(row, C_SIZE, size)
+    poke(row, C_LIVE, 0)
+    poke(row, C_FIRST, first)
+    poke(row, C_LOW, 0)
+    poke(row, C_HIGH, 0)
+    poke(row, C_UNTIL, 0)
+    poke(row, C_GROUP, 0)
+    poke(row, C_USED, peek(state, STEPS_EVER))
+    return chunk
+
+
+@njit()
+def drop_chunk(state, chunk):
+    """Give the row of a chunk back."""
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    poke(row, C_BASE, 0)
+    poke(row, C_HIGH, 0)
+    poke(row, C_FIRST, peek(state, CHUNKS_FREE))
+    poke(state, CHUNKS_FREE, chunk)
+
+
+@njit()
+def set_up_block(state, index, address, size, pool, chunk, held):
+    """Fill the row of a block without neighbours."""
+    set_block(state, index, B_ADDRESS, address)
     set_block(state, index, B_SIZE, size)
     set_block(state, index, B_PREVIOUS, 0)
     set_block(state, index, B_NEXT, 0)
     set_block(state, index, B_POOL, pool)
     set_block(state, index, B_CHUNK, chunk)
-    set_block(state, index, B_STATE, BLOCK_FREE)
-    _insert_free(state, index)
-    return True
+    set_block(state, index, B_STATE, held)
+    set_block(state, index, B_BORN, -1)
+
+
+@njit()
+def add_segment(state, pool, base, size):
+    """Give a pool a segment, one free block; its chunk, 0 if the tables are full."""
+    index = take_row(state)
+    if index == 0:
+        return 0
+    chunk = new_chunk(state, base, size, index)
+    if chunk == 0:
+        give_row(state, index)
+        return 0
+    set_up_block(state, index, base, size, pool, chunk, BLOCK_FREE)
+    insert_free(state, index)
+    return chunk
 
 
 @njit()
@@ -251,29 +284,34 @@ def _choose(state, stream, size):
         pool = find_pool(state, stream, private, True)
         if pool >= 0:  # the kind may have served graphs before that are gone
             poke(peek(state, POOLS), pool * POOL_ROW + P_USED, POOL_PINNED)
-        return pool, _best_fit(state, pool, size) if pool >= 0 else 0
+        return pool, best_fit(state, pool, size) if pool >= 0 else 0
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
-        return pool, _best_fit(state, pool, size) if pool >= 0 else 0
+        return pool, best_fit(state, pool, size) if pool >= 0 else 0
     # segments of this very size are left from observing: their holes come first
     pool = find_pool(state, stream, size, peek(state, EXACT) == 1)
     if pool >= 0:
-        found = _best_fit(state, pool, size)
-        if found != 0 or peek(state, EXACT) == 1:
+        found = best_fit(state, pool, size)
+        if found != 0:
             return pool, found
+        if peek(state, EXACT) == 1:
+            # what is left of the arena of a plan that was given up comes before new segments
+            general = find_pool(state, stream, GENERAL_KIND, False)
+            found = best_fit(state, general, size) if general >= 0 else 0
+            return (general if found != 0 else pool), found
     # also for an exact request when the table of pools is full
     pool = find_pool(state, stream, GENERAL_KIND, True)
-    return pool, _best_fit(state, pool, size) if pool >= 0 else 0
+    return pool, best_fit(state, pool, size) if pool >= 0 else 0
 
 
 @njit()
-def _take(state, index, size, requested):
+def take(state, index, size, requested):
     """Make a free block live, giving back what it has too much; its address."""
-    _remove_free(state, index)
+    remove_free(state, index)
     kind = pool_kind(state, block(state, index, B_POOL))
     rest = block(state, index, B_SIZE) - size
     if rest > (_SPLIT_LIMIT if kind == GENERAL_KIND else 0):
-        other = _take_row(state)
+        other = take_row(state)
         if other != 0:
             following = block(state, index, B_NEXT)
             set_block(state, other, B_ADDRESS, block(state, index, B_ADDRESS) + size)
@@ -287,14 +325,16 @@ def _take(state, index, size, requested):
                 set_block(state, following, B_PREVIOUS, other)
             set_block(state, index, B_NEXT, other)
             set_block(state, index, B_SIZE, size)
-            _insert_free(state, other)
+            insert_free(state, other)
     set_block(state, index, B_STATE, BLOCK_LIVE)
     set_block(state, index, B_ROUNDED, size)
     set_block(state, index, B_REQUESTED, requested)
+    set_block(state, index, B_BORN, -1)
     address = block(state, index, B_ADDRESS)
-    _add_live(state, address, index)
-    counter = peek(state, CHUNKS) + (block(state, index, B_CHUNK) * CHUNK_ROW + C_LIVE) * 8
-    poke(counter, 0, peek(counter, 0) + 1)
+    add_live(state, address, index)
+    row = peek(state, CHUNKS) + block(state, index, B_CHUNK) * CHUNK_ROW * 8
+    poke(row, C_LIVE, peek(row, C_LIVE) + 1)
+    poke(row, C_USED, peek(state, STEPS_EVER))
     return address
 
 
@@ -306,7 +346,7 @@ def heap_allocate(state, stream, size, requested):
         return 0
     if index == 0:
         return -(NEED_SEGMENT | pool << REASON_BITS)
-    return _take(state, index, size, requested)
+    return take(state, index, size, requested)
 
 
 @njit()
@@ -318,16 +358,16 @@ def heap_desperate(state, stream, size, requested):
     private = peek(state, PRIVATE)
     if private != 0:
         pool = find_pool(state, stream, private, False)
-        found = _best_fit(state, pool, size) if pool >= 0 else 0
-        return _take(state, found, size, requested) if found != 0 else 0
+        found = best_fit(state, pool, size) if pool >= 0 else 0
+        return take(state, found, size, requested) if found != 0 else 0
     table = peek(state, POOLS)
     best = 0
     for pool in range(peek(state, POOLS_MASK) + 1):
         if peek(table, pool * POOL_ROW + P_USED) == POOL_USED and peek(table, pool * POOL_ROW + P_STREAM) == stream:
-            found = _best_fit(state, pool, size)
+            found = best_fit(state, pool, size)
             if found != 0 and (best == 0 or _before(state, found, best)):
                 best = found
-    return _take(state, best, size, requested) if best != 0 else 0
+    return take(state, best, size, requested) if best != 0 else 0
 
 
 @njit()
@@ -339,14 +379,14 @@ def heap_free(state, index):
     set_block(state, index, B_STATE, BLOCK_FREE)
     following = block(state, index, B_NEXT)
     if following != 0 and block(state, following, B_STATE) == BLOCK_FREE:
-        _remove_free(state, following)
+        remove_free(state, following)
         _absorb(state, index, following)
     previous = block(state, index, B_PREVIOUS)
     if previous != 0 and block(state, previous, B_STATE) == BLOCK_FREE:
-        _remove_free(state, previous)
+        remove_free(state, previous)
         _absorb(state, previous, index)
         index = previous
-    _insert_free(state, index)
+    insert_free(state, index)
 
 
 @njit()
@@ -356,7 +396,7 @@ def _absorb(state, index, following):
     set_block(state, index, B_NEXT, after)
     if after != 0:
         set_block(state, after, B_PREVIOUS, index)
-    _give_row(state, following)
+    give_row(state, following)
 
 
 @njit()
@@ -369,22 +409,39 @@ def unpin_pools(state, kind):
 
 
 @njit()
-def take_free_segments(state, bases, sizes, limit):
-    """Take segments without live blocks out of the heap; writes their bases and sizes (bytes), returns how many."""
+def _group_in_use(state, group):
+    table = peek(state, CHUNKS)
+    for chunk in range(1, peek(state, CHUNKS_USED)):
+        row = table + chunk * CHUNK_ROW * 8
+        if peek(row, C_BASE) != 0 and peek(row, C_GROUP) == group and peek(row, C_LIVE) != 0:
+            return True
+    return False
+
+
+@njit()
+def take_free_segments(state, bases, sizes, limit, used_before):
+    """Take segments without live blocks out of the heap; writes their bases and sizes (bytes), returns how many.
+
+    Only those that were last used before `used_before` passes had ended. Of several chunks that came from the device as
+    one piece all are taken, or none. Leases are left alone.
+    """
     table, count = peek(state, CHUNKS), 0
     for chunk in range(1, peek(state, CHUNKS_USED)):
-        base = peek(table, chunk * CHUNK_ROW + C_BASE)
-        if base == 0 or peek(table, chunk * CHUNK_ROW + C_LIVE) != 0 or count >= limit:
+        row = table + chunk * CHUNK_ROW * 8
+        if peek(row, C_BASE) == 0 or peek(row, C_LIVE) != 0 or peek(row, C_HIGH) != 0 or count >= limit:
             continue
-        index = peek(table, chunk * CHUNK_ROW + C_FIRST)
-        if peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_USED) == POOL_PINNED:
+        if peek(row, C_GROUP) != 0 and _group_in_use(state, peek(row, C_GROUP)):
             continue
-        _remove_free(state, index)
-        _give_row(state, index)
-        poke(bases, count, base)
-        poke(sizes, count, peek(table, chunk * CHUNK_ROW + C_SIZE))
+        if peek(row, C_USED) >= used_before:
+            continue
+        index = peek(row, C_FIRST)
+        held = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_USED)
+        if held in (POOL_PINNED, POOL_FENCED):
+            continue
+        remove_free(state, index)
+        give_row(state, index)
+        poke(bases, count, peek(row, C_BASE))
+        poke(sizes, count, peek(row, C_SIZE))
         count += 1
-        poke(table, chunk * CHUNK_ROW + C_BASE, 0)
-        poke(table, chunk * CHUNK_ROW + C_FIRST, peek(state, CHUNKS_FREE))
-        poke(state, CHUNKS_FREE, chunk)
+        drop_chunk(state, chunk)
     return count

@@ -45,14 +45,23 @@ OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: add
 SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber matches; enter Python at this many
 STEP_UNPLANNED, BAD_PASSES = 91, 92  # entries without a place in this pass; passes in a row that missed much
 
-STATE_WORDS = 96
+# the arena's cells and what is lent from them, see lending.py
+CELL_INFO, NUM_CELLS, USE_STARTS, USES = 93, 94, 95, 96  # USES 0: nothing is known of when cells are needed
+PASS_BASE, NUM_LEASES, BYTES_LEASED, LIFESPANS = 97, 98, 99, 100  # PASS_BASE: tape time at which this pass began
+NUM_LENT, NUM_REVOKED = 101, 102  # requests served from leases; leases called back for a planned request
+# several tapes: rows of begin and end; the one that is followed is [RING_START, TAPE_LENGTH)
+TAPES, NUM_TAPES = 103, 104
+STEPS_EVER = 105  # passes that ended, whatever plan was in force
+
+STATE_WORDS = 112
 
 # --- values ----------------------------------------------------------------------------------------------------
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
 TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
 LARGEST = 1 << 47  # bytes; no device has more, and keys and kinds of pools have room for it
-SMALL_KIND, GENERAL_KIND = 0, 1  # kinds of pools; any other kind is the one size that the pool serves,
+SMALL_KIND, GENERAL_KIND, LEASED_KIND, FENCED_KIND = 0, 1, 2, 3  # kinds of pools: leased from the arena; fenced: what
+# lives there stays, nothing is served from there; any other kind is the one size that the pool serves,
 PRIVATE_KINDS = 1 << 50  # or, from here on, a pool that belongs to CUDA graphs
 
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
@@ -66,6 +75,7 @@ BLOCK_ROW = 16
 B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_LEFT, B_RIGHT, B_PRIORITY, B_POOL, B_CHUNK, B_STATE, B_ROUNDED, B_REQUESTED = (
     range(12)
 )
+B_BORN, B_CLASS = 12, 13  # tape time of an unplanned request, -1: not known; its row in the table of lifespans
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
     0,
     1,
@@ -73,12 +83,15 @@ BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
     3,
 )  # shared: other streams use it; deferred: freed, but they may not be done
 
-CHUNK_ROW = 4
+CHUNK_ROW = 16
 C_BASE, C_SIZE, C_LIVE, C_FIRST = range(4)
+C_LOW, C_HIGH, C_UNTIL = 4, 5, 6  # a lease: its cells [C_LOW, C_HIGH), C_HIGH 0: none; tape time when they are needed
+C_GROUP = 7  # chunks of one group (0: none) came from the device as one piece, and go back as one
+C_USED = 8  # STEPS_EVER when the last block was taken from it
 
 POOL_ROW = 4
 P_USED, P_STREAM, P_KIND, P_ROOT = range(4)
-POOL_USED, POOL_PINNED = 1, 2  # pinned: its memory belongs to graphs, live or not
+POOL_USED, POOL_PINNED, POOL_FENCED = 1, 2, 3  # pinned: its memory belongs to graphs, live or not
 
 LIVE_ROW = 2
 L_ADDRESS, L_BLOCK = range(2)
@@ -101,6 +114,15 @@ MAX_STREAMS = 1 << STREAM_BITS
 
 SLOT_ROW = 4
 S_OFFSET, S_ENTRY, S_REQUESTED, S_STATE = range(4)  # offset -1: no slot; entry -1: nobody lives there
+
+TAPES_ROW = 2
+TP_BEGIN, TP_END = range(2)
+
+CELL_ROW = 4
+CI_OFFSET, CI_STREAM, CI_LEASE, CI_NEXT = range(4)  # stream index; chunk of the lease; tape time when needed next
+NO_STREAM = -1
+
+LIFESPAN_PLACES, LIFESPAN_SIZES = 64, 64  # parts of a pass, and classes of sizes, for which lifespans are learnt
 
 STEP_ROW = 8
 STEP_LOG_ROWS = 4096

@@ -6,6 +6,7 @@ that lock. Whatever must change together is written by one call into the core.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from stalloc.runtime import core, layout
 from stalloc.runtime.layout import (
     BLOCK_ROW,
+    CELL_ROW,
     CHUNK_ROW,
     EVENT_ROW,
     LIVE_ROW,
@@ -33,6 +35,8 @@ _CHUNKS = 1 << 17
 _POOLS = 1 << 12
 _LIVE = 1 << 21
 _EVENTS = 1 << 22
+_MOST_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
+_MOST_KEPT = 1 << 16  # blocks that may live in an arena when it is taken over
 _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
@@ -126,49 +130,76 @@ class DeviceState:
         """Add a segment; False if the tables are full."""
         return bool(core.give_segment(self.address, pool, base, size_bytes))
 
-    def take_free_segments(self) -> list[int]:
-        """Take every segment without live blocks out of the heap; the bases."""
+    def take_free_segments(self, idle_passes: int = 0) -> list[int]:
+        """Take every segment without live blocks, not used in the last `idle_passes`, out of the heap; the bases."""
         taken: list[int] = []
         bases, sizes = np.zeros((2, 4096), np.int64)  # not shared: a finaliser may come here in the middle
         while True:
-            count = core.take_segments(self.address, bases.ctypes.data, sizes.ctypes.data, len(bases))
+            count = core.take_segments(self.address, bases.ctypes.data, sizes.ctypes.data, len(bases), idle_passes)
             taken.extend(int(base) for base in bases[:count])
             if count < len(bases):
                 return taken
 
     # --- the tape
 
-    def install_tape(self, size: Column, stream: Column, offset: Column, num_prologue: int, cursor: int) -> None:
+    def install_tape(
+        self,
+        size: Column,
+        stream: Column,
+        offset: Column,
+        num_prologue: int,
+        cursor: int,
+        kept: Column | None = None,
+        begins: list[int] | None = None,
+    ) -> None:
         """Put a tape in place and follow it from entry `cursor`, without serving it yet.
 
         The columns are (k,): bytes as requested, stream index, offset in the arena to come (-1: from the heap).
+        `kept` (b,) are offsets between which blocks live already where the arena will be. `begins` are where tapes
+        begin if there are several, one after the other, each a ring of its own.
         No arena may be in place: its blocks are known by the tape that they were served from.
         """
         assert self["ARENA_BYTES"] == 0
         rounded = (size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
         planned = offset >= 0
         low, high = offset[planned], (offset + rounded)[planned]
-        bounds = np.unique(np.concatenate([low, high]))
+        bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
         offsets = np.unique(low)
         tape = np.zeros((len(rounded), TAPE_ROW), np.int64)
         tape[:, layout.T_KEY] = rounded << STREAM_BITS | stream
         tape[:, layout.T_OFFSET] = np.where(planned, offset, -1)
         tape[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
         tape[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
-        cells = np.zeros(len(bounds) // 64 + 1, np.int64)
+        cells = np.zeros((len(bounds) + 1) // 64 + 1, np.int64)
         num_slots = 1 << max(4, int(2 * len(offsets)).bit_length())
         slots = np.full((num_slots, SLOT_ROW), -1, np.int64)
         slots[:, layout.S_STATE] = layout.BLOCK_FREE
         rows = np.zeros(len(offsets), np.int64)
         core.make_slots(slots, num_slots - 1, offsets, rows)
         tape[planned, layout.T_SLOT] = rows[np.searchsorted(offsets, low)]
+        info = np.zeros((len(bounds) + 1, CELL_ROW), np.int64)  # the last row is for what the arena has beyond the plan
+        info[:-1, layout.CI_OFFSET] = bounds
+        info[:, layout.CI_NEXT] = -1
+        spans = tape[planned][:, [layout.T_CELL_LOW, layout.T_CELL_HIGH]]
+        info[:, layout.CI_STREAM] = _cell_streams(spans, stream[planned], len(info))
+        starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(info))
+        first = [num_prologue] if begins is None else begins
+        tapes = np.array([first, [*first[1:], len(tape)]], np.int64).T.copy()
+        lifespans = np.zeros(layout.LIFESPAN_PLACES * layout.LIFESPAN_SIZES, np.int64)
         self.write(
             TAPE=tape.ctypes.data,
             CELLS=cells.ctypes.data,
+            CELL_INFO=info.ctypes.data,
+            NUM_CELLS=len(bounds) - 1,
+            USE_STARTS=starts.ctypes.data,
+            USES=uses.ctypes.data if len(uses) else 0,
+            LIFESPANS=lifespans.ctypes.data,
             SLOTS=slots.ctypes.data,
             SLOTS_MASK=num_slots - 1,
-            TAPE_LENGTH=len(tape),
-            RING_START=num_prologue,
+            TAPES=tapes.ctypes.data,
+            NUM_TAPES=len(tapes),
+            TAPE_LENGTH=int(tapes[0, layout.TP_END]),
+            RING_START=first[0],
             CURSOR=cursor,
             HISTORY_COUNT=0,
             MISS_RUN=0,
@@ -177,7 +208,8 @@ class DeviceState:
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,
         )
-        self._tape = (tape, cells, slots)  # the tape before it has to stay until nobody follows it
+        # the tape before it has to stay until nobody follows it
+        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes)
 
     def serve_arena(self, arena: int, arena_bytes: int) -> None:
         """Serve the tape from an arena; the counting of planned steps begins."""
@@ -190,6 +222,32 @@ class DeviceState:
     def forget_arena(self) -> int:
         """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it has to stay."""
         return int(core.forget_arena(self.address))
+
+    def dissolve_arena(self) -> list[int]:
+        """Make ordinary segments of an arena that is no longer served; their bases, none if it has to stay."""
+        bases = np.zeros(MAX_STREAMS, np.int64)
+        count = core.dissolve_arena(self.address, bases)
+        return [int(base) for base in bases[:count]]
+
+    def take_over_segment(
+        self, base: int, size_bytes: int, tape: tuple[Any, ...], begins: list[int] | None = None
+    ) -> bool:
+        """Make a segment the arena of a tape (the arguments of `install_tape`), around what lives there.
+
+        False if that cannot be: then it is a segment still. It has to be one of `dissolve_arena`, of one stream.
+        """
+        offsets = np.zeros(_MOST_KEPT, np.int64)
+        count = core.fence_segment(self.address, base, offsets)
+        if count < 0:
+            return False
+        size, stream, offset, num_prologue, cursor = tape
+        kept = np.append(offsets[:count], size_bytes)
+        self.install_tape(size, stream, offset, num_prologue, cursor, kept, begins)
+        if core.serve_segment(self.address, base, size_bytes):
+            return True
+        self.drop_tape()
+        core.unfence_segment(self.address, base)
+        return False
 
     # --- reading
 
@@ -210,8 +268,15 @@ class DeviceState:
         """A copy of the recorded events: rows of action and stream, address, bytes, nanoseconds."""
         return self.events[: self["NUM_EVENTS"]].copy()
 
+    def segments(self) -> tuple[Column, Column]:
+        """Bases and sizes (bytes) of the heap's segments, by address."""
+        rows = self.chunks[1 : self["CHUNKS_USED"]].copy()
+        rows = rows[(rows[:, layout.C_BASE] != 0) & (rows[:, layout.C_HIGH] == 0)]
+        rows = rows[np.argsort(rows[:, layout.C_BASE])]
+        return rows[:, layout.C_BASE].copy(), rows[:, layout.C_SIZE].copy()
+
     def live_blocks(self, limit: int) -> list[tuple[int, int]]:
-        """The largest live blocks outside the arena: (address, requested bytes)."""
+        """The largest live blocks that no plan placed: (address, requested bytes)."""
         addresses, sizes = np.zeros((2, self["LIVE_COUNT"] + 64), np.int64)
         count = min(int(core.copy_live(self.address, addresses, sizes)), len(sizes))
         order = np.argsort(-sizes[:count], kind="stable")[:limit]
@@ -220,3 +285,42 @@ class DeviceState:
     def largest_free_bytes(self) -> int:
         """The largest free block of the heap."""
         return int(core.largest_free(self.address))
+
+
+def _cell_streams(spans: Column, stream: Column, count: int) -> Column:
+    """(count,) the stream of each cell, NO_STREAM if several use it; one that none uses goes with the one before it.
+
+    `spans` (k, 2) are the cells of each entry, `stream` (k,) its stream.
+    """
+    owner = np.full(count, layout.NO_STREAM, np.int64)
+    users = np.zeros(count, np.int64)
+    for index in np.unique(stream).tolist():
+        of_stream = spans[stream == index]
+        change = np.zeros(count + 1, np.int64)
+        np.add.at(change, of_stream[:, 0], 1)
+        np.subtract.at(change, of_stream[:, 1], 1)
+        covered = np.cumsum(change[:-1]) > 0
+        owner[covered] = index
+        users += covered
+    shared = users > 1
+    used = np.flatnonzero(users > 0)
+    if not len(used):
+        return np.zeros(count, np.int64)
+    before = np.searchsorted(used, np.arange(count), side="right") - 1
+    owner = owner[used[np.maximum(before, 0)]]
+    owner[shared] = layout.NO_STREAM
+    return owner
+
+
+def _cell_uses(spans: Column, entries: Column, count: int) -> tuple[Column, Column]:
+    """For each cell the entries of the tape that need it, in order: where each cell's begin (count + 1,), and they."""
+    lengths = spans[:, 1] - spans[:, 0]
+    total = int(lengths.sum())
+    if total > _MOST_USES:
+        return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
+    first = np.cumsum(lengths) - lengths
+    cells = np.arange(total) - np.repeat(first - spans[:, 0], lengths)
+    uses = np.repeat(entries, lengths)
+    order = np.lexsort((uses, cells))
+    starts = np.searchsorted(cells[order], np.arange(count + 1))
+    return starts.astype(np.int64), np.ascontiguousarray(uses[order])

@@ -158,22 +158,26 @@ def segments(state: DeviceState) -> list[Segment]:
     copies = [np.empty_like(source) for source in sources]
     _copy_at_once(state.address, *(array for pair in zip(sources, copies, strict=True) for array in pair))
     words, chunks, pools, blocks, slots = copies
-    found = []
-    for base, size, _, first in chunks[1:].tolist():
+    found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
+    for chunk in chunks[1:].tolist():
+        base, size, row = chunk[layout.C_BASE], chunk[layout.C_SIZE], chunk[layout.C_FIRST]
         if base == 0:
             continue
-        inside, row = [], first
+        inside = []
         while row:
             entry = blocks[row]
             held, live = int(entry[layout.B_STATE]), entry[layout.B_STATE] != layout.BLOCK_FREE
             requested = int(entry[layout.B_REQUESTED]) if live else 0
             inside.append(Block(int(entry[layout.B_ADDRESS]), int(entry[layout.B_SIZE]), requested, held))
             pool, row = pools[entry[layout.B_POOL]], int(entry[layout.B_NEXT])
+        if chunk[layout.C_HIGH]:
+            leased += inside
+            continue
         stream = int(state.streams[pool[layout.P_STREAM]])
         found.append(Segment(int(base), int(size), stream, int(pool[layout.P_KIND]), inside))
     if words[layout.ARENA_BYTES]:
         base, size = int(words[layout.ARENA]), int(words[layout.ARENA_BYTES])
-        found.append(Segment(base, size, 0, -1, _arena_blocks(base, size, tape, slots)))
+        found.append(Segment(base, size, 0, -1, _arena_blocks(base, size, tape, slots, leased)))
     return found
 
 
@@ -184,19 +188,21 @@ def _arena_tables(state: DeviceState) -> tuple[np.ndarray, np.ndarray]:
     return np.empty((0, layout.TAPE_ROW), np.int64), np.empty((0, layout.SLOT_ROW), np.int64)
 
 
-def _arena_blocks(base: int, size_bytes: int, tape: np.ndarray, slots: np.ndarray) -> list[Block]:
-    """The live blocks of an arena and the free ranges between them."""
+def _arena_blocks(base: int, size_bytes: int, tape: np.ndarray, slots: np.ndarray, leased: list[Block]) -> list[Block]:
+    """The live blocks of an arena, planned and leased, and the free ranges between them."""
     live = slots[slots[:, layout.S_ENTRY] >= 0]
-    live = live[np.argsort(live[:, layout.S_OFFSET])]
     rounded = tape[live[:, layout.S_ENTRY], layout.T_KEY] >> layout.STREAM_BITS
-    blocks, end = [], 0
+    taken = [block for block in leased if block.state != layout.BLOCK_FREE]
     for (offset, _, requested, held), size in zip(live.tolist(), rounded.tolist(), strict=True):
-        if offset > end:
-            blocks.append(Block(base + end, offset - end, 0, layout.BLOCK_FREE))
-        blocks.append(Block(base + offset, size, requested, held))
-        end = offset + size
-    if end < size_bytes:
-        blocks.append(Block(base + end, size_bytes - end, 0, layout.BLOCK_FREE))
+        taken.append(Block(base + offset, size, requested, held))
+    blocks, end = [], base
+    for block in sorted(taken, key=lambda block: block.address):
+        if block.address > end:
+            blocks.append(Block(end, block.address - end, 0, layout.BLOCK_FREE))
+        blocks.append(block)
+        end = block.address + block.size_bytes
+    if end < base + size_bytes:
+        blocks.append(Block(end, base + size_bytes - end, 0, layout.BLOCK_FREE))
     return blocks
 
 

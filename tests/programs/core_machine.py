@@ -14,7 +14,7 @@ from numba import njit
 
 from stalloc.runtime import core, layout
 from stalloc.runtime.entry import cupy_entries, slow_entry
-from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.segments import GRANULE, round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.words import call3, peek, poke
 
@@ -51,6 +51,10 @@ class Intervals:
         place = bisect.bisect_right(self._starts, start)
         holder = self._starts[place - 1] if place else None
         return holder is not None and start + size <= holder + self._size[holder]
+
+    def addresses(self) -> list[int]:
+        """Where they all begin."""
+        return [*self._starts]
 
     def items(self) -> list[tuple[int, int]]:
         """(start, size) of all."""
@@ -110,7 +114,8 @@ class Machine:
         with self._lock:
             size = self.segments.remove(base)
             self.taken -= size
-            self._returned[size] = base
+            if base % GRANULE == size % GRANULE == 0:  # not a part of a dissolved arena
+                self._returned[size] = base
 
     def give_back_segments(self) -> int:
         """Take free segments from the core, as when memory is released; how many."""
@@ -148,6 +153,23 @@ class Machine:
         core.reserve(self.state.address, arena_bytes)
         self.state.serve_arena(base, arena_bytes)
         return base
+
+    def dissolve(self) -> int:
+        """Give the plan up and make ordinary segments of its arena; how many."""
+        base = self.state["ARENA"]
+        self.state.drop_tape()
+        bases = self.state.dissolve_arena()
+        if bases:
+            end = base + self.segments.remove(base)
+            for part, following in zip(bases, [*bases[1:], end], strict=True):
+                self.segments.add(part, following - part)
+        return len(bases)
+
+    def take_over(self, program: "Ring", base: int) -> bool:
+        """Serve a ring from a segment that was an arena before; False if that cannot be."""
+        size = dict(self.segments.items())[base]
+        tape = program.size, program.stream, program.offset, program.num_prologue, 0
+        return self.state.take_over_segment(base, size, tape)
 
     def check_counts(self) -> None:
         """The counters agree with the oracle."""

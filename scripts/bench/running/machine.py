@@ -1,0 +1,84 @@
+"""The whole runtime on a device of numbers: controller, planner and compiled core; steps are marked, or not.
+
+Contract: what a program asks for goes through the core exactly as torch's and CuPy's requests do; figures are the
+core's own counters.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from planning.generator import Column
+
+from running.programs import Step
+from stalloc.compiled import njit
+from stalloc.replay.planned import _make_controller
+from stalloc.runtime import core, layout
+from stalloc.runtime.controller import MARK_STEP, Phase, Settings
+from stalloc.runtime.words import peek
+
+_RESERVED, _ALLOCATED = layout.RESERVED, layout.ALLOCATED
+
+
+@njit(nogil=True)
+def _run(state, size, events, address, peaks):
+    for event in events:
+        row = abs(event) - 1
+        if event > 0:
+            address[row] = core.allocate_on(state, size[row], 0)
+            if address[row] == 0:
+                return False
+            peaks[0] = max(peaks[0], peek(state, _ALLOCATED))
+            peaks[1] = max(peaks[1], peek(state, _RESERVED))
+        else:
+            core.free_on(state, address[row])
+    return True
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one step was like."""
+
+    hits: int
+    missed: int  #: requests above 512 bytes that the plan did not serve
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    reserved_bytes: int  #: at the end of the step
+    planned: bool  #: whether a plan was in force at its begin and at its end
+
+
+class Machine:
+    """One device and one program."""
+
+    def __init__(
+        self, standing: Column | None = None, *, marked: bool = True, settings: Settings | None = None
+    ) -> None:
+        self.controller = _make_controller(0, settings or Settings(plan_wait_seconds=1e6))
+        self.controller.expects_marks = marked
+        self.state = self.controller.state
+        self.marked = marked
+        for size in (standing if standing is not None else np.zeros(0, np.int64)).tolist():
+            assert core.allocate_on(self.state.address, size, 0)
+
+    def run(self, step: Step) -> Figures:
+        """Run one step and mark its end."""
+        before = self._counts()
+        began_planned = self.controller.phase is Phase.PLANNED
+        plans = self.controller.num_plans
+        peaks = np.zeros(2, np.int64)
+        address = np.zeros(step.num_requests, np.int64)
+        assert _run(self.state.address, step.size, step.events, address, peaks), "the device has no end"
+        if self.marked:
+            self.controller.mark(MARK_STEP, "")
+            search = self.controller._steps.search
+            if search is not None:  # equal runs give equal figures: what runs beside the program is waited for
+                search.done.wait()
+        planned = began_planned and self.controller.phase is Phase.PLANNED and plans == self.controller.num_plans
+        if planned:
+            hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
+        else:
+            hits, missed = 0, int((step.size > layout.TINY).sum())
+        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state["RESERVED"], planned)
+
+    def _counts(self) -> tuple[int, int]:
+        state = self.state
+        return state["HITS"], state["MISSES"] + state["CONFLICTS"]

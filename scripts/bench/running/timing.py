@@ -1,0 +1,179 @@
+"""Nanoseconds for one allocation and its free, from compiled code as from torch's own.
+
+Contract: the device is made of numbers, so nothing but the allocator is timed; each figure is the best of several runs,
+the one least disturbed. Compared figures come from one run with the same load.
+"""
+
+import ctypes
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from stalloc.runtime import core, layout
+from stalloc.runtime.entry import cupy_entries, slow_entry
+from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.state import DeviceState
+from stalloc.runtime.words import call3
+
+KIB, MIB = 1 << 10, 1 << 20
+LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
+_RESERVE = 1 << 40  # bytes of addresses
+
+
+class Device:
+    """One device of unlimited addresses under the core."""
+
+    def __init__(self) -> None:
+        self._next = 0x7000_0000_0000
+        self.state = DeviceState(0, slow_entry(self._help))
+        self._states = np.array([self.state.address], np.int64)
+        self.entries = cupy_entries(self._states.ctypes.data)
+
+    def _help(self, device: int, request: int, argument: int) -> int:
+        pool = request >> layout.REASON_BITS
+        size = segment_bytes(self.state.pool_kind(pool), argument)
+        return int(self.state.give_segment(pool, self.take(size), size))
+
+    def take(self, size: int) -> int:
+        """Addresses from the device."""
+        base, self._next = self._next, self._next + size
+        return base
+
+
+class Ring:
+    """A step that repeats for ever: sizes, lifespans in requests, first-fit offsets."""
+
+    def __init__(self, seed: int, largest: int = 8 * MIB) -> None:
+        rng = np.random.default_rng(seed)
+        sizes = (2 ** rng.uniform(10, np.log2(largest), NUM_SIZES)).astype(np.int64) // 512 * 512 + 1024
+        self.size = rng.choice(sizes, LENGTH)
+        self.lifespan = np.minimum(rng.geometric(0.03, LENGTH), LENGTH)
+        due = (np.arange(LENGTH) + self.lifespan) % LENGTH
+        self.dying = np.argsort(due, kind="stable")  # entries in the order in which they die
+        self.first = np.searchsorted(due[self.dying], np.arange(LENGTH + 1))
+        self.offset, self.peak = self._place()
+
+    def _place(self) -> tuple[np.ndarray, int]:
+        offset, place = np.zeros(LENGTH, np.int64), np.arange(LENGTH)
+        for i in range(LENGTH):
+            before = place[:i]
+            meet = ((i - before) % LENGTH < self.lifespan[before]) | ((before - i) % LENGTH < self.lifespan[i])
+            at = 0
+            for j in sorted(before[meet], key=lambda j: offset[j]):
+                if at + self.size[i] <= offset[j]:
+                    break
+                at = max(at, int(offset[j] + self.size[j]))
+            offset[i] = at
+        return offset, int((offset + self.size).max())
+
+    def serve(self, device: Device, room: int = 0) -> None:
+        """Serve this ring on a device, from an arena with `room` bytes beyond the plan."""
+        arena_bytes = round_up(self.peak + room)
+        device.state.install_tape(self.size, np.zeros(LENGTH, np.int64), self.offset, 0, 0)
+        core.reserve(device.state.address, arena_bytes)
+        device.state.serve_arena(device.take(arena_bytes), arena_bytes)
+
+
+@njit(nogil=True)
+def _run_ring(allocate, free, stream, size, dying, first, passes, address):
+    for _ in range(passes):
+        for i in range(len(size)):
+            for k in range(first[i], first[i + 1]):
+                call3(free, stream, address[dying[k]], 0)
+                address[dying[k]] = 0
+            address[i] = call3(allocate, stream, size[i], 0)
+
+
+@njit(nogil=True)
+def _run_shuffled(allocate, free, stream, size, seed, operations, address):
+    """Replace one of the live blocks by one of another size, both at random."""
+    x = seed
+    for _ in range(operations):
+        x ^= x << 13
+        x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+        x ^= x << 17
+        i = (x & 0x7FFFFFFF) % len(address)
+        call3(free, stream, address[i], 0)
+        address[i] = call3(allocate, stream, size[((x >> 31) & 0x7FFFFFFF) % len(size)], 0)
+
+
+@njit(nogil=True)
+def _run_libc(malloc, free, size, dying, first, passes, address):
+    for _ in range(passes):
+        for i in range(len(size)):
+            for k in range(first[i], first[i + 1]):
+                call3(free, address[dying[k]], 0, 0)
+                address[dying[k]] = 0
+            address[i] = call3(malloc, size[i], 0, 0)
+
+
+def timed(work: list[Any], repeats: int, pairs: int) -> float:
+    """Nanoseconds of wall time a pair of one thread, all threads working at once; best of `repeats`."""
+    best = float("inf")
+    for _ in range(repeats):
+        threads = [threading.Thread(target=function) for function in work]
+        began = time.perf_counter_ns()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        best = min(best, (time.perf_counter_ns() - began) / pairs)
+    return round(best, 1)
+
+
+def planned_pair(repeats: int) -> float:
+    """A step served from its plan alone."""
+    device, ring = Device(), Ring(1)
+    ring.serve(device)
+    address = np.zeros(LENGTH, np.int64)
+    arguments = *device.entries, 0, ring.size, ring.dying, ring.first
+    _run_ring(*arguments, 2, address)
+    device.state.write(HITS=0, MISSES=0, CONFLICTS=0)
+    figure = timed([lambda: _run_ring(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
+    assert device.state["MISSES"] == device.state["CONFLICTS"] == 0 < device.state["HITS"]
+    return figure
+
+
+def heap_pair(repeats: int) -> float:
+    """The same step from the heap."""
+    device, ring, address = Device(), Ring(1), np.zeros(LENGTH, np.int64)
+    arguments = *device.entries, 0, ring.size, ring.dying, ring.first
+    _run_ring(*arguments, 2, address)
+    return timed([lambda: _run_ring(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
+
+
+def borrowed_pair(repeats: int, live: int = 5_000) -> float:
+    """Requests that are not on the tape, from idle parts of the arena, with `live` blocks of theirs."""
+    device, ring = Device(), Ring(1, 64 * MIB)
+    ring.serve(device, room=live * 256 * KIB)
+    sizes = np.random.default_rng(3).integers(4 * KIB, 256 * KIB, 64) // 512 * 512 + 1
+    address = np.zeros(live, np.int64)
+    for i in range(live):
+        address[i] = core.allocate_on(device.state.address, int(sizes[i % len(sizes)]), 0)
+    arguments = *device.entries, 0, sizes
+    _run_shuffled(*arguments, 7, 1000, address)
+    lent, operations = device.state["NUM_LENT"], LENGTH * PASSES // 4
+    figure = timed([lambda: _run_shuffled(*arguments, 11, operations, address)], repeats, operations)
+    assert device.state["NUM_LENT"] - lent > 0.95 * repeats * operations, "served from the arena"
+    return figure
+
+
+def contended(repeats: int, num_threads: int = 4) -> tuple[float, float]:
+    """Nanoseconds a pair with several threads at once, each on a step of its own: ours, and the C library's malloc."""
+    libc = ctypes.CDLL(None)
+    malloc, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (libc.malloc, libc.free))
+    device, ours, theirs = Device(), [], []
+    for index in range(num_threads):
+        ring = Ring(index + 1, 64 * KIB)  # sizes that malloc serves without asking the kernel
+        if index == 0:
+            ring.serve(device)
+        address, other = np.zeros((2, LENGTH), np.int64)
+        rest = ring.size, ring.dying, ring.first
+        ours.append(lambda a=address, r=rest, s=index: _run_ring(*device.entries, 0x100 * s, *r, PASSES, a))
+        theirs.append(lambda a=other, r=rest: _run_libc(malloc, free, *r, PASSES, a))
+    ours[0]()
+    theirs[0]()
+    return timed(ours, repeats, LENGTH * PASSES), timed(theirs, repeats, LENGTH * PASSES)

@@ -1,0 +1,127 @@
+"""Several kinds of steps in one arena, each with a plan of its own.
+
+Contract: whichever kind follows whichever, no two planned requests that are live together share a byte, as long as the
+steps are as they were observed. What a step hands on to the next one (gradients until they are zeroed, a batch that is
+replaced) has a place that all kinds share: handed-on requests are ranked by size, those of one rank get one place, and
+every kind keeps it free for as long as any kind's step hands it on.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.lifespans.units import StepKind
+from stalloc.planner import Layout, Plan, plan_arrays
+from stalloc.runtime.layout import ALIGNMENT
+from stalloc.trace.record import Column
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tapes:
+    """The plans of several kinds of steps, one after the other in columns."""
+
+    kinds: list[StepKind]
+    size: Column  #: (k,) requested bytes
+    stream: Column  #: (k,)
+    offset: Column  #: (k,) bytes; -1: not planned, since the end is not known, or handed on too early in a step
+    begins: list[int]  #: where each kind's begin
+    peak_bytes: int  #: of the arena
+    lower_bound_bytes: int  #: the largest maximum load of any kind
+    method: str
+
+    def largest_plan(self, device: int) -> Plan:
+        """The plan of the kind with the most requests, for reports; its peak is the arena's."""
+        index = int(np.argmax([len(kind.size) for kind in self.kinds]))
+        kind, first = self.kinds[index], self.begins[index]
+        length = len(kind.size)
+        offset, start = self.offset[first : first + length], np.arange(length, dtype=np.int64)
+        return Plan(
+            offset=offset,
+            size=kind.size,
+            start=start,
+            end=kind.end,
+            stream=kind.stream,
+            device=device,
+            alignment=ALIGNMENT,
+            peak_bytes=self.peak_bytes,
+            lower_bound_bytes=self.lower_bound_bytes,
+            optimal=self.peak_bytes == self.lower_bound_bytes,
+            method=f"{len(self.kinds)} kinds of steps, {self.method}",
+            kind="program",
+            provenance={},
+            ring_end=length,
+            tape_row=start,
+            tape_size=kind.size,
+            tape_stream=kind.stream,
+            tape_start=start,
+            tape_end=kind.end,
+            tape_offset=offset,
+        )
+
+
+def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None:
+    """Plan several kinds of steps for one arena; None if they use more than one stream, whose order nothing secures.
+
+    `made` holds the layouts of earlier calls, and gets those of this one, so that a kind that is added is all there is
+    to plan.
+    """
+    streams = np.unique(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
+    if len(streams) > 1:
+        return None
+    # a shared place has to be empty again before a step of any kind puts something into it
+    latest = max(int((kind.end - len(kind.size)).max()) for kind in kinds)
+    handed = [_handed_on(kind, latest) for kind in kinds]
+    num_places = max(len(rows) for rows in handed)
+    place_size, place_until = np.zeros((2, num_places), np.int64)
+    for kind, rows in zip(kinds, handed, strict=True):
+        place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
+        until = kind.end[rows] - len(kind.size)
+        place_until[: len(rows)] = np.maximum(place_until[: len(rows)], until)
+    offsets: list[Column] = [np.zeros(0, np.int64)] * len(kinds)
+    places = np.full(num_places, -1, np.int64)
+    peak = bound = 0
+    methods: list[str] = []
+    # the one that needs most decides where the shared places are
+    needs = [int(_rounded(kind.size[kind.end > 0]).sum()) for kind in kinds]
+    for index in np.argsort(needs, kind="stable")[::-1].tolist():
+        kind, rows = kinds[index], handed[index]
+        length = len(kind.size)
+        own = np.flatnonzero((kind.end > 0) & (kind.end <= length))
+        begin, until = np.zeros(num_places, np.int64), np.minimum(place_until, length)
+        begin[: len(rows)] = rows
+        until[: len(rows)] = np.minimum(place_until[: len(rows)] + length, rows + length)
+        fixed = np.concatenate([np.full(len(own), -1, np.int64), places])
+        start, end = np.concatenate([own, begin]), np.concatenate([kind.end[own], until])
+        size = np.concatenate([_rounded(kind.size[own]), place_size])
+        asked = np.concatenate([[length], start, end, size, fixed]).tobytes()
+        if asked not in made:
+            given = fixed if (fixed >= 0).any() else None
+            made[asked] = plan_arrays(start, end, size, alignment=ALIGNMENT, ring=(0, length), fixed=given)
+        layout = made[asked]
+        places = layout.offset[len(own) :]
+        offset = np.full(length, -1, np.int64)
+        offset[own], offset[rows] = layout.offset[: len(own)], places[: len(rows)]
+        offsets[index] = offset
+        peak, bound = max(peak, layout.peak_bytes), max(bound, layout.lower_bound_bytes)
+        methods.append(layout.method)
+    lengths = [len(kind.size) for kind in kinds]
+    return Tapes(
+        kinds=kinds,
+        size=np.concatenate([kind.size for kind in kinds]),
+        stream=np.concatenate([kind.stream for kind in kinds]),
+        offset=np.concatenate(offsets),
+        begins=[0, *np.cumsum(lengths)[:-1].tolist()],
+        peak_bytes=peak,
+        lower_bound_bytes=bound,
+        method=methods[0],
+    )
+
+
+def _rounded(size: Column) -> Column:
+    return (size + (ALIGNMENT - 1)) & -ALIGNMENT
+
+
+def _handed_on(kind: StepKind, first: int) -> Column:
+    """Rows from `first` on that outlive their step, the largest first."""
+    rows = first + np.flatnonzero(kind.end[first:] > len(kind.size)) if first > 0 else np.zeros(0, np.int64)
+    return rows[np.argsort(-kind.size[rows], kind="stable")]

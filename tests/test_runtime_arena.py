@@ -1,0 +1,153 @@
+"""The arena between plans: dissolved into segments, taken over by the next plan, lent while a plan is in force."""
+
+import numpy as np
+import pytest
+from programs.core_machine import MIB, Machine, Ring
+from programs.ring_program import DROP, INSERT, Program
+
+from stalloc.runtime import layout
+
+
+def rings(seed: int, streams: int = 1) -> tuple[Machine, Program, Ring, np.random.Generator]:
+    """A machine that serves a random ring, its program, and another ring of the same kind."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    ring, other = Ring(rng, 60, streams=streams), Ring(rng, 60, streams=streams)
+    machine = Machine()
+    machine.install(ring)
+    assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
+    return machine, Program(machine, ring, rng), other, rng
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
+    machine, program, _, _ = rings(1, streams)
+    for _ in range(3):
+        program.one_pass({7: INSERT, 30: DROP})
+    live, taken = machine.state["NUM_LIVE"], machine.taken
+    assert machine.dissolve() == streams
+    assert machine.state["ARENA_BYTES"] == machine.state["ARENA_LIVE"] == 0
+    assert machine.state["NUM_LIVE"] == live
+    machine.check_counts()
+    for _ in range(5):
+        program.one_pass()
+    assert machine.taken <= taken + 20 * MIB * streams, "what is free in it is used"
+    program.end()
+    for address in machine.live.addresses():
+        machine.free(address)
+    machine.give_back_segments()
+    assert machine.state["RESERVED"] == 0
+    assert len(machine.segments) == 0
+
+
+def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> None:
+    machine, program, _, _ = rings(2, 2)
+    program.one_pass()
+    machine.dissolve()
+    kept = min(address for address, size in machine.live.items() if size > 512)
+    for address in machine.live.addresses():
+        if address != kept:
+            machine.free(address)
+    machine.give_back_segments()
+    assert len(machine.segments) == 2, "both parts: they came as one"
+    machine.free(kept)
+    machine.give_back_segments()
+    assert machine.state["RESERVED"] == 0
+
+
+def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there() -> None:
+    for seed in range(6):
+        machine, program, other, rng = rings(10 + seed)
+        for _ in range(2):
+            program.one_pass({int(at): INSERT for at in rng.integers(0, 60, 4)})
+        base = machine.state["ARENA"]
+        machine.dissolve()
+        program.one_pass()
+        other.offset = other.offset % max(machine_room(machine, base) - int(other.size.max()) - 512, 512) // 512 * 512
+        reserved = machine.state["RESERVED"]
+        assert machine.take_over(other, base)
+        assert machine.state["RESERVED"] == reserved
+        after = Program(machine, other, rng)
+        for _ in range(3):
+            after.one_pass({int(at): INSERT for at in rng.integers(0, 60, 4)})
+        program.end()
+        for _ in range(3):
+            after.one_pass()
+        assert machine.state["HITS"] > 0
+        machine.check_counts()
+        after.end()
+        machine.check_counts()
+        machine.state.drop_tape()
+        assert machine.state.forget_arena() > 0, "nothing is left in it"
+
+
+def machine_room(machine: Machine, base: int) -> int:
+    """The size of the segment at `base`."""
+    return dict(machine.segments.items())[base]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int) -> None:
+    machine, program, other, rng = rings(100 + seed, streams=1)
+    programs, base = [program, Program(machine, other, rng)], machine.state["ARENA"]
+    served = 0
+    for _ in range(40):
+        chosen = programs[int(rng.integers(2))]
+        deviations = {int(at): int(rng.integers(5)) for at in np.flatnonzero(rng.random(60) < 0.05)}
+        chosen.one_pass(deviations)
+        what = rng.integers(6)
+        if what == 0 and machine.state["ARENA_BYTES"]:
+            assert machine.dissolve() == 1
+        elif what == 1 and not machine.state["ARENA_BYTES"] and chosen.ring.peak <= machine_room(machine, base):
+            assert machine.take_over(chosen.ring, base)
+            served += 1
+    print(f"{served} times taken over")
+    assert served
+    for chosen in programs:
+        chosen.end()
+    machine.check_counts()
+    if machine.state["ARENA_BYTES"]:
+        machine.dissolve()
+    for address in machine.live.addresses():
+        machine.free(address)
+    machine.give_back_segments()
+    assert machine.state["RESERVED"] == 0
+
+
+def test_an_extra_request_borrows_from_the_arena_and_the_plan_goes_on() -> None:
+    machine, program, _, _ = rings(40)
+    program.one_pass()
+    taken, misses = machine.taken, machine.state["MISSES"]
+    program.one_pass({20: INSERT})
+    assert machine.state["NUM_LENT"] == 1
+    assert machine.state["MISSES"] == misses + 1
+    assert machine.taken == taken
+    for _ in range(3):
+        program.one_pass()
+    assert machine.state["MISSES"] == misses + 1
+    hits = machine.state["HITS"]
+    program.one_pass()
+    assert machine.state["HITS"] == hits + 60
+
+
+def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
+    """What other streams have used may still be in use by their kernels."""
+    rng = np.random.default_rng(50)
+    ring = Ring(rng, 60, streams=2)
+    machine = Machine()
+    base = machine.install(ring)
+    assert [machine.allocate(1, stream) > 0 for stream in range(2)]
+    program = Program(machine, ring, rng)
+    for _ in range(2):
+        program.one_pass()
+    border = int(ring.offset[ring.stream == 1].min())
+    lent = 0
+    for _ in range(200):
+        stream = int(rng.integers(2))
+        address = machine.allocate(int(rng.integers(513, 2 * MIB)), stream)
+        if base <= address < base + machine.state["ARENA_BYTES"]:
+            lent += 1
+            assert (address - base >= border) == (stream == 1)
+    assert lent
+    assert machine.state["NUM_UNKNOWN_FREES"] == 0
+    assert machine.state["MODE"] == layout.MODE_REPLAY

@@ -1,0 +1,145 @@
+"""Several kinds of steps in one arena: their plans hold in any order, and each is known from its first requests."""
+
+import numpy as np
+import pytest
+from programs.core_machine import MIB, Machine, Ring
+
+from stalloc.lifespans.units import StepKind
+from stalloc.runtime import core
+from stalloc.runtime.segments import round_up
+from stalloc.runtime.tapes import Tapes, plan_steps
+
+
+def made_up_kind(rng: np.random.Generator) -> StepKind:
+    """A step of random requests, of which some are handed on to the next step and some have no known end."""
+    length = int(rng.integers(8, 60))
+    size = rng.choice(rng.integers(513, MIB, 6), length).astype(np.int64)
+    place = np.arange(length)
+    end = np.minimum(place + rng.geometric(0.1, length), length)
+    handed = rng.random(length) < 0.15
+    end[handed] = length + rng.integers(1, max(2, length // 5), int(handed.sum()))
+    end[rng.random(length) < 0.05] = 0
+    return StepKind(size=size, stream=np.zeros(length, np.int64), end=end, times_seen=2)
+
+
+def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> int:
+    """Run the kinds in a random order, as they were observed; no two live requests may share a byte."""
+    live: list[tuple[int, int, int, int]] = []  # step of death, position of death, low, high
+    checked = 0
+    for step in range(num_steps):
+        index = int(rng.integers(len(tapes.kinds)))
+        kind, first = tapes.kinds[index], tapes.begins[index]
+        length = len(kind.size)
+        for i in range(length):
+            live = [block for block in live if block[0] > step or (block[0] == step and block[1] > i)]
+            offset = int(tapes.offset[first + i])
+            assert offset >= 0 or kind.end[i] == 0 or kind.end[i] > length
+            if offset < 0:
+                continue
+            high = offset + -(-int(kind.size[i]) // 512) * 512
+            assert high <= tapes.peak_bytes
+            for _, _, other_low, other_high in live:
+                assert high <= other_low or other_high <= offset
+            end = int(kind.end[i])
+            live.append((step, end, offset, high) if end <= length else (step + 1, end - length, offset, high))
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_two_requests_meet_whichever_kind_follows_whichever(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    kinds = [made_up_kind(rng) for _ in range(int(rng.integers(1, 6)))]
+    made: dict = {}
+    tapes = plan_steps(kinds, made)
+    assert tapes is not None
+    assert check_any_order(tapes, rng, 40)
+    again = plan_steps([*kinds, made_up_kind(rng)], made)
+    assert again is not None
+    assert check_any_order(again, rng, 40)
+
+
+def test_kinds_on_several_streams_are_left_alone() -> None:
+    """Nothing would make one stream wait for another's use of the bytes."""
+    kind = made_up_kind(np.random.default_rng(1))
+    kind.stream[1::2] = 1
+    assert plan_steps([kind], {}) is None
+
+
+def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generator]:
+    """A machine that serves several rings, none of which hands anything on."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    machine, rings = Machine(), []
+    for _ in range(count):
+        ring = Ring(rng, int(rng.integers(30, 80)))
+        ring.lifespan = np.minimum(ring.lifespan, ring.length - np.arange(ring.length))
+        rings.append(ring)
+    begins = [0, *np.cumsum([ring.length for ring in rings])[:-1].tolist()]
+    size, offset = (np.concatenate([getattr(ring, name) for ring in rings]) for name in ("size", "offset"))
+    machine.state.install_tape(size, np.zeros(len(size), np.int64), offset, 0, 0, begins=begins)
+    arena_bytes = round_up(max(ring.peak for ring in rings))
+    core.reserve(machine.state.address, arena_bytes)
+    machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
+    return machine, rings, rng
+
+
+def one_pass(machine: Machine, ring: Ring, size_of: np.ndarray, skip: frozenset[int] = frozenset()) -> None:
+    """One step, in which all is freed that was allocated."""
+    due: dict[int, list[int]] = {}
+    for i in range(ring.length):
+        for address in due.pop(i, ()):
+            machine.free(address)
+        if i not in skip:
+            due.setdefault(i + int(ring.lifespan[i]), []).append(machine.allocate(int(size_of[i])))
+    for addresses in due.values():
+        for address in addresses:
+            machine.free(address)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_kind_is_known_from_its_first_request(seed: int) -> None:
+    machine, rings, rng = serve(seed, 4)
+    total = 0
+    for _ in range(30):
+        ring = rings[int(rng.integers(4))]
+        one_pass(machine, ring, ring.size)
+        total += ring.length
+    assert machine.state["HITS"] == total
+    assert machine.state["MISSES"] == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unknown_and_shortened_steps_between_them_are_safe_and_soon_over(seed: int) -> None:
+    machine, rings, rng = serve(10 + seed, 3)
+    for _ in range(15):
+        one_pass(machine, rings[0], rng.integers(513, 2 * MIB, rings[0].length))
+        ring = rings[int(rng.integers(3))]
+        one_pass(machine, ring, ring.size, frozenset(rng.integers(0, ring.length, 3).tolist()))
+        for _ in range(2):
+            one_pass(machine, rings[1], rings[1].size)
+        hits = machine.state["HITS"]
+        one_pass(machine, rings[1], rings[1].size)
+        assert machine.state["HITS"] - hits == rings[1].length
+    machine.check_counts()
+    assert machine.state["NUM_LIVE"] == machine.state["ALLOCATED"] == 0
+    machine.state.drop_tape()
+    assert machine.state.forget_arena()
+
+
+def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
+    rng = np.random.default_rng(60)
+    machine = Machine()
+    first, second = Ring(rng, 40, num_sizes=30), Ring(rng, 40, num_sizes=30)
+    second.size[:12], second.lifespan[:12] = first.size[:12], first.lifespan[:12]
+    for ring in (first, second):
+        ring.lifespan = np.minimum(ring.lifespan, 40 - np.arange(40))
+        ring.offset = np.cumsum(-(-ring.size // 512) * 512) - -(-ring.size // 512) * 512  # nothing shares a place
+    peak = max(int(ring.offset[-1] + ring.size[-1]) for ring in (first, second))
+    size, offset = np.concatenate([first.size, second.size]), np.concatenate([first.offset, second.offset])
+    machine.state.install_tape(size, np.zeros(80, np.int64), offset, 0, 0, begins=[0, 40])
+    machine.state.serve_arena(machine.take(round_up(peak)), round_up(peak))
+    for ring in (first, second, second, first, second):
+        one_pass(machine, ring, ring.size)
+    assert machine.state["HITS"] == 5 * 40
