@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stalloc.compaction.adopting import Relocation, adopt, compact, compact_when_full, contiguous_buffers
+    from stalloc.compaction.arena import ArenaRun, run_in_arena
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
+    "ArenaRun": "stalloc.compaction.arena",
     "BOUNCE": "stalloc.compaction.schedule",
     "CorruptionError": "stalloc.compaction.poison",
     "Layout": "stalloc.compaction.layouts",
@@ -29,12 +31,14 @@ _LAZY: dict[str, str] = {
     "execute": "stalloc.compaction.execution",
     "largest_hole": "stalloc.compaction.layouts",
     "order_moves": "stalloc.compaction.ordering",
+    "run_in_arena": "stalloc.compaction.arena",
     "slide": "stalloc.compaction.layouts",
     "to_plan": "stalloc.compaction.layouts",
 }
 
 __all__ = [
     "BOUNCE",
+    "ArenaRun",
     "CorruptionError",
     "Layout",
     "Poison",
@@ -47,6 +51,7 @@ __all__ = [
     "execute",
     "largest_hole",
     "order_moves",
+    "run_in_arena",
     "slide",
     "to_plan",
 ]
