@@ -19,7 +19,7 @@ from stalloc.planner.search import searching
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000
 #: nodes times requests and epochs that a part may cost when nobody gave a time budget
-WORK = 100_000_000
+WORK = 170_000_000
 #: from so many requests on, a peak this close to the bound will do
 MANY, CLOSE_ENOUGH = 50_000, 1e-3
 

@@ -5,6 +5,7 @@ optimal. Heights are tried as yes-or-no questions from the bound upwards, never 
 seed as long as it is nodes, not seconds, that run out.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -21,6 +22,10 @@ MOST_MEMBERS = 3_000_000
 FIRST_NODES = 64
 #: nodes of the first restart, by request
 RESTART_NODES = 2
+#: work (nodes times requests and epochs) after which heights close below the best are tried, and how close (percent)
+BISECTED, NEAR = 100_000_000, 85
+#: rounds of those between two long looks at the lowest height that is not excluded
+PROVE_EVERY = 16
 #: work (nodes times requests and epochs) between two looks at the clock
 SLICE = 4_000_000
 
@@ -83,7 +88,8 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
     """Progress after each slice, for ever or until the best packing reaches `target` or the bound.
 
     Rounds with twice as many nodes each: the lowest height that is not excluded first, then heights between it and
-    the best by bisection, each with a quarter of the nodes.
+    the best by bisection, each with a quarter of the nodes. Once that has cost `BISECTED`, heights close below the best
+    instead, with other noise every round: where the bound is out of reach, small steps get further.
     """
     bound = problem.bound
     if packing.peak_bytes <= max(target, bound) or len(problem.size) == 0:
@@ -91,15 +97,33 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
     if int((problem.end - problem.start).sum()) > MOST_MEMBERS:
         return
     hunt = _Hunt(problem, packing, target, seed)
-    quota = FIRST_NODES * len(problem.size)
-    while hunt.open:
-        yield from hunt.look(hunt.low, quota, long=True)
+    quota, begun_at = FIRST_NODES * len(problem.size), hunt.low
+    most_nodes = BISECTED // (len(problem.size) + len(problem.floor))
+    while hunt.open and hunt.num_nodes < most_nodes:
+        yield from hunt.look(hunt.low, min(quota, most_nodes - hunt.num_nodes), long=True)
         failed = hunt.low
-        while hunt.best - failed > 1 and hunt.open:
+        while hunt.best - failed > 1 and hunt.open and hunt.num_nodes < most_nodes:
             middle = (failed + hunt.best) // 2
-            yield from hunt.look(middle, quota // 4)
+            yield from hunt.look(middle, min(quota // 4, most_nodes - hunt.num_nodes))
             failed = max(hunt.low, failed if hunt.best <= middle else middle)
         quota *= 2
+    for round_ in itertools.count():
+        hunt = hunt.begin_again(seed + round_)
+        end = hunt.num_nodes + 2 * most_nodes
+        quota = FIRST_NODES * len(problem.size)
+        if round_ and round_ % PROVE_EVERY == 0:  # so that whatever can be proven is, sooner or later
+            yield from hunt.look(hunt.low, most_nodes << (round_ // PROVE_EVERY), long=True)
+        while hunt.open and hunt.num_nodes < end:
+            failed = begun_at
+            while hunt.best - failed > 1 and hunt.open and hunt.num_nodes < end:
+                near = min(failed + (hunt.best - failed) * NEAR // 100, hunt.best - 1)
+                if near <= failed:
+                    break
+                yield from hunt.look(near, min(quota // 2, end - hunt.num_nodes))
+                failed = failed if hunt.best <= near else near
+            quota *= 2
+        if not hunt.open:
+            break
     yield hunt.progress()
 
 
@@ -108,6 +132,7 @@ class _Hunt:
 
     def __init__(self, problem: Problem, packing: Packing, target: int, seed: int) -> None:
         floors = np.unique(problem.floor)
+        self.original = problem
         self.unit = int(np.gcd(np.gcd.reduce(problem.size), np.gcd.reduce(floors)))
         self.problem = Problem(problem.start, problem.end, problem.size // self.unit, problem.floor // self.unit)
         self.packing = packing
@@ -131,6 +156,12 @@ class _Hunt:
     @property
     def open(self) -> bool:
         return self.best > self.low
+
+    def begin_again(self, seed: int) -> "_Hunt":
+        """A hunt that has learnt nothing and draws other noise, from the same packing and proven bound."""
+        again = _Hunt(self.original, self.packing, self.goal * self.unit, seed)
+        again.bound, again.num_nodes = self.bound, self.num_nodes
+        return again
 
     def progress(self) -> Progress:
         return Progress(self.packing, self.bound * self.unit, self.num_nodes)

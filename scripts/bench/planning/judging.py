@@ -55,8 +55,8 @@ def judged(case: Case, offset: Column, load_bytes: int) -> int:
     return peak
 
 
-def run_stalloc(case: Case, load_bytes: int, repeat: int) -> Result:
-    """The library's own planner, `stalloc.plan` with no options but the alignment."""
+def run_stalloc(case: Case, load_bytes: int, repeat: int, time_budget_seconds: float | None = None) -> Result:
+    """The library's own planner, `stalloc.plan` with no options but the alignment, or with a time budget."""
     times, within = [], []
     for _ in range(repeat):
         reports: list[tuple[float, Progress]] = []
@@ -65,6 +65,7 @@ def run_stalloc(case: Case, load_bytes: int, repeat: int) -> Result:
         made = plan(
             (case.start, case.end, case.size),
             alignment=case.alignment,
+            time_budget_seconds=time_budget_seconds,
             progress=lambda told, reports=reports: reports.append((time.perf_counter(), told)),  # type: ignore[misc]
         )
         times.append(time.perf_counter() - began)

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .cases import A_MILLION, CAPACITY, MANY, Case
-from .judging import Result
+from .judging import Result, run_stalloc
 
 #: what MiniMalloc takes for A to K given the capacity, seconds on two cores: as they are, reversed in time
 MINIMALLOC_SECONDS, MINIMALLOC_REVERSED_SECONDS = 26.65, 30.5
 TIMES_QUICKER = 20
+#: for an instance that is not solved within the usual effort
+LONG_SECONDS = 60
 #: the lowest peaks known of the two instances whose load nobody reaches
 KNOWN_PEAKS = {"D": 995_328, "J": 1_005_568}
 IDEALLOC_SECONDS = {"pangu_2.6B": 1.0, "resnet50": 0.05, "iopddl_G_1": 0.05, "iopddl_S_1": 0.2, "iopddl_Y_1": 0.2}
@@ -85,6 +87,11 @@ def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -
         if known is not None:
             ok = result.peak_bytes <= known or result.proven
             rows.append(Row(f"MiniMalloc {case.name}, bytes", result.peak_bytes, f"<= {known} or proven", ok))
+            if not ok:
+                longer = run_stalloc(case, result.peak_bytes, 1, time_budget_seconds=LONG_SECONDS)
+                ok = longer.peak_bytes <= known or longer.proven
+                name = f"MiniMalloc {case.name}, bytes, with a time budget of {LONG_SECONDS} s"
+                rows.append(Row(name, longer.peak_bytes, f"<= {known} or proven", ok))
     return rows
 
 
