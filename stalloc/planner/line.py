@@ -20,6 +20,8 @@ from stalloc.planner.search import searching
 SEARCHED = 2_000
 #: nodes times requests and epochs that a part may cost when nobody gave a time budget
 WORK = 170_000_000
+#: of the time that is left, what the exact search may take
+SHARE = 0.9
 #: from so many requests on, a peak this close to the bound will do
 MANY, CLOSE_ENOUGH = 50_000, 1e-3
 
@@ -81,7 +83,7 @@ def _searched(problem: Problem, target: int) -> tuple[Packing | None, int]:
     """What exact search makes of a small part if the quickest tries do not reach the target, and the proven bound.
 
     The bound holds for the whole as well, on top of what is live throughout: that can always slide to the bottom.
-    Counted in nodes, so that equal input gives equal output; with a time budget the search takes half of what is left.
+    Counted in nodes, so that equal input gives equal output; with a time budget the search takes most of what is left.
     """
     count, budget = len(problem.size), current()
     if budget.method == "greedy" or count > SEARCHED:
@@ -90,7 +92,7 @@ def _searched(problem: Problem, target: int) -> tuple[Packing | None, int]:
     tell(count, packing.peak_bytes, problem.bound, packing.method)
     if packing.peak_bytes <= max(target, problem.bound) or over():
         return packing, problem.bound
-    until = (budget.seconds + time.monotonic() - budget.began) / 2 if budget.seconds is not None else np.inf
+    until = SHARE * budget.seconds + (1 - SHARE) * (time.monotonic() - budget.began) if budget.seconds else np.inf
     nodes = WORK // (count + len(problem.floor)) if budget.seconds is None else 1 << 62
     best, bound = packing, problem.bound
     for state in searching(problem, packing, target, seed=budget.seed):
