@@ -6,6 +6,7 @@ registered buffers, CUDA graphs outside torch, a kernel of the user's) has to be
 """
 
 import functools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -174,12 +175,21 @@ def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) 
         result.reserved_after_bytes += reserved
 
 
-def _move(group: list[Candidate], result: Relocation, copy: Copy | None, *, through_host: bool = False) -> None:
+def _move(
+    group: list[Candidate],
+    result: Relocation,
+    copy: Copy | None,
+    *,
+    through_host: bool = False,
+    unwanted: Callable[[int], bool] = lambda address: False,
+) -> None:
     if not group:
         return
     on_gpu = group[0].storage.device.type == "cuda"
     least = _OWN_SEGMENT if on_gpu and _buffer_bytes(group) == _OWN_SEGMENT else 0
-    move_together(group, alignment=ALIGNMENT, copy=copy, through_host=through_host, least_bytes=least)
+    move_together(
+        group, alignment=ALIGNMENT, copy=copy, through_host=through_host, least_bytes=least, unwanted=unwanted
+    )
     count = sum(member.size_bytes for member in group)
     result.num_moved += len(group)
     result.moved_bytes += count
@@ -211,7 +221,11 @@ def _in_rounds(
     view: HeapView, segments: list[list[Candidate]], cap_bytes: int | None, result: Relocation, copy: Copy | None
 ) -> None:
     """Move the contents of segments, as many at a time as there is room for beside them."""
-    device, waiting = None, list(segments)
+    waiting = list(segments)
+    # the buffers must not be put into the holes of what is to be emptied
+    emptied = {view.segment_of(member.address) for members in segments for member in members} - {-1}
+    bases, ends = view.segment_base, view.segment_base + view.segment_bytes
+    ranges = [(int(bases[row]), int(ends[row])) for row in sorted(emptied)]
     while waiting:
         device = waiting[0][0].storage.device
         room = _room(view, cap_bytes)
@@ -227,8 +241,15 @@ def _in_rounds(
             taken += waiting.pop(0)
         if through_host and not taken:
             taken = waiting.pop(0)
-        _move(taken, result, copy, through_host=through_host)
+        _move(taken, result, copy, through_host=through_host, unwanted=_inside(ranges))
         release(device)
+        # what is empty now has gone back to the device, which may give the same addresses again
+        gone = sorted(member.address for member in taken)
+        ranges = [span for span in ranges if bisect_left(gone, span[0]) == bisect_left(gone, span[1])]
+
+
+def _inside(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
+    return lambda address: any(low <= address < high for low, high in ranges)
 
 
 def _room(view: HeapView, cap_bytes: int | None) -> int:

@@ -5,7 +5,7 @@ streams are waited for before and after, so no kernel reads a block that is goin
 early. Where there is no room for the new place beside the old one, the bytes wait in host memory meanwhile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,18 @@ def wait_for(device: Any) -> None:
 
 
 def move_together(
-    group: Sequence[Candidate], *, alignment: int, copy: Copy | None, through_host: bool = False, least_bytes: int = 0
+    group: Sequence[Candidate],
+    *,
+    alignment: int,
+    copy: Copy | None,
+    through_host: bool = False,
+    least_bytes: int = 0,
+    unwanted: Callable[[int], bool] = lambda address: False,
 ) -> Any:
     """Move storages of one device into one new buffer, a uint8 tensor, which is returned; each keeps it alive.
 
-    The buffer has `least_bytes` at least. `through_host`: let go of the old memory first. Raises torch's
-    out-of-memory error if there is no room, in which case nothing moved.
+    The buffer has `least_bytes` at least and does not begin at an `unwanted` address. `through_host`: let go of the old
+    memory first. Raises torch's out-of-memory error if there is no room, in which case nothing moved.
     """
     import torch
 
@@ -44,8 +50,8 @@ def move_together(
     offset, total = packed([member.size_bytes for member in group], alignment)
     total = max(total, least_bytes)
     if through_host:
-        return _through_host(group, offset, total)
-    arena = torch.empty(total, dtype=torch.uint8, device=device)
+        return _through_host(group, offset, total, unwanted)
+    arena = _buffer(total, device, unwanted)
     wait_for(device)
     source = np.array([member.address for member in group], np.int64)
     size = np.array([member.size_bytes for member in group], np.int64)
@@ -57,6 +63,18 @@ def move_together(
     return arena
 
 
+def _buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
+    """A new uint8 tensor, not in a place that is to be emptied: those that are offered are held until one is not."""
+    import torch
+
+    held = []
+    while True:
+        buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        if not unwanted(buffer.data_ptr()):
+            return buffer
+        held.append(buffer)
+
+
 def _point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
     """Give each storage its part of a buffer; their old memory goes with the storages that had the parts."""
     remember_arena(arena)
@@ -64,7 +82,7 @@ def _point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
         exchange(member.storage, slice_storage(arena, at, member.size_bytes))
 
 
-def _through_host(group: Sequence[Candidate], offset: Column, total: int) -> Any:
+def _through_host(group: Sequence[Candidate], offset: Column, total: int, unwanted: Callable[[int], bool]) -> Any:
     """The same with the bytes in host memory meanwhile: all old memory is let go of before the new one is asked for."""
     import torch
 
@@ -77,7 +95,10 @@ def _through_host(group: Sequence[Candidate], offset: Column, total: int) -> Any
     for member in group:
         exchange(member.storage, empty_storage(member.size_bytes, device))
     release(device)
-    arena = torch.empty(total, dtype=torch.uint8, device=device)
+    try:
+        arena = _buffer(total, device, unwanted)
+    except torch.OutOfMemoryError:
+        arena = torch.empty(total, dtype=torch.uint8, device=device)  # anywhere is better than nowhere
     arena.copy_(host)
     wait_for(device)
     _point_into(group, arena, offset)
