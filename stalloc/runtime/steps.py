@@ -29,7 +29,8 @@ _UNKNOWN_SHARE = 20  # a step is not known if more than one request in so many w
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _MOST_KINDS = 32  # that are planned together; those seen most often
 _MOST_EVENTS = 1 << 20  # of a record in which kinds are looked for
-_LEAST_STEPS = 6  # marked steps without a cycle after which kinds are looked for
+_WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
+_LEAST_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 
 
 @dataclass
@@ -88,7 +89,10 @@ class Steps:
             if search.tapes is not None:
                 self._put_in_force(search.tapes)
         if controller.phase is Phase.PLANNED:
-            self._watch(self._step_was_unknown())
+            unknown = self._step_was_unknown()
+            if unknown and _WASTE * controller.state["STEP_ALLOCATED_PEAK"] < controller.state["RESERVED"]:
+                controller.release_unused()  # no pass over the plan ends, after which unused segments go back
+            self._watch(unknown)
             self._find_place()
         elif controller.phase is Phase.PLANNING:
             self._find_place()
@@ -183,7 +187,9 @@ class Steps:
         self.tapes, self._positions = tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
-        controller.state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+        # other kinds may have been seen twice meanwhile, or once already: look again, and watch on
+        self._was_unknown = True
+        controller.state.write(RECORDING=1)
 
 
 def _look(search: _Search, trace: "Trace") -> None:
