@@ -14,7 +14,7 @@ from numba import njit
 
 from stalloc.runtime import core, layout
 from stalloc.runtime.entry import cupy_entries, slow_entry
-from stalloc.runtime.segments import GRANULE, round_up, segment_bytes
+from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.words import call3, peek, poke
 
@@ -67,12 +67,13 @@ class Machine:
     def __init__(self, capacity: int = 1 << 40, *, exact: bool = False, memory: mmap.mmap | None = None) -> None:
         self.capacity = capacity
         self.memory = memory
-        self._next = FIRST_ADDRESS if memory is None else _address_of(memory)
+        self._start = self._next = FIRST_ADDRESS if memory is None else _address_of(memory)
         self.taken = 0
         self.segments = Intervals()
         self.live = Intervals()
         self.asked: list[int] = []
-        self._returned: dict[int, int] = {}  # size -> base
+        self._returned: list[tuple[int, int]] = []  # (base, size), by address, never side by side
+        self._end = self._next + (1 << 60 if memory is None else len(memory))
         self._lock = threading.Lock()
         self.on_request: dict[int, object] = {}
         self.state = DeviceState(0, slow_entry(self._help))
@@ -102,20 +103,36 @@ class Machine:
         with self._lock:
             if self.taken + size > self.capacity:
                 return 0
-            base = self._returned.pop(size, 0)
+            base = self._from_returned(size)
             if not base:
+                assert self._next + size <= self._end, "the test needs more address space"
                 base, self._next = self._next, self._next + size
             self.segments.add(base, size)
             self.taken += size
             return base
 
     def give_back(self, base: int) -> None:
-        """Give addresses back to the device; of each size the last ones are handed out again."""
+        """Give addresses back to the device, which hands them out again."""
         with self._lock:
             size = self.segments.remove(base)
             self.taken -= size
-            if base % GRANULE == size % GRANULE == 0:  # not a part of a dissolved arena
-                self._returned[size] = base
+            place = bisect.bisect(self._returned, (base, size))
+            if place < len(self._returned) and self._returned[place][0] == base + size:
+                size += self._returned.pop(place)[1]
+            if place and sum(self._returned[place - 1]) == base:
+                base, before = self._returned.pop(place - 1)
+                size, place = size + before, place - 1
+            self._returned.insert(place, (base, size))
+
+    def _from_returned(self, size: int) -> int:
+        """The lowest whole granules that came back and hold `size` bytes; 0 if there are none."""
+        for place, (start, length) in enumerate(self._returned):
+            base = round_up(start - self._start) + self._start
+            if base + size <= start + length:
+                rest = [(start, base - start), (base + size, start + length - base - size)]
+                self._returned[place : place + 1] = [piece for piece in rest if piece[1]]
+                return base
+        return 0
 
     def give_back_segments(self) -> int:
         """Take free segments from the core, as when memory is released; how many."""
