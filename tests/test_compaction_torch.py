@@ -304,6 +304,7 @@ print(json.dumps([CONTROLLER.phase.name, *peaks, adopting, cap, moved]))
     assert reserved_peak <= 1.01 * allocated_peak
 
 
+@pytest.mark.slow
 def test_a_recorded_program_completes_on_a_device_hardly_larger_than_its_peak(
     run_checks: Any, shared_traces: Path
 ) -> None:

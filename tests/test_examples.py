@@ -65,6 +65,7 @@ def test_training_on_the_cpu_learns_and_repeats_to_the_last_bit(tmp_path: Path) 
     assert losses_on_cpu(tmp_path, *arguments) == first
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_checkpointing_changes_no_loss(tmp_path: Path) -> None:
     plain = losses_on_cpu(tmp_path, "--steps", 4, "--deterministic")

@@ -140,6 +140,7 @@ def test_ranks_that_are_alike_plan_once() -> None:
     assert reports[0]["plan_peak_bytes"] == reports[1]["plan_peak_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 def test_ranks_that_differ_plan_for_themselves() -> None:
     reports = run_ranks([256, 320])

@@ -116,6 +116,7 @@ def test_the_second_run_starts_planned_and_a_damaged_plan_is_ignored(python: Run
     assert (again["plan_source"], said) == ("cache", "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy_installed")
 def test_a_plan_that_went_stale_is_noticed_and_replaced(python: Run, tmp_path: Path) -> None:
     """The script is the same, what it does is not."""

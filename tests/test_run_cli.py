@@ -97,6 +97,7 @@ def test_the_7b_step_reserves_no_more_than_it_allocates(tmp_path: Path, variant:
     assert result["requests_per_step"] > 3000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
 def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> None:
     program = (TRAIN, "--size", "7b", "--steps", "5")
@@ -283,6 +284,7 @@ def test_the_second_run_starts_planned(tmp_path: Path) -> None:
     assert run(tmp_path, "--memory", "24GiB", LOOP, 50, cache=cache)["plan_source"] is None, "another device"
 
 
+@pytest.mark.slow
 def test_a_kept_plan_that_the_device_has_no_room_for_is_left_aside(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     run(tmp_path, LOOP, 50, cache=cache)
