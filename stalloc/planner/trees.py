@@ -190,7 +190,8 @@ def build_minima(values):
     """A tree of minima over `values`."""
     leaves = leaves_for(len(values))
     lowest = np.full(2 * leaves, FAR, np.int64)
-    lowest[leaves : leaves + len(values)] = values
+    for leaf in range(len(values)):  # not a slice: see build_floor
+        lowest[leaves + leaf] = values[leaf]
     for node in range(leaves - 1, 0, -1):
         lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
     return lowest
@@ -229,7 +230,8 @@ def build_floor(floor):
     """(cover, top) of a floor given for each epoch."""
     leaves = leaves_for(len(floor))
     cover = np.zeros(2 * leaves, np.int64)
-    cover[leaves : leaves + len(floor)] = floor
+    for epoch in range(len(floor)):  # a slice would bring in the making of an error's text: two seconds to compile
+        cover[leaves + epoch] = floor[epoch]
     top = cover.copy()
     for node in range(leaves - 1, 0, -1):
         top[node] = max(top[2 * node], top[2 * node + 1])

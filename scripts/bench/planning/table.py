@@ -4,6 +4,8 @@ Contract: a peak is shown as its ratio to the load with five decimals, so that 1
 method that was left out says so.
 """
 
+import datetime
+
 from .baselines import BASELINES
 from .cases import Case
 from .judging import Result
@@ -65,7 +67,7 @@ def markdown(
     lines = [
         "# The planner beside other methods",
         "",
-        f"Made by `{command} --markdown FILE` on {machine}.",
+        f"Made by `{command} --markdown FILE` on {datetime.date.today()}, {machine}.",
         "Each cell is the peak divided by the load (the maximum of bytes live at once,",
         "which no plan can go below) and the time; **1** means that they are equal.",
         f"stalloc's times are medians of {repeat}, the others ran once; compilation comes before the clock. Each",
