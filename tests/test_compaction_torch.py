@@ -202,6 +202,7 @@ print(json.dumps([STATE["ALLOCATED"], STATE["RESERVED"], peak, cap,
     assert host > 0
 
 
+@pytest.mark.slow
 def test_a_running_job_is_brought_into_its_plan_with_reserved_at_its_peak(run_checks: Any) -> None:
     phase, allocated_peak, reserved, peak, cap = run_checks(
         _PROLOGUE

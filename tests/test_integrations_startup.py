@@ -81,6 +81,7 @@ def test_what_cannot_be_understood_is_one_sentence_and_the_program_runs(python: 
     assert (kind, gpu.total_bytes) == ("virtual", 24 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy_installed")
 def test_the_second_run_starts_planned_and_a_damaged_plan_is_ignored(python: Run, tmp_path: Path) -> None:
     cache, report = tmp_path / "cache", tmp_path / "report-{rank}.json"

@@ -711,6 +711,7 @@ except stalloc.SetupError as error:
     ) == [True]
 
 
+@pytest.mark.slow
 def test_scopes_limit_planning_and_serve_torch_for_good(run_checks: Any) -> None:
     counts, phases, cupy_pool = run_checks("""
 import json

@@ -35,7 +35,7 @@ MARKER = VENV / "stalloc-environment.json"
 
 TORCH, CUPY = "torch==2.11.0", "cupy-cuda13x==14.2.0"
 OLDEST_DRIVER = 13000  # what both of the above are built for, as cuDriverGetVersion counts
-NVIDIA_NEEDS = re.compile(r"nvidia|cuda|triton")  # of torch, which the virtual GPU takes the place of
+NVIDIA_NEEDS = re.compile(r"nvidia|cuda")  # of torch, which the virtual GPU takes the place of
 MODULES = ("numpy", "networkx", "numba", "rich", "torch", "cupy", "pytest", "xdist", "hypothesis")
 
 
