@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stalloc.cli.convert import of_device
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.report.comparison import Change, Comparison, compare
@@ -132,9 +132,7 @@ def _entry(first: Trace, second: Trace, made: Comparison, limit: tuple[float, in
 
 
 def _print(args: argparse.Namespace, devices: list[dict[str, Any]], notes: list[str]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge
+    console = table_console()
     for entry in devices:
         numbers = " and ".join(map(str, dict.fromkeys((entry["first"]["device"], entry["second"]["device"]))))
         console.print(f"[bold]device {numbers}[/bold]: A is {escape(args.first)}, B is {escape(args.second)}")

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.errors import BadInputError
 from stalloc.replay.explanation import CAUSES, Explanation, explain
 from stalloc.trace import Action, Trace, load_traces
@@ -75,9 +75,7 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, entries: list[dict[str, Any]]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge
+    console = table_console()
     for entry in entries:
         _print_entry(console, entry)
     again = shlex.quote(args.files[0])

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from stalloc.errors import BadInputError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -35,6 +37,14 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
         Path(args.json).write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"cannot write {args.json}: {error.strerror}: choose another file for --json.") from error
+
+
+def table_console() -> Console:
+    """Where tables for people go: rows are never wrapped, and a file or a pipe has no edge."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console
 
 
 def check_writable(path: str) -> None:

@@ -19,12 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from stalloc.cli.interrupt import stop_on_interrupt
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate
@@ -175,9 +174,7 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
             f"{entry['seconds']:.3f}",
             kind,
         )
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge
+    console = table_console()
     console.print(table)
     for entry in devices:
         for note in entry["notes"]:

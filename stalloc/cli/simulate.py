@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import parse_memory
 from stalloc.replay.registry import ALLOCATORS, make
 from stalloc.replay.simulation import (
@@ -115,9 +115,7 @@ def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict
 
 
 def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: int) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge
+    console = table_console()
     for entry in devices:
         console.print(
             f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}: "

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.errors import BadInputError
 from stalloc.lifespans import (
     classify,
@@ -118,9 +117,7 @@ def _reserved(trace: Trace, size: np.ndarray) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, devices: list[dict[str, Any]]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no edge
+    console = table_console()
     for entry in devices:
         console.print(f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}, {entry['source']}")
         for name, text in _lines(entry):

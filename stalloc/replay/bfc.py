@@ -26,7 +26,6 @@ from stalloc.replay.protocol import Kind
 from stalloc.replay.tables import (
     CAPACITY,
     OWN,
-    REFUSED,
     RESERVED,
     RETRIES,
     SIZE,
@@ -105,10 +104,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             if not has_room(t):
                 return i
             block = _allocate(t, size[row]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] != _EMPTY_CACHE:
             block = give_up(t, row, kind[i])
             if block != 0:

@@ -27,7 +27,6 @@ from stalloc.replay.model import TableModel, check_rows, parse_percent, read_set
 from stalloc.replay.protocol import Events, Fed, Kind
 from stalloc.replay.tables import (
     OWN,
-    REFUSED,
     RETRIES,
     SIZE,
     STREAM,
@@ -153,10 +152,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             if not has_room(t):
                 return i
             block = _allocate(t, size[row], stream[row], t.classes[row]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] == _EMPTY_CACHE:
             _release(t)
         else:

@@ -26,7 +26,6 @@ from stalloc.replay.tables import (
     NEXT,
     OWN,
     PREVIOUS,
-    REFUSED,
     RESERVED,
     RETRIES,
     SIZE,
@@ -118,10 +117,8 @@ def _run(t, kind, request, size, stream, chosen, start, reserved, allocated):
             if not has_room(t):
                 return i
             block = _allocate(t, size[row], stream[row], chosen[i]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] == _EMPTY_CACHE:
             _free_all_blocks(t)
         else:

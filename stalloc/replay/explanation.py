@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.replay.events import events_of
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
+from stalloc.replay.registry import make
 from stalloc.replay.simulation import (
     SWEEP,
     SWEEP_UNDER_PRESSURE,
@@ -25,7 +27,7 @@ from stalloc.replay.simulation import (
 )
 from stalloc.trace import Action, Trace
 from stalloc.trace.record import Column
-from stalloc.trace.sites import UNKNOWN, site_names
+from stalloc.trace.sites import UNKNOWN, read_sites, site_name, site_names
 
 #: every cause there is, and what it says
 CAUSES = {
@@ -107,7 +109,7 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
-        out_of_memory=_out_of_memory(trace, blocks, event, advise) if _is_oom(trace, event) else None,
+        out_of_memory=_out_of_memory(trace, blocks, live_of_segment, event, advise) if _is_oom(trace, event) else None,
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
@@ -117,8 +119,8 @@ def _is_oom(trace: Trace, event: int) -> bool:
     return 0 <= event < len(trace.action) and trace.action[event] == Action.OOM
 
 
-def _event(trace: Trace, at: int | str, reserved: Column) -> int:
-    """The event that is meant."""
+def _event(trace: Trace, at: int | str) -> int:
+    """The event that is meant, unless it is the peak."""
     if at == "oom":
         found = np.flatnonzero(trace.action == Action.OOM)
         if not len(found):
@@ -126,8 +128,6 @@ def _event(trace: Trace, at: int | str, reserved: Column) -> int:
                 f"device {trace.device} has no out-of-memory event: use --at peak, or the index of an event."
             )
         return int(found[-1])
-    if at == "peak":
-        return int(np.argmax(reserved)) - 1
     try:
         event = int(at)
     except ValueError:
@@ -147,14 +147,11 @@ def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
         live = np.cumsum(change[:-1])
         event = int(np.argmax(np.where(reserved == reserved.max(), live, -1))) - 1
     else:
-        event = _event(trace, at, reserved)
+        event = _event(trace, at)
     return recorded_blocks(trace, event), event, "record"
 
 
 def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
-    from stalloc.replay.events import events_of
-    from stalloc.replay.registry import make
-
     events = events_of(trace)
     fed = make("torch", "", 0).feed(events)
     before = int(np.count_nonzero(events.event < 0))
@@ -163,7 +160,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
         event = int(events.event[position]) if position >= before else -1
         stop = position + 1
     else:
-        event = _event(trace, at, fed.reserved_bytes)
+        event = _event(trace, at)
         stop = int(np.searchsorted(events.event, event, side="right"))
     model = make("torch", "", 0)
     model.feed(events._replace(kind=events.kind[:stop], request=events.request[:stop], event=events.event[:stop]))
@@ -264,12 +261,10 @@ def _pinning_sites(blocks: BlockMap, names: Column, free_of: Column) -> dict[str
     return {name: round(part) for name, part in sorted(total.items(), key=lambda item: (-item[1], item[0]))}
 
 
-def _out_of_memory(trace: Trace, blocks: BlockMap, event: int, advise: bool) -> OutOfMemory:
+def _out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, advise: bool) -> OutOfMemory:
     wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
     device_free = int(trace.address[event])
     free = blocks.request < 0
-    num_segments = len(blocks.segment_address)
-    live_of = np.bincount(blocks.segment[~free], minlength=num_segments)
     whole = free & (live_of[blocks.segment] == 0)
     partly = free & ~whole
     own = free & (blocks.stream == stream)
@@ -305,8 +300,6 @@ def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> lis
 
 
 def _asked_by(trace: Trace, event: int) -> str:
-    from stalloc.trace.sites import read_sites, site_name
-
     sites = read_sites(trace)
     if sites is None or sites.event_site[event] < 0:
         return UNKNOWN

@@ -5,7 +5,7 @@ The recursion is as deep as the tree, some tens of levels.
 """
 
 from stalloc.compiled import njit
-from stalloc.replay.tables import ADDRESS, LEFT, OTHER, PRIORITY, RANDOM, RIGHT, SIZE, TREE
+from stalloc.replay.tables import ADDRESS, LEFT, OTHER, PRIORITY, RIGHT, SIZE, TREE, draw_priority
 
 
 @njit()
@@ -78,12 +78,7 @@ def _take(t, root, block):
 @njit()
 def insert(t, tree, block):
     """Put a block into a tree."""
-    x = t.words[RANDOM]
-    x ^= x << 13
-    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
-    x ^= x << 17
-    t.words[RANDOM] = x
-    t.blocks[block, PRIORITY] = x
+    t.blocks[block, PRIORITY] = draw_priority(t)
     t.blocks[block, TREE] = tree
     t.roots[tree] = _put(t, t.roots[tree], block)
 

@@ -14,12 +14,12 @@ from stalloc.replay.tables import (
     NEXT,
     PREVIOUS,
     PRIORITY,
-    RANDOM,
     RIGHT,
     SIZE,
     STATE,
     TREE,
     absorb,
+    draw_priority,
     drop_segment,
     is_whole,
 )
@@ -43,11 +43,7 @@ def _set_link(t, tree, parent, side, block):
 @njit()
 def insert(t, tree, block):
     """Put a block into a tree."""
-    x = t.words[RANDOM]
-    x ^= x << 13
-    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
-    x ^= x << 17
-    t.words[RANDOM] = x
+    x = draw_priority(t)
     t.blocks[block, PRIORITY] = x
     t.blocks[block, TREE] = tree
     parent, side, current = 0, LEFT, t.roots[tree]

@@ -64,7 +64,6 @@ from stalloc.replay.tables import (
     NEXT,
     OTHER,
     OWN,
-    REFUSED,
     REQUESTED,
     RETRIES,
     ROWS_AHEAD,
@@ -286,10 +285,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
                 block = _allocate_small(t, size[row], stream[row])
             else:
                 block = _allocate_large(t, size[row], stream[row], row)
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] == _EMPTY_CACHE:
             _release(t)
         else:

@@ -22,7 +22,6 @@ from stalloc.replay.tables import (
     EXTRA,
     LEFT,
     OWN,
-    REFUSED,
     ROWS_AHEAD,
     TREE,
     give_up,
@@ -115,10 +114,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             if not has_room(t) or len(t.blocks) - t.words[BLOCKS_USED] < rows:
                 return i
             block = _allocate(t, size[row], stream[row]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] != _EMPTY_CACHE:
             block = give_up(t, row, kind[i])
             if block != 0:

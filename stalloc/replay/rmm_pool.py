@@ -26,7 +26,6 @@ from stalloc.replay.protocol import Kind
 from stalloc.replay.tables import (
     LIVE,
     OWN,
-    REFUSED,
     RESERVED,
     SIZE,
     STATE,
@@ -140,10 +139,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             block = 0
             if size[row] > 0:
                 block = allocate(t, size[row], stream[row]) if begin(t) else -1
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] != _EMPTY_CACHE:
             block = give_up(t, row, kind[i])
             if block != 0:

@@ -14,6 +14,7 @@ import numpy as np
 
 from stalloc.replay.events import events_of
 from stalloc.replay.protocol import Events, Kind
+from stalloc.replay.registry import make
 from stalloc.trace import Trace
 
 #: settings of torch's caching allocator that people try, and what they are for
@@ -74,7 +75,8 @@ def simulate(trace: Trace, candidates: Sequence[Candidate], capacity_bytes: int 
     What was live before recording is allocated first. Best first: those that fit, by peak reserved bytes, then by
     calls to the device. Raises BadInputError for allocators and settings that do not exist.
     """
-    return ranked(run_one(trace, candidate, capacity_bytes) for candidate in candidates)
+    events = events_of(trace)
+    return ranked(run_one(trace, candidate, capacity_bytes, events) for candidate in candidates)
 
 
 def ranked(results: Iterable[Simulated]) -> list[Simulated]:
@@ -87,8 +89,6 @@ def ranked(results: Iterable[Simulated]) -> list[Simulated]:
 
 def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events: Events | None = None) -> Simulated:
     """One allocator. `events` if they are not simply those of the trace."""
-    from stalloc.replay.registry import make
-
     events = events_of(trace) if events is None else events
     began = time.perf_counter()
     model = make(candidate.allocator, candidate.settings, capacity_bytes)
@@ -132,13 +132,16 @@ def simulate_all(
 ) -> list[list[Simulated]]:
     """`simulate` for several traces side by side (compiled models run without the GIL); `told` after each result."""
 
-    def one(job: tuple[Trace, Candidate]) -> Simulated:
-        result = run_one(*job, capacity_bytes)
+    def one(trace: Trace, candidate: Candidate, events: Events) -> Simulated:
+        result = run_one(trace, candidate, capacity_bytes, events)
         told()
         return result
 
     with ThreadPoolExecutor(num_threads) as pool:
-        running = [[pool.submit(one, (trace, candidate)) for candidate in wanted] for trace, wanted in jobs]
+        running = []
+        for trace, wanted in jobs:
+            events = events_of(trace)
+            running.append([pool.submit(one, trace, candidate, events) for candidate in wanted])
         return [ranked(future.result() for future in futures) for futures in running]
 
 

@@ -24,7 +24,6 @@ from stalloc.replay.protocol import Kind
 from stalloc.replay.tables import (
     ADDRESS,
     OWN,
-    REFUSED,
     RESERVED,
     RETRIES,
     SIZE,
@@ -126,10 +125,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             if not has_room(t):
                 return i
             block = _allocate(t, size[row], stream[row]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] == _EMPTY_CACHE:
             _trim(t, 0)
         else:

@@ -221,12 +221,26 @@ def absorb(t, block, following):
 
 
 @njit()
+def draw_priority(t):
+    """The next random word: the priority of a block in a treap."""
+    x = t.words[RANDOM]
+    x ^= x << 13
+    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
+    x ^= x << 17
+    t.words[RANDOM] = x
+    return x
+
+
+@njit()
 def hold(t, row, block, requested):
-    """Note that a request holds a block; 0 for a request without bytes."""
+    """Note that a request holds a block; 0 for a request without bytes, below 0 for one refused: False then."""
+    if block < 0:
+        t.words[REFUSED] = 1
+        return False
     t.place[row] = block
     if block == 0:
         t.address[row] = 0
-        return
+        return True
     t.address[row] = t.blocks[block, ADDRESS]
     t.blocks[block, STATE] = LIVE
     t.blocks[block, REQUEST] = row
@@ -235,6 +249,7 @@ def hold(t, row, block, requested):
     t.words[ALLOCATED] = allocated
     if allocated > t.words[PEAK_ALLOCATED]:
         t.words[PEAK_ALLOCATED] = allocated
+    return True
 
 
 @njit()

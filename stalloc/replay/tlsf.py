@@ -28,7 +28,6 @@ from stalloc.replay.tables import (
     NEXT,
     OWN,
     PREVIOUS,
-    REFUSED,
     RETRIES,
     RIGHT,
     S_FIRST,
@@ -208,10 +207,8 @@ def _run(t, kind, request, size, stream, start, reserved, allocated):
             if not has_room(t):
                 return i
             block = _allocate(t, size[row]) if size[row] > 0 else 0
-            if block < 0:
-                t.words[REFUSED] = 1
+            if not hold(t, row, block, size[row]):
                 return i
-            hold(t, row, block, size[row])
         elif kind[i] == _EMPTY_CACHE:
             _release(t)
         else:

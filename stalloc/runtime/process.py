@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,33 +30,9 @@ _FORKED = (
 )
 
 
-_plan_maker: "Callable[[Tape], Plan] | None" = None
-
-
 def plan_with(make: "Callable[[Tape], Plan]") -> None:
     """Let `make` stand in for the planner from now on, say to take another rank's plan; it runs in any thread."""
-    global _plan_maker
-    _plan_maker = make
-
-
-class _Planned(Controller):
-    """A controller whose plans come from the maker that this process has chosen."""
-
-    @staticmethod
-    def _make_plan(making: Any) -> None:
-        from stalloc.planner import plan_tape, validate
-
-        try:
-            plan = (_plan_maker or plan_tape)(making.tape)
-            verdict = validate(plan)
-            if verdict.ok:
-                making.plan = plan
-            else:
-                making.error = f"the plan was refused: {verdict.reason}: {verdict.detail}"
-        except Exception as error:
-            making.error = f"planning failed: {type(error).__name__}: {error}"
-        finally:
-            making.done.set()
+    Controller.plan_maker = make
 
 
 class Runtime:
@@ -66,7 +42,7 @@ class Runtime:
         """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
         slow = entry.slow_entry(self._help)
-        self.controllers = [_Planned(device, slow, settings) for device in devices.devices()]
+        self.controllers = [Controller(device, slow, settings) for device in devices.devices()]
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
         for plan in plans or []:
