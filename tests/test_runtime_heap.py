@@ -70,6 +70,42 @@ def test_best_fit_takes_the_smallest_hole_that_is_large_enough() -> None:
     assert machine.allocate(290 * KIB) == addresses[2]
 
 
+def test_best_fit_is_the_smallest_hole_and_of_those_the_lowest_for_holes_of_all_sizes() -> None:
+    seed = 5
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    machine = Machine()
+    holes = (2 ** rng.uniform(9, 29, 400)).astype(np.int64) // 512 * 512
+    holes = np.concatenate([holes, rng.choice(holes, 200)])  # some sizes several times
+    whole = machine.allocate(1 << 40)  # one segment, cut into holes with a live block after each
+    machine.free(whole)
+    addresses = {}
+    for size in np.maximum(holes, 2 * MIB).tolist():
+        addresses[machine.allocate(size)] = size
+        assert machine.allocate(2 * MIB)
+    for address in addresses:
+        machine.free(address)
+    for wanted in rng.permutation([*addresses.values()])[:300].tolist():
+        wanted -= 512 * int(rng.integers(0, 1000))  # less than what is split off a block
+        fits = [(size, address) for address, size in addresses.items() if size >= wanted]
+        size, expected = min(fits)
+        assert machine.allocate(wanted) == expected
+        del addresses[expected]
+
+
+def test_tens_of_thousands_of_live_blocks_are_all_known() -> None:
+    seed = 6
+    print(f"seed {seed}")
+    machine = Machine()
+    live = [machine.allocate(512 * (1 + i % 7)) for i in range(40_000)]
+    assert len(set(live)) == len(live)
+    for i in np.random.default_rng(seed).permutation(len(live)).tolist():
+        machine.free(live[i])
+    assert machine.state["NUM_UNKNOWN_FREES"] == machine.state["NUM_LIVE"] == machine.state["ALLOCATED"] == 0
+    machine.give_back_segments()
+    assert machine.taken == 0
+
+
 def test_streams_never_share_segments() -> None:
     machine = Machine()
     first = machine.allocate(MIB, stream=0x10)

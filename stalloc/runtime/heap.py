@@ -1,9 +1,7 @@
 """The fallback heap: best fit with splitting and merging inside segments, for what no plan serves.
 
 Contract: every function runs with the state's lock held; no two live blocks overlap; a block that is freed merges
-with its free neighbours at once, so a segment without live blocks is one free block. Free blocks of a pool sit in a
-treap ordered by (size, address) (Seidel and Aragon, "Randomized search trees", Algorithmica 1996), so best fit at
-the lowest address costs O(log n).
+with its free neighbours at once, so a segment without live blocks is one free block.
 
 A pool is a stream and a kind: small requests share segments; while observing, each large size has segments of its
 own, so that what turns out to be transient leaves whole segments behind and goes back to the device when the plan
@@ -12,101 +10,12 @@ captured everything comes from a private pool, whose memory nobody else gets as 
 """
 
 from stalloc.compiled import njit
+from stalloc.runtime.free_blocks import before, best_fit, block, give_bins, insert_free, remove_free, set_block
 from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import peek, poke
 
 _HASH = 0x1E3779B97F4A7C15
 _SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder, or it would crumble
-
-
-@njit(inline="always")
-def block(state, index, field):
-    """A field of a block."""
-    return peek(peek(state, BLOCKS), index * BLOCK_ROW + field)
-
-
-@njit(inline="always")
-def set_block(state, index, field, value):
-    """Write a field of a block."""
-    poke(peek(state, BLOCKS), index * BLOCK_ROW + field, value)
-
-
-@njit(inline="always")
-def _link(state, index, field):
-    return peek(state, BLOCKS) + (index * BLOCK_ROW + field) * 8
-
-
-# --- free blocks of a pool: a treap ------------------------------------------------------------------------------
-
-
-@njit()
-def _before(state, a, b):
-    size_a, size_b = block(state, a, B_SIZE), block(state, b, B_SIZE)
-    return size_a < size_b or (size_a == size_b and block(state, a, B_ADDRESS) < block(state, b, B_ADDRESS))
-
-
-@njit()
-def _root_link(state, pool):
-    return peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
-
-
-@njit()
-def insert_free(state, index):
-    x = peek(state, RANDOM)
-    x ^= x << 13
-    x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
-    x ^= x << 17
-    poke(state, RANDOM, x)
-    set_block(state, index, B_PRIORITY, x)
-    link = _root_link(state, block(state, index, B_POOL))
-    current = peek(link, 0)
-    while current != 0 and block(state, current, B_PRIORITY) >= x:
-        link = _link(state, current, B_LEFT if _before(state, index, current) else B_RIGHT)
-        current = peek(link, 0)
-    poke(link, 0, index)
-    left, right = _link(state, index, B_LEFT), _link(state, index, B_RIGHT)
-    while current != 0:
-        if _before(state, current, index):
-            poke(left, 0, current)
-            left = _link(state, current, B_RIGHT)
-            current = peek(left, 0)
-        else:
-            poke(right, 0, current)
-            right = _link(state, current, B_LEFT)
-            current = peek(right, 0)
-    poke(left, 0, 0)
-    poke(right, 0, 0)
-
-
-@njit()
-def remove_free(state, index):
-    link = _root_link(state, block(state, index, B_POOL))
-    current = peek(link, 0)
-    while current != index:
-        link = _link(state, current, B_LEFT if _before(state, index, current) else B_RIGHT)
-        current = peek(link, 0)
-    a, b = block(state, index, B_LEFT), block(state, index, B_RIGHT)
-    while a != 0 and b != 0:
-        if block(state, a, B_PRIORITY) >= block(state, b, B_PRIORITY):
-            poke(link, 0, a)
-            link = _link(state, a, B_RIGHT)
-            a = peek(link, 0)
-        else:
-            poke(link, 0, b)
-            link = _link(state, b, B_LEFT)
-            b = peek(link, 0)
-    poke(link, 0, a if a != 0 else b)
-
-
-@njit()
-def best_fit(state, pool, size):
-    best, current = 0, peek(_root_link(state, pool), 0)
-    while current != 0:
-        if block(state, current, B_SIZE) >= size:
-            best, current = current, block(state, current, B_LEFT)
-        else:
-            current = block(state, current, B_RIGHT)
-    return best
 
 
 # --- live blocks: address -> block, linear probing ---------------------------------------------------------------
@@ -140,6 +49,25 @@ def add_live(state, address, index):
     poke(table, i * LIVE_ROW + L_ADDRESS, address)
     poke(table, i * LIVE_ROW + L_BLOCK, index)
     poke(state, LIVE_COUNT, peek(state, LIVE_COUNT) + 1)
+    if 2 * peek(state, LIVE_COUNT) > mask and mask < peek(state, MOST_LIVE):
+        _grow_live(state)
+
+
+@njit()
+def _grow_live(state):
+    """Go over to a table of twice as many rows, which lies behind the one in use: a small table stays in the caches."""
+    old, rows = peek(state, LIVE), peek(state, LIVE_MASK) + 1
+    new, mask = old + rows * LIVE_ROW * 8, 2 * rows - 1
+    for row in range(rows):
+        address = peek(old, row * LIVE_ROW + L_ADDRESS)
+        if address != 0:
+            i = home(address, mask)
+            while peek(new, i * LIVE_ROW + L_ADDRESS) != 0:
+                i = (i + 1) & mask
+            poke(new, i * LIVE_ROW + L_ADDRESS, address)
+            poke(new, i * LIVE_ROW + L_BLOCK, peek(old, row * LIVE_ROW + L_BLOCK))
+    poke(state, LIVE, new)
+    poke(state, LIVE_MASK, mask)
 
 
 @njit()
@@ -201,6 +129,8 @@ def find_pool(state, stream, kind, create):
             poke(table, i * POOL_ROW + P_USED, used)
             poke(table, i * POOL_ROW + P_STREAM, stream)
             poke(table, i * POOL_ROW + P_KIND, kind)
+            if kind <= FENCED_KIND or kind >= PRIVATE_KINDS:
+                give_bins(state, i)
             return i
         if peek(table, i * POOL_ROW + P_STREAM) == stream and peek(table, i * POOL_ROW + P_KIND) == kind:
             return i
@@ -365,7 +295,7 @@ def heap_desperate(state, stream, size, requested):
     for pool in range(peek(state, POOLS_MASK) + 1):
         if peek(table, pool * POOL_ROW + P_USED) == POOL_USED and peek(table, pool * POOL_ROW + P_STREAM) == stream:
             found = best_fit(state, pool, size)
-            if found != 0 and (best == 0 or _before(state, found, best)):
+            if found != 0 and (best == 0 or before(state, found, best)):
                 best = found
     return take(state, best, size, requested) if best != 0 else 0
 

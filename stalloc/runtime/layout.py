@@ -10,7 +10,6 @@ LOCK = 0  # 1 while a thread is inside; alone in its cache line
 MODE = 8  # what the core does with a request, see below
 SLOW_FUNCTION = 9  # C function (device, reason, argument) -> 1 try again, 0 out of memory
 DEVICE = 10
-RANDOM = 11  # state of the generator that gives free blocks their treap priority
 SCRATCH = 12  # two words for the clock
 EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
 PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
@@ -52,8 +51,14 @@ NUM_LENT, NUM_REVOKED = 101, 102  # requests served from leases; leases called b
 # several tapes: rows of begin and end; the one that is followed is [RING_START, TAPE_LENGTH)
 TAPES, NUM_TAPES = 103, 104
 STEPS_EVER = 105  # passes that ended, whatever plan was in force
+BINS, BINS_USED, BINS_CAPACITY = 106, 107, 108
+KEYS, KEYS_MASK, PLACES = 109, 110, 111  # where on the tapes each key stands: PLACES are entries by key and position
+# what is known of idle cells: the streams that have any (a bit for each index modulo 64), and the last search in vain,
+# which holds until cells are given back again
+CELL_STREAMS, CELLS_FREED, VAIN_SIZE, VAIN_LASTS, VAIN_STREAM, VAIN_AT = 113, 114, 115, 116, 117, 118
+MOST_LIVE = 112  # LIVE_MASK of the largest table of live blocks
 
-STATE_WORDS = 112
+STATE_WORDS = 128
 
 # --- values ----------------------------------------------------------------------------------------------------
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
@@ -72,10 +77,10 @@ REASON_BITS = 3
 
 # --- rows ------------------------------------------------------------------------------------------------------
 BLOCK_ROW = 16
-B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_LEFT, B_RIGHT, B_PRIORITY, B_POOL, B_CHUNK, B_STATE, B_ROUNDED, B_REQUESTED = (
-    range(12)
-)
-B_BORN, B_CLASS = 12, 13  # tape time of an unplanned request, -1: not known; its row in the table of lifespans
+# what a neighbour that merges has to look at comes first, in one line of the cache
+B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_LEFT, B_RIGHT, B_STATE, B_POOL = range(8)
+B_CHUNK, B_ROUNDED, B_REQUESTED = 8, 9, 10
+B_BORN, B_CLASS = 11, 12  # tape time of an unplanned request, -1: not known; its row in the table of lifespans
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
     0,
     1,
@@ -89,9 +94,12 @@ C_LOW, C_HIGH, C_UNTIL = 4, 5, 6  # a lease: its cells [C_LOW, C_HIGH), C_HIGH 0
 C_GROUP = 7  # chunks of one group (0: none) came from the device as one piece, and go back as one
 C_USED = 8  # STEPS_EVER when the last block was taken from it
 
-POOL_ROW = 4
-P_USED, P_STREAM, P_KIND, P_ROOT = range(4)
+POOL_ROW = 8
+P_USED, P_STREAM, P_KIND, P_ROOT, P_BINS = range(5)  # the root of its free blocks, or the address of its bins (0: none)
 POOL_USED, POOL_PINNED, POOL_FENCED = 1, 2, 3  # pinned: its memory belongs to graphs, live or not
+
+BINS_ROW = 2240  # the roots of the bins, then a bit for each that holds any, then one for each word of those bits
+BN_BITS, BN_SUMMARY = 2176, 2216
 
 LIVE_ROW = 2
 L_ADDRESS, L_BLOCK = range(2)
@@ -111,6 +119,9 @@ TAPE_ROW = 8
 T_KEY, T_OFFSET, T_CELL_LOW, T_CELL_HIGH, T_SLOT = range(5)  # key: rounded size << STREAM_BITS | stream index
 STREAM_BITS = 10
 MAX_STREAMS = 1 << STREAM_BITS
+
+KEY_ROW = 4
+K_KEY, K_FIRST, K_END = range(3)  # key 0: no row; its places are [K_FIRST, K_END) of PLACES
 
 SLOT_ROW = 4
 S_OFFSET, S_ENTRY, S_REQUESTED, S_STATE = range(4)  # offset -1: no slot; entry -1: nobody lives there

@@ -13,25 +13,21 @@ that layer to the one of their free; here time is the place in the pass, and lif
 # ruff: noqa: F403, F405  (the names of layout are constants to the compiler)
 
 from stalloc.compiled import njit
+from stalloc.runtime.free_blocks import best_fit, block, insert_free, remove_free, set_block
 from stalloc.runtime.heap import (
     add_live,
     add_segment,
-    best_fit,
-    block,
     drop_chunk,
     find_pool,
     give_row,
     home,
-    insert_free,
     new_chunk,
-    remove_free,
-    set_block,
     set_up_block,
     take,
     take_row,
 )
 from stalloc.runtime.layout import *
-from stalloc.runtime.words import peek, poke
+from stalloc.runtime.words import add, last_bit, peek, poke
 
 _MOST_LEASES = 4096
 _LEAST_LEASE = 2 << 20  # bytes; small requests share a lease of this size
@@ -144,6 +140,7 @@ def go_to(state, begin, end, position):
     poke(state, CURSOR, position)
     for index in range(peek(state, NUM_CELLS)):
         _set_cell(state, index, CI_NEXT, -1)
+    add(state, CELLS_FREED, 1)
 
 
 # --- leases --------------------------------------------------------------------------------------------------------
@@ -169,6 +166,7 @@ def _unmark(state, chunk):
     row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
     low, high = peek(row, C_LOW), peek(row, C_HIGH)
     flip_cells(peek(state, CELLS), low, high)
+    add(state, CELLS_FREED, 1)
     for index in range(low, high):
         _set_cell(state, index, CI_LEASE, 0)
     poke(state, NUM_LEASES, peek(state, NUM_LEASES) - 1)
@@ -260,23 +258,21 @@ def _find_idle(state, stream, size, until):
 
 
 @njit()
-def _lifespan_row(state, size):
+def lifespan_row(state, size):
     """The row of a request of this size, at this place in the pass, in the table of lifespans."""
     start = peek(state, RING_START)
     length = peek(state, TAPE_LENGTH) - start
     place = min(max(peek(state, CURSOR) - start, 0) * LIFESPAN_PLACES // max(length, 1), LIFESPAN_PLACES - 1)
-    bits, rest = 0, size >> 9
-    while rest > 3:  # two classes an octave
-        rest >>= 1
-        bits += 2
-    return place * LIFESPAN_SIZES + min(bits + (rest & 1), LIFESPAN_SIZES - 1)
+    units = size >> 9
+    octave = max(last_bit(units) - 1, 0)
+    return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave
 
 
 @njit()
-def note_birth(state, index, size):
-    """An unplanned request begins to live, in whatever segment."""
+def note_birth(state, index, row):
+    """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
     set_block(state, index, B_BORN, tape_time(state))
-    set_block(state, index, B_CLASS, _lifespan_row(state, size))
+    set_block(state, index, B_CLASS, row)
 
 
 @njit()
@@ -289,14 +285,36 @@ def note_death(state, index):
         poke(row, 0, max(lived, known - (known >> 3)))
 
 
+@njit(inline="always")
+def _take(state, index, size, requested, row):
+    address = take(state, index, size, requested)
+    note_birth(state, index, row)
+    return address
+
+
+@njit(inline="always")
+def _times_given_back(state):
+    """How often cells were given back: by planned requests that died, and otherwise."""
+    return peek(state, HITS) - peek(state, ARENA_LIVE) + peek(state, CELLS_FREED)
+
+
+@njit(inline="always")
+def _in_vain(state, stream, size, lasts):
+    """Whether the last search found nothing, and this one asks for no less: no cell was given back since."""
+    same = peek(state, VAIN_AT) == _times_given_back(state) and peek(state, VAIN_STREAM) == stream
+    return same and size >= peek(state, VAIN_SIZE) and lasts >= peek(state, VAIN_LASTS)
+
+
 @njit()
-def lend(state, stream, size, requested):
+def lend(state, stream, size, requested, row):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
     While the program does something that is not on the tape, the plan does not need anything: all that is idle will do.
     """
+    if peek(state, CELL_STREAMS) >> (stream & 63) & 1 == 0:
+        return 0
     now, lost = tape_time(state), peek(state, MISS_RUN) >= _LOST
-    lasts = peek(peek(state, LIFESPANS), _lifespan_row(state, size))
+    lasts = peek(peek(state, LIFESPANS), row)
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
         return 0
@@ -304,8 +322,12 @@ def lend(state, stream, size, requested):
     if found != 0:
         until = peek(peek(state, CHUNKS), block(state, found, B_CHUNK) * CHUNK_ROW + C_UNTIL)
         if lost or until >= now + lasts:
-            return take(state, found, size, requested)
+            return _take(state, found, size, requested, row)
     if peek(state, NUM_LEASES) >= _MOST_LEASES or peek(state, NUM_CELLS) == 0:
+        return 0
+    length = peek(state, TAPE_LENGTH) - peek(state, RING_START)
+    least = 0 if lost else lasts if lasts > 0 else length >> 2
+    if _in_vain(state, stream, size, least):
         return 0
     low = -1
     if lost:
@@ -316,13 +338,16 @@ def lend(state, stream, size, requested):
     elif lasts > 0:
         low = _find_idle(state, stream, size, now + lasts)
     else:
-        length = peek(state, TAPE_LENGTH) - peek(state, RING_START)
-        for wanted in (length, length >> 2):  # nothing is known: only what is idle for long
+        for wanted in (length, least):  # nothing is known: only what is idle for long
             low = _find_idle(state, stream, size, now + wanted)
             if low >= 0:
                 lasts = wanted
                 break
     if low < 0:
+        poke(state, VAIN_AT, _times_given_back(state))
+        poke(state, VAIN_STREAM, stream)
+        poke(state, VAIN_SIZE, size)
+        poke(state, VAIN_LASTS, least)
         return 0
     begin = cell(state, low, CI_OFFSET)
     wanted = max(size, _LEAST_LEASE)
@@ -338,7 +363,7 @@ def lend(state, stream, size, requested):
     if chunk == 0:
         return 0
     _mark(state, chunk, low, high, until)
-    return take(state, peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST), size, requested)
+    return _take(state, peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST), size, requested, row)
 
 
 # --- from an arena to a segment, and back --------------------------------------------------------------------------
@@ -395,7 +420,7 @@ def can_dissolve(state):
         return 0
     if peek(state, CHUNKS_CAPACITY) - peek(state, CHUNKS_USED) < regions:
         return 0
-    return regions if 2 * (peek(state, LIVE_COUNT) + peek(state, ARENA_LIVE)) < peek(state, LIVE_MASK) else 0
+    return regions if 2 * (peek(state, LIVE_COUNT) + peek(state, ARENA_LIVE)) < peek(state, MOST_LIVE) else 0
 
 
 @njit()

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stalloc.runtime import core, layout
+from stalloc.runtime import core, layout, matching
 from stalloc.runtime.layout import (
+    BINS_ROW,
     BLOCK_ROW,
     CELL_ROW,
     CHUNK_ROW,
@@ -33,10 +34,13 @@ Column = NDArray[np.int64]
 _BLOCKS = 1 << 20
 _CHUNKS = 1 << 17
 _POOLS = 1 << 12
-_LIVE = 1 << 21
+_BINS = 1 << 8  # pools that keep free blocks in bins
+_LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows has twice as many
+_MOST_LIVE = 1 << 21
 _EVENTS = 1 << 22
 _MOST_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
 _MOST_KEPT = 1 << 16  # blocks that may live in an arena when it is taken over
+_LINE_WORDS = 8  # of a line of the cache
 _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
@@ -56,14 +60,15 @@ class DeviceState:
 
     def __init__(self, device: int, slow_function: int) -> None:
         self.device = device
-        self.words = np.zeros(STATE_WORDS, np.int64)
+        self.words = _table(1, STATE_WORDS)[0]
         self.address = self.words.ctypes.data
-        self.blocks = np.zeros((_BLOCKS, BLOCK_ROW), np.int64)
-        self.chunks = np.zeros((_CHUNKS, CHUNK_ROW), np.int64)
-        self.pools = np.zeros((_POOLS, POOL_ROW), np.int64)
-        self.live = np.zeros((_LIVE, LIVE_ROW), np.int64)
+        self.blocks = _table(_BLOCKS, BLOCK_ROW)
+        self.chunks = _table(_CHUNKS, CHUNK_ROW)
+        self.pools = _table(_POOLS, POOL_ROW)
+        self.bins = _table(_BINS, BINS_ROW)
+        self._live = _table(2 * _MOST_LIVE, LIVE_ROW)
         self.streams = np.zeros(MAX_STREAMS, np.int64)
-        self.events = np.zeros((_EVENTS, EVENT_ROW), np.int64)
+        self.events = _table(_EVENTS, EVENT_ROW)
         self.step_log = np.zeros((STEP_LOG_ROWS, STEP_ROW), np.int64)
         self._tape: tuple[np.ndarray, ...] = ()
         self._texts: list[np.ndarray] = []
@@ -71,7 +76,8 @@ class DeviceState:
             "BLOCKS": self.blocks,
             "CHUNKS": self.chunks,
             "POOLS": self.pools,
-            "LIVE": self.live,
+            "BINS": self.bins,
+            "LIVE": self._live,
             "STREAMS": self.streams,
             "EVENTS": self.events,
             "STEP_LOG": self.step_log,
@@ -82,18 +88,25 @@ class DeviceState:
         for name, value in {
             "SLOW_FUNCTION": slow_function,
             "DEVICE": device,
-            "RANDOM": 0x2545F4914F6CDD1D,
             "BLOCKS_USED": 1,
             "BLOCKS_CAPACITY": _BLOCKS,
             "CHUNKS_USED": 1,
             "CHUNKS_CAPACITY": _CHUNKS,
             "POOLS_MASK": _POOLS - 1,
+            "BINS_CAPACITY": _BINS,
             "LIVE_MASK": _LIVE - 1,
+            "MOST_LIVE": _MOST_LIVE - 1,
             "EVENTS_CAPACITY": _EVENTS,
             "NUM_STREAMS": 1,
         }.items():
             self[name] = value
         self.set_out_of_memory_text("stalloc: out of memory")
+
+    @property
+    def live(self) -> np.ndarray:
+        """The table of live blocks that is in use; address 0: no row."""
+        first, rows = (self["LIVE"] - self._live.ctypes.data) // (8 * LIVE_ROW), self["LIVE_MASK"] + 1
+        return self._live[first : first + rows]
 
     def __getitem__(self, name: str) -> int:
         return int(self.words[getattr(layout, name)])
@@ -165,14 +178,15 @@ class DeviceState:
         low, high = offset[planned], (offset + rounded)[planned]
         bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
         offsets = np.unique(low)
-        tape = np.zeros((len(rounded), TAPE_ROW), np.int64)
+        tape = _table(len(rounded), TAPE_ROW)
         tape[:, layout.T_KEY] = rounded << STREAM_BITS | stream
         tape[:, layout.T_OFFSET] = np.where(planned, offset, -1)
         tape[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
         tape[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
         cells = np.zeros((len(bounds) + 1) // 64 + 1, np.int64)
         num_slots = 1 << max(4, int(2 * len(offsets)).bit_length())
-        slots = np.full((num_slots, SLOT_ROW), -1, np.int64)
+        slots = _table(num_slots, SLOT_ROW)
+        slots[:] = -1
         slots[:, layout.S_STATE] = layout.BLOCK_FREE
         rows = np.zeros(len(offsets), np.int64)
         core.make_slots(slots, num_slots - 1, offsets, rows)
@@ -182,9 +196,14 @@ class DeviceState:
         info[:, layout.CI_NEXT] = -1
         spans = tape[planned][:, [layout.T_CELL_LOW, layout.T_CELL_HIGH]]
         info[:, layout.CI_STREAM] = _cell_streams(spans, stream[planned], len(info))
+        has_cells = np.bitwise_or.reduce(1 << (np.unique(info[:, layout.CI_STREAM]) & 63))
         starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(info))
         first = [num_prologue] if begins is None else begins
         tapes = np.array([first, [*first[1:], len(tape)]], np.int64).T.copy()
+        places = np.argsort(tape[:, layout.T_KEY], kind="stable")
+        num_keys = 1 << max(4, int(2 * len(np.unique(tape[:, layout.T_KEY]))).bit_length())
+        keys = np.zeros((num_keys, layout.KEY_ROW), np.int64)
+        matching.make_places(keys, num_keys - 1, tape[:, layout.T_KEY].copy(), places)
         lifespans = np.zeros(layout.LIFESPAN_PLACES * layout.LIFESPAN_SIZES, np.int64)
         self.write(
             TAPE=tape.ctypes.data,
@@ -194,6 +213,11 @@ class DeviceState:
             USE_STARTS=starts.ctypes.data,
             USES=uses.ctypes.data if len(uses) else 0,
             LIFESPANS=lifespans.ctypes.data,
+            KEYS=keys.ctypes.data,
+            CELL_STREAMS=int(has_cells),
+            VAIN_AT=-1,
+            KEYS_MASK=num_keys - 1,
+            PLACES=places.ctypes.data,
             SLOTS=slots.ctypes.data,
             SLOTS_MASK=num_slots - 1,
             TAPES=tapes.ctypes.data,
@@ -209,7 +233,7 @@ class DeviceState:
             MODE=layout.MODE_FOLLOW,
         )
         # the tape before it has to stay until nobody follows it
-        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes)
+        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
 
     def serve_arena(self, arena: int, arena_bytes: int) -> None:
         """Serve the tape from an arena; the counting of planned steps begins."""
@@ -285,6 +309,13 @@ class DeviceState:
     def largest_free_bytes(self) -> int:
         """The largest free block of the heap."""
         return int(core.largest_free(self.address))
+
+
+def _table(rows: int, words: int) -> np.ndarray:
+    """(rows, words) zeros that begin at a line of the cache; pages that are never touched cost nothing."""
+    data = np.zeros(rows * words + _LINE_WORDS, np.int64)
+    first = -data.ctypes.data // 8 % _LINE_WORDS
+    return data[first : first + rows * words].reshape(rows, words)
 
 
 def _cell_streams(spans: Column, stream: Column, count: int) -> Column:

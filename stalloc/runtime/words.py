@@ -46,6 +46,33 @@ def poke(typingctx, address, index, value):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _count_zeros(builder, word, end):
+    """LLVM's count of the zeros below the lowest (`cttz`) or above the highest (`ctlz`) bit of a word that is not 0."""
+    kind = ir.FunctionType(_WORD, [_WORD, ir.IntType(1)])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{end}.i64")
+    return builder.call(function, [word, ir.IntType(1)(1)])
+
+
+@intrinsic
+def first_bit(typingctx, word):
+    """The index of the lowest bit that is set; some bit has to be."""
+
+    def codegen(context, builder, signature, args):
+        return _count_zeros(builder, args[0], "cttz")
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def last_bit(typingctx, word):
+    """The index of the highest bit that is set; some bit has to be."""
+
+    def codegen(context, builder, signature, args):
+        return builder.sub(_WORD(63), _count_zeros(builder, args[0], "ctlz"))
+
+    return types.int64(types.int64), codegen
+
+
 @intrinsic
 def _exchange(typingctx, address, value):
     def codegen(context, builder, signature, args):
@@ -137,3 +164,16 @@ def now_ns(scratch):
     """Monotonic time in nanoseconds; `scratch` is the address of two words."""
     _clock_gettime(_CLOCK_MONOTONIC, as_pointer(scratch))
     return peek(scratch, 0) * 1_000_000_000 + peek(scratch, 1)
+
+
+@njit(inline="always")
+def add(state, word, amount):
+    """Add to a word of a state."""
+    poke(state, word, peek(state, word) + amount)
+
+
+@njit(inline="always")
+def raise_to(state, word, value):
+    """Let a word of a state be at least `value`."""
+    if value > peek(state, word):
+        poke(state, word, value)

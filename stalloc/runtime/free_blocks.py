@@ -1,0 +1,208 @@
+"""The free blocks of a pool: the smallest that is large enough, at the lowest address, in a few steps.
+
+Contract: every function runs with the state's lock held. Free blocks are ordered by (size, address). They sit in bins
+of near-equal sizes, one for each multiple of 512 bytes below 64 KiB and 64 an octave from there on, with a bit for
+each bin that holds any (Masmano, Ripoll, Crespo and Real, "TLSF: a new dynamic memory allocator for real-time
+systems", ECRTS 2004). A bin is a treap (Seidel and Aragon, "Randomized search trees", Algorithmica 1996), so that the
+best fit is found exactly, not only the bin of a good one. A pool that serves one size is a single treap.
+"""
+
+# ruff: noqa: F403, F405  (the names of layout are constants to the compiler)
+
+from stalloc.compiled import njit
+from stalloc.runtime.layout import *
+from stalloc.runtime.words import first_bit, last_bit, peek, poke
+
+_FINE = 128  # sizes in units of ALIGNMENT below this have a bin each
+_PARTS_BITS = 6  # an octave above has 2 ** this bins
+_FIRST_OCTAVE = 7  # 2 ** this is _FINE
+
+
+@njit(inline="always")
+def block(state, index, field):
+    """A field of a block."""
+    return peek(peek(state, BLOCKS), index * BLOCK_ROW + field)
+
+
+@njit(inline="always")
+def set_block(state, index, field, value):
+    """Write a field of a block."""
+    poke(peek(state, BLOCKS), index * BLOCK_ROW + field, value)
+
+
+@njit(inline="always")
+def _link(state, index, field):
+    return peek(state, BLOCKS) + (index * BLOCK_ROW + field) * 8
+
+
+@njit(inline="always")
+def before(state, a, b):
+    size_a, size_b = block(state, a, B_SIZE), block(state, b, B_SIZE)
+    return size_a < size_b or (size_a == size_b and block(state, a, B_ADDRESS) < block(state, b, B_ADDRESS))
+
+
+@njit(inline="always")
+def _priority(index):
+    """The priority of a block in its treap: its row, mixed, is as good as random and need not be kept."""
+    index *= 0x1E3779B97F4A7C15
+    return (index ^ (index >> 29)) * 0x3F58476D1CE4E5B9
+
+
+# --- bins ----------------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _bin(size):
+    """The bin of blocks of `size` bytes."""
+    units = size >> 9
+    if units < _FINE:
+        return units
+    octave = last_bit(units)
+    return _FINE + ((octave - _FIRST_OCTAVE) << _PARTS_BITS) + ((units >> (octave - _PARTS_BITS)) & 63)
+
+
+@njit(inline="always")
+def _bins(state, pool):
+    return peek(peek(state, POOLS), pool * POOL_ROW + P_BINS)
+
+
+@njit(inline="always")
+def _mark_bin(bins, nth, filled):
+    """Note whether a bin holds any blocks."""
+    word = nth >> 6
+    bits = peek(bins, BN_BITS + word)
+    bits = bits | (1 << (nth & 63)) if filled else bits & ~(1 << (nth & 63))
+    poke(bins, BN_BITS + word, bits)
+    summary = peek(bins, BN_SUMMARY)
+    poke(bins, BN_SUMMARY, summary | (1 << word) if bits != 0 else summary & ~(1 << word))
+
+
+@njit(inline="always")
+def _next_bin(bins, after):
+    """The first bin beyond `after` that holds any blocks; -1 if none does."""
+    word = (after + 1) >> 6
+    bits = peek(bins, BN_BITS + word) & (-1 << ((after + 1) & 63))
+    if bits == 0:
+        words = peek(bins, BN_SUMMARY) & (-2 << word)
+        if words == 0:
+            return -1
+        word = first_bit(words)
+        bits = peek(bins, BN_BITS + word)
+    return (word << 6) + first_bit(bits)
+
+
+@njit()
+def give_bins(state, pool):
+    """Let a new pool keep its blocks in bins, if there are any left."""
+    used = peek(state, BINS_USED)
+    if used < peek(state, BINS_CAPACITY):
+        poke(state, BINS_USED, used + 1)
+        poke(peek(state, POOLS), pool * POOL_ROW + P_BINS, peek(state, BINS) + used * BINS_ROW * 8)
+
+
+# --- free blocks ---------------------------------------------------------------------------------------------------
+
+
+@njit()
+def insert_free(state, index):
+    """Add a free block to those of its pool."""
+    x = _priority(index)
+    pool = block(state, index, B_POOL)
+    bins = _bins(state, pool)
+    if bins == 0:
+        link = peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
+    else:
+        nth = _bin(block(state, index, B_SIZE))
+        link = bins + nth * 8
+        if peek(link, 0) == 0:
+            _mark_bin(bins, nth, True)
+    current = peek(link, 0)
+    while current != 0 and _priority(current) >= x:
+        link = _link(state, current, B_LEFT if before(state, index, current) else B_RIGHT)
+        current = peek(link, 0)
+    poke(link, 0, index)
+    left, right = _link(state, index, B_LEFT), _link(state, index, B_RIGHT)
+    while current != 0:
+        if before(state, current, index):
+            poke(left, 0, current)
+            left = _link(state, current, B_RIGHT)
+            current = peek(left, 0)
+        else:
+            poke(right, 0, current)
+            right = _link(state, current, B_LEFT)
+            current = peek(right, 0)
+    poke(left, 0, 0)
+    poke(right, 0, 0)
+
+
+@njit()
+def remove_free(state, index):
+    """Take a free block out of those of its pool."""
+    pool = block(state, index, B_POOL)
+    bins, nth = _bins(state, pool), 0
+    if bins == 0:
+        root = peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
+    else:
+        nth = _bin(block(state, index, B_SIZE))
+        root = bins + nth * 8
+    link = root
+    current = peek(link, 0)
+    while current != index:
+        link = _link(state, current, B_LEFT if before(state, index, current) else B_RIGHT)
+        current = peek(link, 0)
+    a, b = block(state, index, B_LEFT), block(state, index, B_RIGHT)
+    while a != 0 and b != 0:
+        if _priority(a) >= _priority(b):
+            poke(link, 0, a)
+            link = _link(state, a, B_RIGHT)
+            a = peek(link, 0)
+        else:
+            poke(link, 0, b)
+            link = _link(state, b, B_LEFT)
+            b = peek(link, 0)
+    poke(link, 0, a if a != 0 else b)
+    if bins != 0 and peek(root, 0) == 0:
+        _mark_bin(bins, nth, False)
+
+
+@njit(inline="always")
+def _fit_under(state, root, size):
+    """The best fit in one treap; 0 if there is none."""
+    best, current = 0, root
+    while current != 0:
+        if block(state, current, B_SIZE) >= size:
+            best, current = current, block(state, current, B_LEFT)
+        else:
+            current = block(state, current, B_RIGHT)
+    return best
+
+
+@njit()
+def best_fit(state, pool, size):
+    """The smallest free block of a pool with `size` bytes, the lowest of several; 0 if there is none."""
+    bins = _bins(state, pool)
+    if bins == 0:
+        return _fit_under(state, peek(peek(state, POOLS), pool * POOL_ROW + P_ROOT), size)
+    nth = _bin(size)
+    best = _fit_under(state, peek(bins, nth), size)
+    if best == 0:
+        nth = _next_bin(bins, nth)
+        best = _fit_under(state, peek(bins, nth), size) if nth >= 0 else 0
+    return best
+
+
+@njit()
+def largest_block(state, pool):
+    """The size (bytes) of the largest free block of a pool; 0 if there is none."""
+    bins = _bins(state, pool)
+    current = peek(peek(state, POOLS), pool * POOL_ROW + P_ROOT)
+    if bins != 0:
+        words = peek(bins, BN_SUMMARY)
+        if words == 0:
+            return 0
+        word = last_bit(words)
+        current = peek(bins, (word << 6) + last_bit(peek(bins, BN_BITS + word)))
+    largest = 0
+    while current != 0:
+        largest, current = block(state, current, B_SIZE), block(state, current, B_RIGHT)
+    return largest
