@@ -46,6 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="watch at least N steps before planning (default: as few as do)",
     )
     parser.add_argument(
+        "--streams",
+        choices=("separate", "share", "weigh"),
+        default="separate",
+        help="a region of the arena for each stream, or one that they share, with a wait at each planned hand-over; "
+        "weigh: share where a hand-over saves --handover-bytes (default: separate, shared if that does not fit)",
+    )
+    parser.add_argument(
+        "--handover-bytes", type=int, default=1 << 16, metavar="BYTES", help="for --streams weigh (default: 65536)"
+    )
+    parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
     )
     add_json_argument(parser)
@@ -58,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
         raise BadInputError(f"--observe-steps is {args.observe_steps}: give a count of steps.")
+    if args.handover_bytes < 0:
+        raise BadInputError(f"--handover-bytes is {args.handover_bytes}: give a number from 0.")
     if args.plan and args.save_plan:
         raise BadInputError(
             "--plan and --save-plan exclude each other: a run from a plan does not observe the program."
@@ -69,11 +81,13 @@ def run(args: argparse.Namespace) -> int:
     from stalloc import device, integrations
     from stalloc.integrations import plan_cache
 
-    settings = integrations.Settings(observe_steps=args.observe_steps)
+    settings = integrations.Settings(
+        observe_steps=args.observe_steps, streams=args.streams, handover_bytes=args.handover_bytes
+    )
     cache = None
     if not args.plan and not args.save_plan and not args.observe_steps:
         device.activate(args.device, gpu)
-        cache = plan_cache.of_program(command)
+        cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
     known = cache.load() if cache is not None else None
     runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
     if known and not any(controller.plan is not None for controller in runtime.controllers):
@@ -88,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if wants_text(args):
         _print(result, args, kept=cache is not None and cache.file.exists())
     if args.save_plan:
-        _save_plan(runtime, args.save_plan)
+        _save_plan(runtime, args.save_plan, args)
     write_json(args, result)
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
 
@@ -109,10 +123,11 @@ def _result(reports: list[dict[str, Any]], native: dict[str, Any] | None, code: 
     return {"exit_code": code, **main, "devices": reports}
 
 
-def _save_plan(runtime: Any, path: str) -> None:
+def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     from stalloc.planner import plan, save_plans
 
-    plans = [plan(c.observed_trace) for c in runtime.controllers if c.observed_trace is not None]
+    traces = [c.observed_trace for c in runtime.controllers if c.observed_trace is not None]
+    plans = [plan(trace, streams=args.streams, handover_bytes=args.handover_bytes) for trace in traces]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)

@@ -35,7 +35,10 @@ __all__ = [
     "used_bytes",
 ]
 
-_STATISTICS = ("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory")
+_STATISTICS = (
+    *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
+    *("event_records", "event_waits"),
+)
 
 _library: ctypes.CDLL | None = None
 _gpu: VirtualGPU | None = None

@@ -96,6 +96,19 @@ Result cuCtxGetLimit(size_t *value, int limit) {
 }
 Result cuCtxSetLimit(int limit, size_t value) { return SUCCESS; }
 Result cuStreamGetCtx(Handle stream, Handle *context) { return cuCtxGetCurrent(context); }
+Result cuEventRecord(Handle event, Handle stream) {
+    count(COUNT_RECORD);
+    return event_record(event, stream);
+}
+Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+    count(COUNT_WAIT);
+    stream_wait(stream, event);
+    return SUCCESS;
+}
+Result cuStreamIsCapturing(Handle stream, int *status) {
+    *status = capture_id(stream) != 0;
+    return SUCCESS;
+}
 Result cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
     *function = find_function(name);
     if (status) *status = *function ? 0 : 1;

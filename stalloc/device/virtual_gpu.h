@@ -51,7 +51,18 @@ typedef struct {
 extern Configuration gpu;
 extern __thread int current_device;
 
-enum { COUNT_MALLOC, COUNT_FREE, COUNT_LAUNCH, COUNT_COPY, COUNT_COPY_SKIPPED, COUNT_MEMSET, COUNT_OOM, NUM_COUNTS };
+enum {
+    COUNT_MALLOC,
+    COUNT_FREE,
+    COUNT_LAUNCH,
+    COUNT_COPY,
+    COUNT_COPY_SKIPPED,
+    COUNT_MEMSET,
+    COUNT_OOM,
+    COUNT_RECORD, // events recorded through the driver's interface
+    COUNT_WAIT,   // waits of a stream for an event, through the same
+    NUM_COUNTS
+};
 void count(int which);
 int failed(int error); // keeps it for cudaGetLastError and returns it
 

@@ -20,7 +20,7 @@ from stalloc.errors import BadInputError
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
-    from stalloc.runtime import Runtime
+    from stalloc.runtime import Runtime, Settings
     from stalloc.trace import Trace
 
 _OFF = ("off", "0", "no")
@@ -104,22 +104,26 @@ class PlanCache:
                 return
             self.remove()
         try:
-            self._keep([controller.observed_trace for controller in used if controller.observed_trace is not None])
+            found = [(c.observed_trace, c.settings) for c in used if c.observed_trace is not None]
+            self._keep(found)
         except Exception as error:  # the program is over: nothing of ours may spoil its ending
             print(f"stalloc: no plan is kept for the next run ({type(error).__name__}: {error}).", file=sys.stderr)
 
-    def _keep(self, traces: "list[Trace]") -> None:
+    def _keep(self, found: "list[tuple[Trace, Settings]]") -> None:
         from stalloc.planner import plan
 
-        whole = [trace for trace in traces if trace.info.get("complete", False)]
-        if not whole or len(whole) != len(traces):
+        if not found or not all(trace.info.get("complete", False) for trace, _ in found):
             return
         stop = threading.Event()
         timer = threading.Timer(_PLANNING_SECONDS, stop.set)
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # some versions of Python start no thread when they end
             timer.start()
-        plans = [made for made in (plan(trace, stop=stop) for trace in whole) if made.kind == "program"]
+        made = [
+            plan(trace, stop=stop, streams=settings.streams, handover_bytes=settings.handover_bytes)
+            for trace, settings in found
+        ]
+        plans = [plan for plan in made if plan.kind == "program"]
         timer.cancel()
         if plans:
             self._save(plans)
@@ -165,10 +169,11 @@ def _prune(directory: Path) -> None:
                 file.unlink()
 
 
-def of_program(command: list[str]) -> PlanCache | None:
+def of_program(command: list[str], streams: tuple[str, int] = ("separate", 0)) -> PlanCache | None:
     """The cache of a program given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…].
 
-    The devices have to be decided. None if there is no cache or no file that says what the program is.
+    `streams` are the settings of that name and the price of a hand-over. The devices have to be decided. None if there
+    is no cache or no file that says what the program is.
     """
     directory = folder()
     if directory is None:
@@ -186,20 +191,20 @@ def of_program(command: list[str]) -> PlanCache | None:
         arguments = command[2:]
     else:
         script, arguments = command[0], command[1:]
-    return _of_script(directory, script, arguments)
+    return _of_script(directory, script, arguments, streams)
 
 
-def of_this_program() -> PlanCache | None:
+def of_this_program(streams: tuple[str, int] = ("separate", 0)) -> PlanCache | None:
     """The cache of the program that this interpreter runs; None too for what was typed in or given with -c."""
     directory = folder()
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     if directory is None or not script or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return None
-    return _of_script(directory, script, sys.argv[1:])
+    return _of_script(directory, script, sys.argv[1:], streams)
 
 
-def _of_script(directory: Path, script: str | None, arguments: list[str]) -> PlanCache | None:
+def _of_script(directory: Path, script: str | None, arguments: list[str], streams: tuple[str, int]) -> PlanCache | None:
     if script is None:
         return None
     try:
@@ -211,6 +216,7 @@ def _of_script(directory: Path, script: str | None, arguments: list[str]) -> Pla
         "format": _VERSION,
         "script": [str(path), hashlib.sha256(content).hexdigest()],
         "arguments": arguments,
+        "streams": streams if streams[0] == "weigh" else streams[:1],
         "devices": _devices(),
         "ranks": [os.environ.get(name, "") for name in _RANK_VARIABLES],
         "versions": _versions(),

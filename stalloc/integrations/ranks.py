@@ -18,28 +18,29 @@ import numpy as np
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
+    from stalloc.planner.sharing import Streams
 
 _COLUMNS = ("size", "stream", "start", "end", "planned")
 _PATIENCE_SECONDS = 60.0  # for a rank that said it would plan
 _POLL_SECONDS = 0.02
 
 
-def plan_together(tape: "Tape") -> "Plan":
-    """The plan of a tape, made here or by another rank of this job that has the same tape."""
+def plan_together(tape: "Tape", *, streams: "Streams" = "separate", handover_bytes: int = 0) -> "Plan":
+    """The plan of a tape (options as of plan_tape), made here or by another rank of this job that has the same tape."""
     from stalloc.planner import plan_tape
 
     store = _store()
     if store is None:
-        return plan_tape(tape)
-    key = f"stalloc/plan/{digest(tape)}"
+        return plan_tape(tape, streams=streams, handover_bytes=handover_bytes)
+    key = f"stalloc/plan/{streams}/{handover_bytes}/{digest(tape)}"
     try:
         mine = store.add(f"{key}/ranks", 1) == 1
-        found = None if mine else _take(store, key, tape)
+        found = None if mine else _take(store, key, tape, handovers=streams != "separate")
     except Exception:  # of many kinds: a store whose server is gone, a backend that cannot add
         mine, found = False, None
     if found is not None:
         return found
-    plan = plan_tape(tape)
+    plan = plan_tape(tape, streams=streams, handover_bytes=handover_bytes)
     if mine:
         try:
             store.set(key, _packed(plan))
@@ -58,8 +59,8 @@ def digest(tape: "Tape") -> str:
     return found.hexdigest()[:32]
 
 
-def fits(plan: "Plan", tape: "Tape") -> bool:
-    """Whether a plan is one of exactly this tape, and valid."""
+def fits(plan: "Plan", tape: "Tape", *, handovers: bool = False) -> bool:
+    """Whether a plan is one of exactly this tape, and valid; with `handovers` streams may share memory."""
     from stalloc.planner import validate
 
     same = (
@@ -70,7 +71,7 @@ def fits(plan: "Plan", tape: "Tape") -> bool:
         and np.array_equal(plan.tape_end, tape.end)
         and bool(((plan.tape_offset < 0) | tape.planned).all())
     )
-    return same and validate(plan).ok
+    return same and validate(plan, handovers=handovers).ok
 
 
 def _store() -> Any:
@@ -84,14 +85,18 @@ def _store() -> Any:
         return None
 
 
-def _take(store: Any, key: str, tape: "Tape") -> "Plan | None":
+def _take(store: Any, key: str, tape: "Tape", *, handovers: bool) -> "Plan | None":
     end = time.monotonic() + _PATIENCE_SECONDS
     while not store.check([key]):
         if time.monotonic() > end:
             return None
         time.sleep(_POLL_SECONDS)
     plan = _unpacked(bytes(store.get(key)))
-    return dataclasses.replace(plan, method=f"{plan.method}, by another rank") if fits(plan, tape) else None
+    return (
+        dataclasses.replace(plan, method=f"{plan.method}, by another rank")
+        if fits(plan, tape, handovers=handovers)
+        else None
+    )
 
 
 def _packed(plan: "Plan") -> bytes:

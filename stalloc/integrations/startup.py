@@ -5,8 +5,9 @@ programs that never do are left alone; whatever goes wrong here costs one senten
 program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
-of memory if need be. STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the
-figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
+of memory if need be. STALLOC_STREAMS is "separate" (the default), "share", or "weigh" with ":" and the bytes that
+a hand-over from stream to stream has to save. STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT
+names a file for the figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
 """
 
 import atexit
@@ -16,13 +17,16 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.integrations.imports import after_import, before_import
 
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
+    from stalloc.planner.sharing import Streams
+
+_HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
 _lock = threading.RLock()
 _armed = False
@@ -44,6 +48,7 @@ def arm() -> None:
         if wanted != "1":
             raise BadInputError(f"STALLOC is {wanted!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
         kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
+        chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
     except StallocError as error:
         _say(str(error))
         return
@@ -68,6 +73,17 @@ def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
     if which[0].isdigit():
         return kind, VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
     return kind, find_gpu(which)
+
+
+def chosen_streams(text: str) -> "tuple[Streams, int]":
+    """What STALLOC_STREAMS says: the setting of that name, and the price of a hand-over in bytes.
+
+    Raises BadInputError for anything else.
+    """
+    name, _, price = text.partition(":")
+    if name not in ("separate", "share", "weigh") or (price and (name != "weigh" or not price.isdigit())):
+        raise BadInputError(f"STALLOC_STREAMS is {text!r}: set it to separate, share, weigh or weigh:65536.")
+    return cast("Streams", name), int(price or _HANDOVER_BYTES)
 
 
 def _activate_virtual(gpu: "VirtualGPU | None") -> None:
@@ -146,15 +162,18 @@ def _install_with_cache(kind: str) -> None:
     from stalloc.device.driver import gpus
     from stalloc.integrations import plan_cache, torch_settings
     from stalloc.integrations.installing import install
+    from stalloc.runtime import Settings
 
     if kind != "virtual" and not gpus():
         return  # torch or CuPy will say so
     torch = sys.modules.get("torch")
     serve_torch = torch is None or torch_settings.leaves_allocator_to_us(torch)
-    cache = plan_cache.of_this_program()
+    streams = chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+    cache = plan_cache.of_this_program(streams)
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
+        settings=Settings(streams=streams[0], handover_bytes=streams[1]),
         known_plans=cache.load() if cache is not None else None,
     )
     if serve_torch:

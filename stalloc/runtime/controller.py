@@ -17,6 +17,7 @@ import numpy as np
 
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
+from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
+    from stalloc.planner.sharing import Streams
     from stalloc.trace import Trace
+    from stalloc.trace.record import Column
 
 
 MARK_STEP = 0  # as in stalloc.trace
@@ -63,6 +66,8 @@ class Settings:
     )
     max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
+    streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
+    handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed
 
 
 @dataclass
@@ -80,6 +85,8 @@ class _Making:
     """A plan in the making; `done` is set when `plan` or `error` is there."""
 
     tape: "Tape"
+    streams: "Streams" = "separate"
+    handover_bytes: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
     error: str | None = None
@@ -88,7 +95,7 @@ class _Making:
 class Controller:
     """The watcher of one device."""
 
-    plan_maker: "ClassVar[Callable[[Tape], Plan] | None]" = None  #: stands in for the planner; it runs in any thread
+    plan_maker: "ClassVar[Callable[..., Plan] | None]" = None  #: stands in for plan_tape; it runs in any thread
 
     def __init__(self, device: Device, slow_function: int, settings: Settings) -> None:
         self.device = device
@@ -112,6 +119,7 @@ class Controller:
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
         self._deferred = Deferred(self.state.address, device.index)
         self._lock = threading.RLock()
         self._steps = Steps(self)
@@ -373,26 +381,30 @@ class Controller:
             self._patience -= 1  # another step may show how long the rest lives
             return
         self.release_arena()
-        self.phase, self._making = Phase.PLANNING, _Making(tape)
+        self.phase = Phase.PLANNING
         self._wait_seconds = self.settings.plan_wait_seconds
         self.observed_steps = tape.covered_requests // tape.period_requests
         self.observed_trace = trace
-        threading.Thread(target=self._make_plan, args=(self._making,), name="stalloc planner", daemon=True).start()
+        streams = self.settings.streams if ordering() is not None else "separate"
+        self._begin_making(_Making(tape, streams, self.settings.handover_bytes))
         # until the plan is there, follow the tape without serving it, so that its boundary is known
-        ring = slice(tape.num_prologue, None)
         first = int(np.searchsorted(sizable, tape.row[tape.num_prologue]))
-        cursor = (len(sizable) - first) % len(tape.size[ring])
-        nowhere = np.full(len(tape.size[ring]), -1, np.int64)
+        self._follow(tape, (len(sizable) - first) % tape.ring_length)
+        if self.marks:
+            self._steps.follow_marks(trace, sizable, first, tape.ring_length)
+
+    def _follow(self, tape: "Tape", cursor: int) -> None:
+        """Follow the ring of a tape from an entry on without serving it, and ask when it begins again."""
+        ring = slice(tape.num_prologue, None)
+        nowhere = np.full(tape.ring_length, -1, np.int64)
         self.state.write(CHECK_AT=0)
         self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
         self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
-        if self.marks:
-            self._steps.follow_marks(trace, sizable, first, len(nowhere))
 
     def _drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
         self.state.drop_tape()
-        if self._arena is None:
+        if self._arena is None or not self._end_sharing():
             return
         bases = self.state.dissolve_arena()
         for base in bases:
@@ -401,19 +413,37 @@ class Controller:
             self._old_arena = bases[0] if len(bases) == 1 else 0
             self._arena = None
 
+    def _end_sharing(self) -> bool:
+        """Let no two streams share memory of the arena any more; False if that cannot be now."""
+        if not self.state["HANDING"]:
+            return True
+        if self.state["PRIVATE"]:
+            return False  # a capture must not wait for the device
+        import cupy
+
+        self.state.end_sharing()
+        with cupy.cuda.Device(self.device.index) as device:
+            device.synchronize()
+        return True
+
     def release_arena(self) -> None:
         """Give back the arena of a plan that was dropped; it must be empty."""
         if self._arena is not None:
             self.release_unused()
         assert self._arena is None
 
+    def _begin_making(self, making: _Making) -> None:
+        self._making = making
+        threading.Thread(target=self._make_plan, args=(making,), name="stalloc planner", daemon=True).start()
+
     @staticmethod
     def _make_plan(making: _Making) -> None:
         try:
             from stalloc.planner import plan_tape, validate
 
-            plan = (Controller.plan_maker or plan_tape)(making.tape)
-            verdict = validate(plan)
+            make = Controller.plan_maker or plan_tape
+            plan = make(making.tape, streams=making.streams, handover_bytes=making.handover_bytes)
+            verdict = validate(plan, handovers=making.streams != "separate")
             if verdict.ok:
                 making.plan = plan
             else:
@@ -450,7 +480,7 @@ class Controller:
         if making.plan is None:
             self.rest(making.error or "planning failed")
             return
-        self._switch(making.plan)
+        self._switch(making)
 
     def note_observed(self) -> None:
         """Keep what the steps before the plan were like, and end watching."""
@@ -464,9 +494,19 @@ class Controller:
         self.release_unused()
         state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
 
-    def _switch(self, plan: "Plan") -> None:
+    def _switch(self, making: _Making) -> None:
         self.note_observed()
-        if not self._begin(plan, ring_only=True):
+        plan = making.plan
+        assert plan is not None
+        if self._begin(plan, ring_only=True):
+            return
+        several = len(np.unique(plan.tape_stream[plan.tape_offset >= 0])) > 1
+        if making.streams == "separate" and several and ordering() is not None:
+            # a region for each stream is too much: try again with hand-overs
+            self._begin_making(_Making(making.tape, "share"))
+            self._wait_seconds = self.settings.plan_wait_seconds
+            self._follow(making.tape, 0)
+        else:
             self.rest(
                 f"an arena of {plan.peak_bytes} bytes does not fit beside the {self.state['RESERVED']} bytes "
                 "that hold live blocks"
@@ -476,7 +516,8 @@ class Controller:
         """Take the arena and serve a plan from now on; False if the device has no room for the arena."""
         first = plan.num_prologue if ring_only else 0
         tape = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:], plan.num_prologue - first, 0
-        if not self.put_in_force(round_up(plan.peak_bytes), tape):
+        gives = np.unique(plan.handover_earlier[plan.handover_earlier >= first]) - first
+        if not self.put_in_force(round_up(plan.peak_bytes), tape, gives=gives):
             return False
         ring_length = len(plan.tape_size) - plan.num_prologue
         # a plan that was just made has to be far off before it goes; one from a file is given up sooner, before much
@@ -508,9 +549,16 @@ class Controller:
             if not state.give_segment(pool, memory.ptr, size_bytes):
                 del self._segments[memory.ptr]
 
-    def put_in_force(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None = None) -> bool:
+    def put_in_force(
+        self,
+        arena_bytes: int,
+        tape: tuple[Any, ...],
+        begins: list[int] | None = None,
+        gives: "Column | None" = None,
+    ) -> bool:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
 
+        `gives` are entries whose memory passes to another stream, if there are any.
         While another plan is in force its arena is taken over if it is large enough; else the new one is taken beside
         it, and if there is no room for both the old plan stays in force.
         """
@@ -522,7 +570,8 @@ class Controller:
         self._drop_tape()
         if self._arena is not None:  # it could not be dissolved
             return False
-        if memory is not None or not self._take_over(arena_bytes, tape, begins):
+        shared = gives is not None and len(gives) > 0
+        if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
             memory = memory if memory is not None else self._malloc(arena_bytes)
             if memory is None:
                 return False
@@ -530,12 +579,25 @@ class Controller:
             core.reserve(state.address, arena_bytes)
             size, stream, offset, num_prologue, cursor = tape
             state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
+            if shared:
+                self._order_handovers(gives)
             state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
         state["ASK_AT_BOUNDARY"] = 1
         self.phase, self.num_plans = Phase.PLANNED, self.num_plans + 1
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
+
+    def _order_handovers(self, gives: Any) -> None:
+        """Get ready to secure the hand-overs of the tape that was just installed."""
+        import cupy
+
+        functions, wanted = ordering(), len(self.state.tape_entries())
+        assert functions is not None
+        with cupy.cuda.Device(self.device.index):
+            while len(self._events) < wanted:
+                self._events.append(cupy.cuda.Event(disable_timing=True))
+        self.state.hand_over(gives, functions, [event.ptr for event in self._events])
 
     def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
@@ -559,9 +621,14 @@ class Controller:
             )
         if plan.alignment % layout.ALIGNMENT:
             raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {layout.ALIGNMENT}.")
-        verdict = validate(plan)
+        shared = len(plan.handover_later) > 0
+        verdict = validate(plan, handovers=shared)
         if not verdict.ok:
             raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the trace again.")
+        if shared and ordering() is None:
+            raise PlanError(
+                "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
+            )
         if self.state["NUM_ALLOCS"]:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)

@@ -11,6 +11,7 @@ Contract, upheld under one lock a device:
 
 from stalloc.compiled import cfunc, njit
 from stalloc.runtime.free_blocks import block, largest_block
+from stalloc.runtime.handing import note_giver, part_streams, planned_entry, record_free, wait_for_givers
 from stalloc.runtime.heap import (
     add_segment,
     find_live,
@@ -169,7 +170,10 @@ def allocate_on(state, requested, raw_stream):
         if address > 0:
             _count_alloc(state, stream, address, size, requested)
             unlock(state)
-            return address
+            if peek(state, HANDING) == 0 or _secure(state, address):
+                return address
+            way = WAY_HEAP
+            continue
         unlock(state)
         reason = -address & ((1 << REASON_BITS) - 1)
         helped = False
@@ -181,6 +185,24 @@ def allocate_on(state, requested, raw_stream):
             way = WAY_HEAP  # the tape has moved past this request
         else:
             return _last_resort(state, stream, size, requested)
+
+
+@njit()
+def _secure(state, address):
+    """Let the stream wait for those that used a planned address before; False: it was given up again."""
+    slot = find_slot(state, address) if _in_arena(state, address) else 0
+    waits = wait_for_givers(state, planned_entry(state, slot)) if slot != 0 else 0
+    if waits == 0:
+        return True
+    lock(state)
+    if waits > 0:
+        add(state, NUM_WAITS, waits)
+    else:
+        add(state, CONFLICTS, 1)
+        slot, index = _find(state, address)
+        _release(state, address, slot, index)
+    unlock(state)
+    return waits > 0
 
 
 @njit()
@@ -256,7 +278,9 @@ def free_on(state, address):
     slot, index = _find(state, address)
     word = _state_word(state, slot, index)
     held = peek(word, 0) if word != 0 else BLOCK_FREE
-    if held == BLOCK_LIVE:
+    if held == BLOCK_LIVE and peek(state, HANDING) == 1:
+        _hand_over(state, address, slot, index)
+    elif held == BLOCK_LIVE:
         _release(state, address, slot, index)
     elif held == BLOCK_SHARED:
         poke(word, 0, BLOCK_DEFERRED)
@@ -268,6 +292,25 @@ def free_on(state, address):
     unlock(state)
     if held == BLOCK_SHARED:
         call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), DEFER, address)
+
+
+@njit()
+def _hand_over(state, address, slot, index):
+    """Free a block; if another stream takes its memory on the plan, with an event that says when it may be used.
+
+    The lock is given up while the event is recorded: the block is nobody's then, but its cells stay taken.
+    """
+    entry = planned_entry(state, slot) if slot != 0 else 0
+    recorded = False
+    if entry != 0 and peek(entry, T_GIVES) == 1 and peek(state, PRIVATE) == 0:
+        poke(slot, S_STATE, BLOCK_DEFERRED)
+        unlock(state)
+        recorded = record_free(state, entry)
+        lock(state)
+        slot, index = _find(state, address)  # a segment may have been made of the arena meanwhile
+    if slot != 0:
+        note_giver(state, planned_entry(state, slot), recorded)
+    _release(state, address, slot, index)
 
 
 @njit()
@@ -291,6 +334,8 @@ def finish_deferred(state, address):
     word = _state_word(state, slot, index)
     if word != 0 and peek(word, 0) == BLOCK_DEFERRED:
         add(state, NUM_DEFERRED, -1)
+        if slot != 0 and peek(state, HANDING) == 1:
+            note_giver(state, planned_entry(state, slot), False)
         _release(state, address, slot, index)
     unlock(state)
 
@@ -398,6 +443,18 @@ def _serve(state, arena, arena_bytes):
 
 
 @njit()
+def end_sharing(state, stream):
+    """Part the cells that streams share, once no tape is served; what is empty goes to `stream` (index).
+
+    It may be used when the device has done all that it was given before; `dissolve_arena` then finds regions.
+    """
+    lock(state)
+    if peek(state, MODE) != MODE_REPLAY and peek(state, HANDING) == 1:
+        part_streams(state, stream)
+    unlock(state)
+
+
+@njit()
 def dissolve_arena(state, bases):
     """Make ordinary segments of an arena that is no longer served; writes their bases, returns how many.
 
@@ -425,7 +482,7 @@ def dissolve_arena(state, bases):
 
 @njit()
 def _forget(state):
-    for word in (ARENA, ARENA_BYTES, ARENA_LIVE, NUM_CELLS, NUM_LEASES, BYTES_LEASED):
+    for word in (ARENA, ARENA_BYTES, ARENA_LIVE, NUM_CELLS, NUM_LEASES, BYTES_LEASED, HANDING):
         poke(state, word, 0)
 
 

@@ -11,6 +11,7 @@ MODE = 8  # what the core does with a request, see below
 SLOW_FUNCTION = 9  # C function (device, reason, argument) -> 1 try again, 0 out of memory
 DEVICE = 10
 SCRATCH = 12  # two words for the clock
+HANDING = 15  # 1: the arena has cells that several streams use, one after the other
 EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
 PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
 
@@ -58,7 +59,11 @@ KEYS, KEYS_MASK, PLACES = 109, 110, 111  # where on the tapes each key stands: P
 CELL_STREAMS, CELLS_FREED, VAIN_SIZE, VAIN_LASTS, VAIN_STREAM, VAIN_AT = 113, 114, 115, 116, 117, 118
 MOST_LIVE = 112  # LIVE_MASK of the largest table of live blocks
 
-STATE_WORDS = 128
+# memory that passes from one stream to another, see handing.py
+GIVERS, RECORD_EVENT, WAIT_EVENT, IS_CAPTURING = 120, 121, 122, 123  # a word a cell: who used it last; the driver's
+NUM_WAITS = 124  # functions; waits of a stream for an event of another
+
+STATE_WORDS = 160
 
 # --- values ----------------------------------------------------------------------------------------------------
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
@@ -117,6 +122,8 @@ ACTION_ALLOC, ACTION_FREE_REQUESTED, ACTION_FREE_COMPLETED, ACTION_SEGMENT_ALLOC
 
 TAPE_ROW = 8
 T_KEY, T_OFFSET, T_CELL_LOW, T_CELL_HIGH, T_SLOT = range(5)  # key: rounded size << STREAM_BITS | stream index
+T_EVENT, T_GIVES, T_STATUS = 5, 6, 7  # the entry's event, 0: none of its cells is another stream's; 1: to be recorded
+# when it is freed; scratch
 STREAM_BITS = 10
 MAX_STREAMS = 1 << STREAM_BITS
 
@@ -132,6 +139,8 @@ TP_BEGIN, TP_END = range(2)
 CELL_ROW = 4
 CI_OFFSET, CI_STREAM, CI_LEASE, CI_NEXT = range(4)  # stream index; chunk of the lease; tape time when needed next
 NO_STREAM = -1
+NOBODY = -1  # a giver: an entry whose event is recorded, or nobody yet, or from here down: a stream without an event
+GIVEN_UNRECORDED = -2
 
 LIFESPAN_PLACES, LIFESPAN_SIZES = 64, 64  # parts of a pass, and classes of sizes, for which lifespans are learnt
 

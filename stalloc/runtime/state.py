@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stalloc.device.ordering import Ordering
 from stalloc.runtime import core, layout, matching
 from stalloc.runtime.layout import (
     BINS_ROW,
@@ -71,6 +72,7 @@ class DeviceState:
         self.events = _table(_EVENTS, EVENT_ROW)
         self.step_log = np.zeros((STEP_LOG_ROWS, STEP_ROW), np.int64)
         self._tape: tuple[np.ndarray, ...] = ()
+        self._last_tape: tuple[np.ndarray, ...] = ()
         self._texts: list[np.ndarray] = []
         tables = {
             "BLOCKS": self.blocks,
@@ -232,8 +234,42 @@ class DeviceState:
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,
         )
-        # the tape before it has to stay until nobody follows it
+        self._last_tape = self._tape  # a thread may still be looking at it
         self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
+
+    def hand_over(self, gives: Column, ordering: Ordering, events: list[int]) -> None:
+        """Let streams share cells of the tape that was just installed, with an event and a wait for each hand-over.
+
+        `gives` (k,) are entries whose event is to be recorded when they are freed. `events` are at least as many as
+        there are entries with cells that several streams use.
+        """
+        tape, _, _, info = self._tape[:4]
+        shared = np.cumsum(np.append(0, info[:, layout.CI_STREAM] == layout.NO_STREAM))
+        span = shared[tape[:, layout.T_CELL_HIGH]] - shared[tape[:, layout.T_CELL_LOW]]
+        rows = np.flatnonzero((tape[:, layout.T_OFFSET] >= 0) & (span > 0))
+        tape[rows, layout.T_EVENT] = events[: len(rows)]
+        tape[gives, layout.T_GIVES] = tape[gives, layout.T_EVENT] != 0
+        givers = np.full(len(info), layout.NOBODY, np.int64)
+        self._tape = (*self._tape, givers)
+        self.write(
+            HANDING=int(len(rows) > 0),
+            GIVERS=givers.ctypes.data,
+            RECORD_EVENT=ordering.record_event,
+            WAIT_EVENT=ordering.wait_event,
+            IS_CAPTURING=ordering.is_capturing,
+        )
+
+    def tape_entries(self) -> Column:
+        """The rows of the tape in place."""
+        return self._tape[0] if self._tape else np.empty((0, TAPE_ROW), np.int64)
+
+    def end_sharing(self) -> None:
+        """Part the cells that streams share, once no tape is served; what is empty goes to the stream that asks most.
+
+        It may be used when the device has done all that it was given before; only then let the arena be dissolved.
+        """
+        streams = self._tape[0][:, layout.T_KEY] & (MAX_STREAMS - 1)
+        core.end_sharing(self.address, int(np.bincount(streams).argmax()))
 
     def serve_arena(self, arena: int, arena_bytes: int) -> None:
         """Serve the tape from an arena; the counting of planned steps begins."""

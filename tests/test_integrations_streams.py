@@ -1,0 +1,111 @@
+"""Programs on several streams, on the virtual GPU: regions apart by default, hand-overs where they are asked for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stalloc.planner import load_plans, save_plans
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+_PROGRAM = """
+import json, os, sys
+import stalloc
+from stalloc.device import VirtualGPU, virtual
+from stalloc.runtime import Settings
+
+MIB = 1 << 20
+RUNTIME = stalloc.install(
+    device="virtual",
+    gpu=VirtualGPU(total_bytes=int(sys.argv[1]) * MIB),
+    settings=Settings(streams=sys.argv[2]),
+    plan=sys.argv[3] if len(sys.argv) > 3 else None,
+)
+STATE, CONTROLLER = RUNTIME.controllers[0].state, RUNTIME.controllers[0]
+import torch
+
+compute, side = torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def step():
+    # one stream needs much at first, the other one afterwards
+    with torch.cuda.stream(compute):
+        held = [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (40, 30, 20)]
+        del held
+    with torch.cuda.stream(side):
+        held = [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (50, 25)]
+        del held
+    stalloc.step()
+
+
+def orders():
+    counts = virtual.statistics()
+    return counts["event_records"], counts["event_waits"]
+
+
+for _ in range(12):
+    step()
+before, hits = orders(), STATE["HITS"]
+for _ in range(10):
+    step()
+after = orders()
+print(json.dumps({
+    "reserved_mib": STATE["RESERVED"] // MIB,
+    "records": after[0] - before[0],
+    "waits": after[1] - before[1],
+    "hits": STATE["HITS"] - hits,
+    "plan_mib": CONTROLLER.plan.peak_bytes // MIB if CONTROLLER.plan is not None else None,
+    "phase": CONTROLLER.phase.value,
+}))
+"""
+
+
+def test_streams_have_regions_of_their_own_and_wait_for_nothing(run_checks: Any) -> None:
+    found = run_checks(_PROGRAM, "1024", "separate")
+    assert (found["plan_mib"], found["waits"], found["records"]) == (165, 0, 0)
+    assert found["hits"] == 50
+
+
+def test_streams_that_share_hand_memory_over_with_an_event_and_a_wait(run_checks: Any) -> None:
+    found = run_checks(_PROGRAM, "1024", "share")
+    assert found["plan_mib"] == 90
+    assert found["hits"] == 50
+    assert 10 * 2 <= found["waits"] <= 10 * 8, "there and back in each of ten steps, once for each block at most"
+    assert 0 < found["records"] <= 10 * 5, "at most one for each block"
+    assert found["reserved_mib"] < 165
+
+
+def test_streams_share_where_a_region_for_each_does_not_fit(run_checks: Any) -> None:
+    found = run_checks(_PROGRAM, "150", "separate")
+    assert (found["plan_mib"], found["phase"]) == (90, "running on the plan")
+    assert found["waits"] >= 20
+    assert found["hits"] == 50
+
+
+def test_a_plan_file_with_hand_overs_is_followed_and_refused_without_them(
+    run_checks: Any, run_program: Any, tmp_path: Path
+) -> None:
+    script, file, broken = tmp_path / "two.py", tmp_path / "two.plan.npz", tmp_path / "broken.plan.npz"
+    script.write_text(
+        "import stalloc, torch\n"
+        + _PROGRAM[_PROGRAM.index("compute, side") : _PROGRAM.index("def orders")].replace("MIB", "(1 << 20)")
+        + "for _ in range(12):\n    step()\n"
+    )
+    done = run_program(
+        "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))",
+        *("run", "--device", "virtual", "--streams", "share", "--save-plan", str(file), str(script)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = run_checks(_PROGRAM, "1024", "share", str(file))
+    assert (found["plan_mib"], found["hits"]) == (90, 50)
+    assert found["waits"] >= 20
+    plan = load_plans(file)[0]
+    assert len(plan.handover_later) > 0
+    nothing = np.zeros(0, np.int64)
+    save_plans(broken, [dataclasses.replace(plan, handover_earlier=nothing, handover_later=nothing)])
+    done = run_program(_PROGRAM, "1024", "share", str(broken))
+    assert done.returncode != 0
+    assert "shared-by-streams" in done.stderr

@@ -1,0 +1,234 @@
+"""Memory that passes between streams: every new owner runs after the last one, whatever the program does."""
+
+import ctypes
+import dataclasses
+
+import numpy as np
+import pytest
+from programs.core_machine import Machine, Ring
+from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
+
+from stalloc.device.ordering import Ordering
+from stalloc.lifespans.tape import Tape
+from stalloc.planner import Plan, plan_tape, validate
+from stalloc.runtime import core
+from stalloc.runtime.segments import round_up
+
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Driver:
+    """Streams as clocks: which work of every other stream each one comes after, by the calls that order them."""
+
+    def __init__(self, num_streams: int) -> None:
+        self.clock = np.zeros((num_streams, num_streams), np.int64)  # [s, t]: work of t that s comes after
+        self.recorded: dict[int, np.ndarray] = {}
+        self.calls: list[tuple[str, int, int]] = []
+        self.fails: set[str] = set()
+        self._callbacks = [_CALL(self._record), _CALL(self._wait), _CALL(self._capturing)]
+        self.ordering = Ordering(*(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks))
+
+    def work(self, stream: int) -> int:
+        """Give a stream something to do; its number."""
+        self.clock[stream, stream] += 1
+        return int(self.clock[stream, stream])
+
+    def synchronize(self) -> None:
+        """All work so far is over."""
+        self.clock[:] = self.clock.max(axis=0)
+
+    def _record(self, event: int, stream: int, _: int) -> int:
+        if "record" in self.fails:
+            return 1
+        self.recorded[event] = self.clock[stream].copy()
+        self.calls.append(("record", stream, event))
+        return 0
+
+    def _wait(self, stream: int, event: int, _: int) -> int:
+        if "wait" in self.fails:
+            return 1
+        self.clock[stream] = np.maximum(self.clock[stream], self.recorded[event])
+        self.calls.append(("wait", stream, event))
+        return 0
+
+    def _capturing(self, stream: int, status: int, _: int) -> int:
+        ctypes.c_int.from_address(status).value = int("capture" in self.fails)
+        return 0
+
+
+class Checked(Machine):
+    """A machine whose every block must be safe to use on its stream when it is handed out."""
+
+    def __init__(self, num_streams: int) -> None:
+        super().__init__()
+        self.driver = Driver(num_streams)
+        self._stream_of: dict[int, int] = {}
+        self._used: list[tuple[int, int, int, int]] = []  # bytes [low, high), the stream that used them last, its work
+
+    def allocate(self, size: int, stream: int = 0) -> int:
+        """Allocate, check that the stream comes after all that used the memory before, and use it."""
+        address = super().allocate(size, stream)
+        for low, high, other, work in self._used:
+            if low < address + size and address < high:
+                behind = self.driver.clock[stream, other] < work
+                assert not behind, f"stream {stream} got [{low:#x}, {high:#x}) before stream {other} was done with it"
+        self._stream_of[address] = stream
+        self.driver.work(stream)
+        return address
+
+    def free(self, address: int) -> None:
+        """Use the block once more and free it."""
+        size = dict(self.live.items())[address]
+        stream = self._stream_of.pop(address)
+        kept = [(low, min(high, address), s, work) for low, high, s, work in self._used if low < address]
+        kept += [(max(low, address + size), h, s, work) for low, h, s, work in self._used if h > address + size]
+        self._used = [use for use in kept if use[0] < use[1]] + [
+            (address, address + size, stream, self.driver.work(stream))
+        ]
+        super().free(address)
+
+    def follow(self, ring: Ring, plan: Plan) -> None:
+        """Serve a ring from its plan, hand-overs secured."""
+        ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
+        self.state.install_tape(ring.size, ring.stream, ring.offset, 0, 0)
+        gives = np.unique(plan.handover_earlier)
+        self.state.hand_over(gives, self.driver.ordering, list(range(1, ring.length + 1)))
+        base = self.take(round_up(ring.peak))
+        core.reserve(self.state.address, round_up(ring.peak))
+        self.state.serve_arena(base, round_up(ring.peak))
+
+
+def shared_plan(ring: Ring) -> Plan:
+    """The plan of a ring whose streams share the arena."""
+    start = np.arange(ring.length)
+    tape = Tape(
+        size=ring.size,
+        stream=ring.stream,
+        start=start,
+        end=start + ring.lifespan,
+        planned=np.ones(ring.length, bool),
+        row=start,
+        num_prologue=0,
+        ring_start=0,
+        ring_end=ring.length,
+        period_requests=ring.length,
+        covered_requests=2 * ring.length,
+        minimum_size=513,
+    )
+    plan = plan_tape(tape, streams="share")
+    assert validate(plan, handovers=True).ok
+    return plan
+
+
+def start(seed: int, length: int = 60, streams: int = 3) -> tuple[Checked, Program, Plan]:
+    """A machine that serves a random ring of several streams from one region, the program, the plan."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    ring = Ring(rng, length, streams=streams)
+    ring.size = -(-ring.size // 512) * 512  # the plan lists hand-overs of bytes, the runtime hands out units of 512
+    machine, plan = Checked(streams), shared_plan(ring)
+    assert len(plan.handover_later) > 5
+    machine.follow(ring, plan)
+    assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
+    return machine, Program(machine, ring, rng), plan
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
+    machine, program, plan = start(seed)
+    for _ in range(3):
+        program.one_pass()
+    assert machine.state["MISSES"] + machine.state["CONFLICTS"] == 0
+    machine.driver.calls.clear()
+    before = machine.state["NUM_WAITS"]
+    program.one_pass()
+    calls = machine.driver.calls
+    waits = [stream for what, stream, _ in calls if what == "wait"]
+    records = [stream for what, stream, _ in calls if what == "record"]
+    assert len(waits) == len(plan.handover_later) == machine.state["NUM_WAITS"] - before
+    assert sorted(waits) == sorted(plan.tape_stream[plan.handover_later].tolist())
+    assert len(records) == len(np.unique(plan.handover_earlier)), "one for each block that is handed on, at its free"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_stream_overtakes_another_when_the_program_deviates(seed: int) -> None:
+    machine, program, _ = start(10 + seed, streams=2 + seed % 3)
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        where = rng.integers(0, program.ring.length, 6)
+        what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
+        program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
+    assert machine.state["HITS"] > 15 * program.ring.length
+    machine.check_counts()
+    program.end()
+
+
+@pytest.mark.parametrize("failing", ["record", "wait", "capture"])
+def test_what_cannot_be_secured_is_served_from_the_heap(failing: str) -> None:
+    machine, program, plan = start(20)
+    for _ in range(3):
+        program.one_pass()
+    machine.driver.fails.add(failing)
+    for _ in range(2):
+        program.one_pass()
+    assert machine.state["CONFLICTS"] > 0
+    machine.driver.fails.clear()
+    for _ in range(3):
+        program.one_pass()
+    conflicts = machine.state["CONFLICTS"]
+    program.one_pass()
+    assert machine.state["CONFLICTS"] == conflicts, "all is as before"
+    assert len(plan.handover_later)
+    machine.check_counts()
+    program.end()
+
+
+def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait() -> None:
+    machine, program, plan = start(30)
+    program.one_pass()
+    live = [address for address, size in machine.live.items() if size > 512]
+    for address in live:
+        assert core.share(machine.state.address, address)
+    deferred = []
+    machine.on_request[6] = lambda address: deferred.append(address) or 1  # DEFER
+    program.one_pass()
+    assert sorted(deferred) == sorted(live)
+    for address in deferred:
+        core.finish_deferred(machine.state.address, address)
+    for _ in range(3):
+        program.one_pass()
+    machine.check_counts()
+    assert machine.state["NUM_WAITS"] > len(plan.handover_later)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> None:
+    machine, program, _ = start(40 + seed)
+    for _ in range(3):
+        program.one_pass({5: INSERT, 20: LINGER})
+    base = machine.state["ARENA"]
+    machine.state.drop_tape()
+    machine.state.end_sharing()
+    machine.driver.synchronize()
+    bases = machine.state.dissolve_arena()
+    assert bases
+    end = base + machine.segments.remove(base)
+    for part, following in zip(bases, [*bases[1:], end], strict=True):
+        machine.segments.add(part, following - part)
+    for _ in range(5):
+        program.one_pass()
+    machine.check_counts()
+    program.end()
+    for address in machine.live.addresses():
+        machine.free(address)
+    machine.give_back_segments()
+    assert machine.state["RESERVED"] == 0
+
+
+def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:
+    plan = shared_plan(Ring(np.random.default_rng(50), 60, streams=3))
+    missing = dataclasses.replace(
+        plan, handover_earlier=plan.handover_earlier[1:], handover_later=plan.handover_later[1:]
+    )
+    verdict = validate(missing, handovers=True)
+    assert (verdict.ok, verdict.reason) == (False, "shared-by-streams")
