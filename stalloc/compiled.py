@@ -1,12 +1,14 @@
 """numba's njit and cfunc with a disk cache that cannot go stale between files.
 
 numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
-their neighbours, so a cached function here is tied to every source file of its folder: when one changes, what was
-compiled from any of them is compiled anew.
+their neighbours, and of the core, so a cached function here is tied to every source file of its folder and of the
+folders of stalloc that compiled code there is imported from: when one changes, what was compiled from any of them is
+compiled anew.
 """
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,12 +18,26 @@ import numba
 from numba.core import sigutils
 from numba.core.ccallback import CFunc
 
+_IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
+
+
+@cache
+def _changed(folder: Path) -> tuple[float, int]:
+    """The newest change and the total size of a folder's sources."""
+    entries = [entry.stat() for entry in os.scandir(folder) if entry.name.endswith(".py")]
+    return max((entry.st_mtime for entry in entries), default=0.0), sum(entry.st_size for entry in entries)
+
 
 @cache
 def _stamp(folder: Path) -> tuple[float, int]:
-    """The newest change and the total size of a folder's sources."""
-    entries = [entry.stat() for entry in os.scandir(folder) if entry.name.endswith(".py")]
-    return max(entry.st_mtime for entry in entries), sum(entry.st_size for entry in entries)
+    """What changes when a source changes that compiled code of a folder may hold a part of."""
+    folders = {folder}
+    for path in folder.glob("*.py"):
+        source = path.read_bytes()
+        if b"@njit" in source or b"cfunc(" in source:
+            folders |= {Path(__file__).parent / name.decode() for name in _IMPORTED.findall(source)}
+    stamps = [_changed(one) for one in folders if one.is_dir()]
+    return max(newest for newest, _ in stamps), sum(size for _, size in stamps)
 
 
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:

@@ -151,3 +151,27 @@ def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
     assert lent
     assert machine.state["NUM_UNKNOWN_FREES"] == 0
     assert machine.state["MODE"] == layout.MODE_REPLAY
+
+
+def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_another() -> None:
+    """Its stand-in has to last as long as the plan says, or one late free would displace others pass after pass."""
+    ring = Ring(np.random.default_rng(60), 16)
+    long, other = 0, 8  # the one whose place is taken; the one whose place is idle just long enough to look tempting
+    ring.size[:] = MIB
+    ring.size[[long, other]] = 4 * MIB, 6 * MIB
+    ring.lifespan[:] = 1
+    ring.lifespan[[long, other]] = 12, 4
+    ring.offset[ring.size == MIB] = np.arange(10, 24) * MIB
+    ring.offset[[long, other]] = 6 * MIB, 0
+    ring.peak = 24 * MIB
+    machine = Machine()
+    machine.install(ring)
+    program = Program(machine, ring, np.random.default_rng(60))
+    ring.lifespan[long] = 20
+    program.one_pass()
+    ring.lifespan[long] = 12
+    conflicts = machine.state["CONFLICTS"]
+    program.one_pass()
+    assert machine.state["CONFLICTS"] == conflicts + 1
+    program.one_pass()
+    assert machine.state["CONFLICTS"] == conflicts + 1

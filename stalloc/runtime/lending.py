@@ -306,6 +306,24 @@ def _in_vain(state, stream, size, lasts):
 
 
 @njit()
+def _planned_to_last(state, now):
+    """The most that the entry before the cursor lives, as the plan has it: until one of its cells is needed again.
+
+    It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
+    turn, and so on from step to step. 0: it has no place.
+    """
+    cursor = peek(state, CURSOR)
+    position = (cursor if cursor != peek(state, RING_START) else peek(state, TAPE_LENGTH)) - 1
+    entry = peek(state, TAPE) + position * TAPE_ROW * 8
+    if peek(state, USES) == 0 or peek(entry, T_OFFSET) < 0:
+        return 0
+    until = _FAR
+    for index in range(peek(entry, T_CELL_LOW), peek(entry, T_CELL_HIGH)):
+        until = min(until, _needed_next(state, index, now))
+    return until - now
+
+
+@njit()
 def lend(state, stream, size, requested, row):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
@@ -315,6 +333,8 @@ def lend(state, stream, size, requested, row):
         return 0
     now, lost = tape_time(state), peek(state, MISS_RUN) >= _LOST
     lasts = peek(peek(state, LIFESPANS), row)
+    if peek(state, MISS_RUN) == 0:
+        lasts = max(lasts, _planned_to_last(state, now))
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
         return 0

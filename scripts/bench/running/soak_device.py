@@ -1,0 +1,308 @@
+"""The whole runtime under threads that never stop, on a virtual GPU whose memory is the host's.
+
+Contract: requests go through the entry points that CuPy calls, segments through CuPy's pool, events through CuPy;
+plans are put in force, learnt, taken over and given up while threads run. Afterwards everything is freed, and what is
+left anywhere is a problem that `Soak.run` reports.
+"""
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from running import soak_threads as threads
+from running.soak_rings import MIB, Ring, make_ring
+from stalloc.runtime import core, layout
+from stalloc.runtime.controller import MARK_STEP, Phase, Settings
+from stalloc.runtime.entry import cupy_entries
+from stalloc.runtime.process import Runtime, start
+from stalloc.runtime.segments import round_up
+
+NUM_THREADS, NUM_SLOTS, RING_ENTRIES = 4, 2048, 256
+CHUNK = 20_000  # operations between two looks at what is to be done
+ROAM, MIXED, PLANNED, LEARN = range(4)  # what the threads are at
+_PHASE_OPERATIONS = 1_000_000
+
+
+@dataclass
+class Result:
+    """What a soak did and what it found."""
+
+    operations: int
+    seed: int
+    seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """One device, its threads and what happens to them meanwhile."""
+
+    def __init__(self, seed: int, total_bytes: int = 3 << 30) -> None:
+        from stalloc import device as devices
+        from stalloc.device import VirtualGPU
+
+        devices.activate("virtual", VirtualGPU(total_bytes=total_bytes, copy_limit_bytes=None))
+        import cupy
+
+        self.seed = seed
+        self.rng = np.random.default_rng(seed)
+        self.runtime: Runtime = start(Settings(plan_wait_seconds=0.0, max_plans=1 << 40))
+        self.controller = self.runtime.controllers[0]
+        self.state = self.controller.state
+        self.allocate, self.free = cupy_entries(self.runtime.states.ctypes.data)
+        self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        self.streams = np.array([0, *(stream.ptr for stream in self._streams)], np.int64)
+        self.slots = np.zeros((NUM_SLOTS, threads.SLOT_ROW), np.int64)
+        self.own = np.zeros((NUM_THREADS, RING_ENTRIES, threads.SLOT_ROW), np.int64)
+        self.counts = np.zeros((NUM_THREADS + 1, threads.COUNTS), np.int64)
+        self.counts[:, threads.SEED] = self.rng.integers(1, 1 << 60, NUM_THREADS + 1)
+        self.counts[:, threads.NEXT_TAG] = np.arange(NUM_THREADS + 1) + 0x5A << 52
+        self.phase, self.ring = ROAM, make_ring(self.rng, 64, largest=MIB)
+        self.happened: dict[str, int] = {}
+        self._errors: list[str] = []
+
+    # --- the threads
+
+    def _work(self, index: int, operations: int) -> None:
+        try:
+            counts = self.counts[index]
+            while counts[threads.OPERATIONS] < operations and not self._errors:
+                ring, phase = self.ring, self.phase
+                follows = index < {ROAM: 0, MIXED: 2, PLANNED: 1, LEARN: 1}[phase]
+                if follows:
+                    self._follow(index, ring, phase)
+                else:
+                    self._roam(index, ring, 512 if phase in (PLANNED, LEARN) else 1 << 40)
+            for row in self.own[index]:
+                if row[threads.ADDRESS]:
+                    threads.empty_slot(row.ctypes.data, self.free, counts.ctypes.data)
+        except BaseException as error:
+            self._errors.append(repr(error))
+            raise
+
+    def _roam(self, index: int, ring: Ring, largest: int) -> None:
+        arguments = self.slots.ctypes.data, NUM_SLOTS, self.streams, ring.size, largest
+        address = self.counts[index].ctypes.data
+        threads.roam(self.state.address, self.allocate, self.free, *arguments, 200, CHUNK, address)
+
+    def _follow(self, index: int, ring: Ring, phase: int) -> None:
+        deviations = 0 if phase == LEARN else int(self.rng.choice([0, 0, 20, 200]))
+        for _ in range(1 if phase == LEARN else 20):
+            threads.follow(
+                self.allocate,
+                self.free,
+                self.own[index].ctypes.data,
+                self.slots.ctypes.data,
+                NUM_SLOTS,
+                self.streams,
+                ring.size,
+                ring.stream,
+                ring.dying,
+                ring.first_dying,
+                deviations,
+                self.counts[index].ctypes.data,
+            )
+            if phase == LEARN:
+                self.controller.mark(MARK_STEP, "")
+
+    # --- what happens to them
+
+    def _note(self, what: str) -> None:
+        self.happened[what] = self.happened.get(what, 0) + 1
+
+    def _new_ring(self) -> None:
+        streams = int(self.rng.choice([1, 1, 2, 3]))
+        length = int(self.rng.integers(16, RING_ENTRIES))
+        self.ring = make_ring(self.rng, length, streams=streams, num_sizes=int(self.rng.integers(3, 40)), largest=MIB)
+
+    def _put_in_force(self) -> None:
+        ring, controller = self.ring, self.controller
+        begins = None
+        columns = [ring.size, ring.stream, ring.offset]
+        peak_bytes = ring.peak_bytes
+        if self.rng.random() < 0.3 and not ring.stream.any():  # two kinds of steps
+            other = make_ring(self.rng, int(self.rng.integers(16, RING_ENTRIES)), largest=MIB)
+            columns = [
+                np.concatenate(pair) for pair in zip(columns, (other.size, other.stream, other.offset), strict=True)
+            ]
+            begins, peak_bytes = [0, len(ring)], max(peak_bytes, other.peak_bytes)
+        with controller._lock:
+            if controller.phase is not Phase.PLANNED:
+                controller.note_observed()
+            if controller.put_in_force(round_up(peak_bytes), (*columns, 0, 0), begins):
+                self._note("plans put in force")
+            else:
+                controller.rest("the arena does not fit")
+                self._note("arenas refused")
+
+    def _share(self) -> None:
+        row = self.slots[int(self.rng.integers(NUM_SLOTS))].ctypes.data
+        address = threads.hold(row)
+        if address:
+            self.controller.share(address, int(self.streams[self.rng.integers(3)]))
+            self._note("shares with events")
+        threads.let_go(row)
+
+    def _capture(self) -> None:
+        graph = int(self.rng.integers(1, 4)), 0
+        self.controller.begin_capture(graph)
+        self._pause(0.002)
+        self.controller.end_capture()
+        self._note("captures")
+        if self.rng.random() < 0.7:
+            for _ in range(self.controller._private.get(graph, (0, 0))[1]):
+                self.controller.release_capture(graph)
+
+    def _limit(self) -> None:
+        """The device has no more for a moment."""
+        with self.controller._lock:
+            self.controller.pool.set_limit(size=max(1, self.state["RESERVED"]))
+        self._pause(0.01)
+        self.controller.pool.set_limit(size=0)
+        self._note("limits")
+
+    def _look(self) -> None:
+        from stalloc.runtime.statistics import report, segments
+
+        found = segments(self.state)
+        for segment in found:  # what is shown at one moment is consistent
+            assert sum(block.size_bytes for block in segment.blocks) == segment.size_bytes
+        report(self.controller)
+        self.state.reset_peaks()
+        self._note("looks at all blocks")
+
+    def _give_up(self) -> None:
+        with self.controller._lock:
+            self.controller.rest("the soak")
+        self._note("plans given up")
+
+    def _watch_anew(self) -> None:
+        with self.controller._lock:
+            if self.controller.phase is Phase.RESTING:
+                self.controller._observe()
+                self._note("watches")
+
+    def _empty_cache(self) -> None:
+        self.controller.release_unused()
+        self._note("empty_cache")
+
+    @staticmethod
+    def _pause(seconds: float) -> None:
+        threading.Event().wait(seconds)
+
+    def _next_phase(self) -> None:
+        self.phase = int(self.rng.choice([ROAM, MIXED, MIXED, PLANNED, PLANNED, LEARN]))
+        if self.rng.random() < 0.7:
+            self._new_ring()
+        if self.phase in (MIXED, PLANNED):
+            self._put_in_force()
+        elif self.phase == LEARN:
+            self._give_up()
+            self._watch_anew()
+        elif self.rng.random() < 0.5:
+            self._give_up()
+            if self.rng.random() < 0.5:
+                self._watch_anew()
+
+    # --- from the begin to the end
+
+    def run(self, operations: int) -> Result:
+        """Let the threads do so many operations together; what was done and what is wrong."""
+        began = time.perf_counter()
+        each = -(-operations // NUM_THREADS)
+        workers = [threading.Thread(target=self._work, args=(i, each), daemon=True) for i in range(NUM_THREADS)]
+        for worker in workers:
+            worker.start()
+        changed = 0
+        calm = [*[self._share] * 8, self._look, self._empty_cache]
+        wild = [*calm * 4, *[self._capture] * 2, *[self._limit] * 2, *[self._put_in_force] * 3, *[self._give_up] * 2]
+        wild.append(self._watch_anew)
+        while any(worker.is_alive() for worker in workers):
+            done = int(self.counts[:, threads.OPERATIONS].sum())
+            if done - changed > min(_PHASE_OPERATIONS, operations // 20):
+                changed = done
+                self._next_phase()
+            actions = calm if self.phase == LEARN else wild
+            actions[int(self.rng.integers(len(actions)))]()
+            self._pause(0.001)
+        for worker in workers:
+            worker.join()
+        problems = [*self._errors, *self._wrong_while_live()]
+        threads.empty_all(self.free, self.slots.ctypes.data, NUM_SLOTS, self.counts[-1].ctypes.data)
+        problems += self._left_over()
+        seconds = time.perf_counter() - began
+        return Result(int(self.counts[:, threads.OPERATIONS].sum()), self.seed, seconds, self._figures(), problems)
+
+    def _figures(self) -> dict[str, int]:
+        names = {
+            "allocations": threads.ALLOCATIONS,
+            "frees": threads.FREES,
+            "refused": threads.REFUSED,
+            "wrong_words": threads.WRONG_WORDS,
+            "bytes": threads.BYTES,
+            "shares": threads.SHARED,
+        }
+        totals = self.counts.sum(axis=0)
+        counters = ["NUM_SEGMENT_ALLOCS", "NUM_SEGMENT_FREES", "NUM_OOMS", "NUM_RETRIES", "STEPS_EVER"]
+        figures = {name: int(totals[column]) for name, column in names.items()}
+        figures["plans_learnt"] = self.controller.num_plans - self.happened.get("plans put in force", 0)
+        figures |= {name.lower(): self.state[name] for name in counters}
+        return figures | {"plans": self.controller.num_plans} | self.happened
+
+    def _wrong_while_live(self) -> list[str]:
+        live = int((self.slots[:, threads.ADDRESS] != 0).sum())
+        counted = self.state["NUM_LIVE"] - self.state["NUM_DEFERRED"]
+        return [] if live == counted else [f"{live} blocks live, {counted} are counted"]
+
+    def _left_over(self) -> list[str]:
+        """What is not as it was before the first allocation."""
+        state, controller, problems = self.state, self.controller, []
+        wrong = int(self.counts[:, threads.WRONG_WORDS].sum())
+        if wrong:
+            problems.append(f"{wrong} words were not as they had been written")
+        controller._deferred.wait()
+        totals = self.counts.sum(axis=0)
+        if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
+            problems.append("the soak itself lost blocks")
+        if state["MODE"] == layout.MODE_REPLAY and state["ARENA_BYTES"]:
+            core.call_back_all(state.address)
+            taken = state._tape[1]
+            if taken.any():
+                problems.append("cells are taken though nothing lives")
+        if state["MODE"] == layout.MODE_REPLAY:
+            counted = "NUM_LEASES", "BYTES_LEASED", "ARENA_LIVE"
+            problems += [f"{name} is {state[name]} though nothing lives" for name in counted if state[name]]
+        for graph, (_, users) in list(controller._private.items()):
+            for _ in range(users):
+                controller.release_capture(graph)
+        controller.drop_plan()
+        controller.release_unused()
+        zero = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "NUM_DEFERRED", "BYTES_DEFERRED", "LIVE_COUNT"
+        zero += "NUM_UNKNOWN_FREES", "LOCK", "PRIVATE", "ARENA_BYTES", "ARENA_LIVE", "NUM_LEASES", "BYTES_LEASED"
+        problems += [f"{name} is {state[name]} at the end" for name in zero if state[name]]
+        if state.live[:, layout.L_ADDRESS].any():
+            problems.append("the table of live blocks is not empty")
+        if state.chunks[1:, layout.C_BASE].any():
+            problems.append("segments are left")
+        if state.pools[:, layout.P_ROOT].any():
+            problems.append("free blocks are left")
+        spare, row = 0, state["BLOCKS_SPARE"]
+        while row:
+            spare, row = spare + 1, int(state.blocks[row, layout.B_NEXT])
+        if spare != state["BLOCKS_USED"] - 1:
+            problems.append(f"{state['BLOCKS_USED'] - 1 - spare} rows of the table of blocks are lost")
+        if controller._segments or controller._arena is not None:
+            problems.append("the controller holds memory")
+        from stalloc.device import virtual
+
+        if virtual.used_bytes():
+            problems.append(f"the device has {virtual.used_bytes()} bytes in use")
+        return problems
+
+
+def soak(operations: int, seed: int) -> dict[str, Any]:
+    """A soak of this process's virtual GPU, as figures."""
+    return asdict(Soak(seed).run(operations))
