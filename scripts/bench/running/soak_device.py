@@ -211,6 +211,7 @@ class Soak:
 
     def run(self, operations: int) -> Result:
         """Let the threads do so many operations together; what was done and what is wrong."""
+        self._warm_up()
         began = time.perf_counter()
         each = -(-operations // NUM_THREADS)
         workers = [threading.Thread(target=self._work, args=(i, each), daemon=True) for i in range(NUM_THREADS)]
@@ -235,6 +236,16 @@ class Soak:
         problems += self._left_over()
         seconds = time.perf_counter() - began
         return Result(int(self.counts[:, threads.OPERATIONS].sum()), self.seed, seconds, self._figures(), problems)
+
+    def _warm_up(self) -> None:
+        """Compile everything first: threads that need no Python would be done before anything happens to them."""
+        self._roam(0, self.ring, 512)
+        for _ in range(8):
+            self._follow(0, self.ring, LEARN)
+        for action in (self._put_in_force, self._share, self._look, self._give_up, self._empty_cache):
+            action()
+        self.counts[:, threads.OPERATIONS] = 0
+        self.happened.clear()
 
     def _figures(self) -> dict[str, int]:
         names = {
