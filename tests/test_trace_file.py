@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stalloc.errors import BadInputError
 from stalloc.trace import Action, Trace, load_traces, save_traces
+from stalloc.trace.packing import KeptTrace
 from stalloc.trace.record import COLUMNS, DTYPES
 from stalloc.trace.recorder import from_recorded
 
@@ -65,6 +66,14 @@ def test_what_is_saved_comes_back(tmp_path_factory, one, other):
     assert len(loaded) == 2
     assert_same(one, loaded[0])
     assert_same(other, loaded[1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(trace=recordings())
+def test_a_trace_that_is_packed_in_memory_comes_back(trace):
+    kept = KeptTrace(trace)
+    kept.pack()
+    assert_same(trace, kept.trace())
 
 
 @settings(deadline=None, max_examples=10)

@@ -21,9 +21,11 @@ from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.host_memory import trim
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.steps import Steps
+from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +110,7 @@ class Controller:
         self.observed: Observed | None = None
         self.planned_since_ns: int | None = None
         self.steps_per_ring = 1
-        self.observed_trace: Trace | None = None
+        self._observed_trace: KeptTrace | None = None
         self.num_plans = 0
         self._plans_in_a_row = 0
         self.marks: list[tuple[int, int, str]] = []
@@ -384,7 +386,7 @@ class Controller:
         self.phase = Phase.PLANNING
         self._wait_seconds = self.settings.plan_wait_seconds
         self.observed_steps = tape.covered_requests // tape.period_requests
-        self.observed_trace = trace
+        self._observed_trace = KeptTrace(trace)
         streams = self.settings.streams if ordering() is not None else "separate"
         self._begin_making(_Making(tape, streams, self.settings.handover_bytes))
         # until the plan is there, follow the tape without serving it, so that its boundary is known
@@ -400,6 +402,11 @@ class Controller:
         self.state.write(CHECK_AT=0)
         self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
         self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
+
+    @property
+    def observed_trace(self) -> "Trace | None":
+        """What was recorded when the plan was made; None if there was no plan."""
+        return self._observed_trace.trace() if self._observed_trace is not None else None
 
     def _drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
@@ -434,10 +441,11 @@ class Controller:
 
     def _begin_making(self, making: _Making) -> None:
         self._making = making
-        threading.Thread(target=self._make_plan, args=(making,), name="stalloc planner", daemon=True).start()
+        work = making, self._observed_trace
+        threading.Thread(target=self._make_plan, args=work, name="stalloc planner", daemon=True).start()
 
     @staticmethod
-    def _make_plan(making: _Making) -> None:
+    def _make_plan(making: _Making, observed: KeptTrace | None) -> None:
         try:
             from stalloc.planner import plan_tape, validate
 
@@ -451,7 +459,11 @@ class Controller:
         except Exception as error:
             making.error = f"planning failed: {type(error).__name__}: {error}"
         finally:
-            making.done.set()
+            try:
+                if observed is not None:
+                    observed.pack()
+            finally:
+                making.done.set()
 
     # --- at the boundary of a step
 
@@ -481,6 +493,8 @@ class Controller:
             self.rest(making.error or "planning failed")
             return
         self._switch(making)
+        del making  # and with it the tape, which is large
+        trim()
 
     def note_observed(self) -> None:
         """Keep what the steps before the plan were like, and end watching."""
@@ -496,6 +510,8 @@ class Controller:
 
     def _switch(self, making: _Making) -> None:
         self.note_observed()
+        if not self.settings.keep_recording:
+            self.state.forget_record()
         plan = making.plan
         assert plan is not None
         if self._begin(plan, ring_only=True):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stalloc.device.ordering import Ordering
 from stalloc.runtime import core, layout, matching
+from stalloc.runtime.host_memory import forget_pages
 from stalloc.runtime.layout import (
     BINS_ROW,
     BLOCK_ROW,
@@ -327,6 +328,11 @@ class DeviceState:
     def recorded(self) -> np.ndarray:
         """A copy of the recorded events: rows of action and stream, address, bytes, nanoseconds."""
         return self.events[: self["NUM_EVENTS"]].copy()
+
+    def forget_record(self) -> None:
+        """Stop recording and give the memory of what was recorded back."""
+        self.write(RECORDING=0, NUM_EVENTS=0, CHECK_AT=0)
+        forget_pages(self.events)
 
     def segments(self) -> tuple[Column, Column]:
         """Bases and sizes (bytes) of the heap's segments, by address."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.runtime import core
+from stalloc.runtime.host_memory import trim
 from stalloc.runtime.layout import MODE_REPLAY
 from stalloc.runtime.segments import round_up
 from stalloc.trace import MARK_STEP
@@ -152,7 +153,7 @@ class Steps:
         if self._watched > _WATCH_STEPS:
             self._watched, self._pause = 0, self._next_pause
             self._next_pause *= 2
-            state.write(RECORDING=0, NUM_EVENTS=0)
+            state.forget_record()
         elif state["NUM_EVENTS"] > _MOST_EVENTS or not state["RECORDING"]:
             self._begin_record()
         elif look and self.search is None:
@@ -210,3 +211,4 @@ def _look(search: _Search, trace: "Trace") -> None:
             search.tapes = plan_steps(kinds[:_MOST_KINDS], search.made)
     finally:
         search.done.set()
+        trim()
