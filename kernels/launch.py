@@ -14,6 +14,7 @@ from stalloc.errors import SetupError
 
 from .blocks import Column, check_disjoint, columns, pattern_bytes
 from .configs import Config, config_for
+from .tables import Tables
 from .worklist import check_table, work_table
 
 MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}
@@ -68,10 +69,16 @@ def batched_copy_fill(
 
 
 def batched_mismatches(
-    address: ArrayLike, size: ArrayLike, value: int | bytes = 0, *, config: Config | None = None
+    address: ArrayLike,
+    size: ArrayLike,
+    value: int | bytes = 0,
+    *,
+    config: Config | None = None,
+    tables: Tables | None = None,
 ) -> Column:
     """How many bytes of each of n blocks differ from the pattern, as (n,); waits for the result.
 
+    `tables`: where the launch's tables go, for callers that torch's allocator must not be asked by.
     Raises BadInputError, SetupError as `batched_copy`.
     """
     sizes = np.asarray(size, np.int64)
@@ -80,7 +87,7 @@ def batched_mismatches(
     counts = np.zeros(len(sizes), np.int64)
     if len(some) == 0:
         return counts
-    place = _Place()
+    place = _Place(tables)
     counters, base = place.upload(np.zeros(len(some), np.int64))
     shape = config or place.config
     made = check_table(
@@ -92,14 +99,14 @@ def batched_mismatches(
         num_programs=place.programs(shape),
     )
     place.run("check", *made, shape)
-    counts[some] = place.download(counters)
+    counts[some] = place.download(counters, base)
     return counts
 
 
 class _Place:
     """Where a launch goes: torch's current device, or host memory in the interpreter."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Tables | None = None) -> None:
         try:
             from triton import knobs
 
@@ -110,6 +117,9 @@ class _Place:
             ) from error
         self._kernel = triton_code.batched
         self._torch: Any = None
+        self._tables = tables
+        if tables is not None:
+            tables.begin()
         if knobs.runtime.interpret:
             self.config, self._num_sms = _INTERPRETED, 0
             return
@@ -128,13 +138,17 @@ class _Place:
         """A table where the kernel can read it: what keeps it, and its address."""
         if self._torch is None:
             return table, table.ctypes.data
+        if self._tables is not None:
+            return table, self._tables.upload(table)
         # pageable memory: torch has read the table when it returns, and its allocator keeps the copy for the stream
         tensor = self._torch.from_numpy(table).to("cuda", non_blocking=True)
         return tensor, tensor.data_ptr()
 
-    def download(self, kept: Any) -> np.ndarray:
+    def download(self, kept: Any, address: int) -> np.ndarray:
         """A table back as an array; waits for the stream."""
-        return kept if self._torch is None else kept.cpu().numpy()
+        if self._torch is not None and self._tables is not None:
+            self._tables.download(address, kept)
+        return kept.cpu().numpy() if self._torch is not None and self._tables is None else kept
 
     def run(self, mode: str, table: np.ndarray, units: int, config: Config) -> None:
         """Queue one launch."""

@@ -6,7 +6,7 @@ Importing this package imports neither torch nor cupy nor numba: each name below
 import importlib
 from typing import Any
 
-from stalloc.errors import BadInputError, PlanError, SetupError, StallocError
+from stalloc.errors import BadInputError, CorruptionError, PlanError, SetupError, StallocError
 
 __version__ = "0.1.0.dev0"
 
@@ -32,7 +32,7 @@ _LAZY: dict[str, str] = {
     "contiguous_buffers": "stalloc.compaction",
 }
 
-__all__ = ["BadInputError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]
+__all__ = ["BadInputError", "CorruptionError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,5 +13,9 @@ class SetupError(StallocError, RuntimeError):
     """Something this machine lacks (a compiler, a library, a device) stops the work; exit code 2."""
 
 
+class CorruptionError(StallocError, RuntimeError):
+    """STALLOC_POISON=1 found memory that was written by somebody who did not own it."""
+
+
 class PlanError(StallocError, ValueError):
     """A plan does not fit the trace or the device that it is used for."""

@@ -13,15 +13,12 @@ if TYPE_CHECKING:
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
-    from stalloc.compaction.poison import CorruptionError, Poison
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
     "ArenaRun": "stalloc.compaction.arena",
     "BOUNCE": "stalloc.compaction.schedule",
-    "CorruptionError": "stalloc.compaction.poison",
     "Layout": "stalloc.compaction.layouts",
-    "Poison": "stalloc.compaction.poison",
     "Relocation": "stalloc.compaction.adopting",
     "Schedule": "stalloc.compaction.schedule",
     "adopt": "stalloc.compaction.adopting",
@@ -39,9 +36,7 @@ _LAZY: dict[str, str] = {
 __all__ = [
     "BOUNCE",
     "ArenaRun",
-    "CorruptionError",
     "Layout",
-    "Poison",
     "Relocation",
     "Schedule",
     "adopt",

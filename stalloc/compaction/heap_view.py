@@ -18,7 +18,7 @@ class HeapView:
     """The heap of one device."""
 
     controller: Controller
-    segment_base: Column  #: (s,) addresses, ascending
+    segment_base: Column  #: (s,) addresses, ascending; leases are no segments, but parts of the arena
     segment_bytes: Column  #: (s,)
     address: Column  #: (b,) of live blocks, ascending
     block_bytes: Column  #: (b,) rounded
@@ -49,7 +49,7 @@ def heap_view(device: Any) -> HeapView | None:
     controller = runtime.controllers[device.index]
     state = controller.state
     chunks = state.chunks[1 : state["CHUNKS_USED"]]
-    chunks = chunks[chunks[:, layout.C_BASE] != 0]
+    chunks = chunks[(chunks[:, layout.C_BASE] != 0) & (chunks[:, layout.C_HIGH] == 0)]
     chunks = chunks[np.argsort(chunks[:, layout.C_BASE])]
     live = state.live[state.live[:, layout.L_ADDRESS] != 0]
     live = live[np.argsort(live[:, layout.L_ADDRESS])]

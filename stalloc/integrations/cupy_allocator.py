@@ -27,7 +27,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     from cupy.cuda.memory import CFunctionAllocatorMemory, MemoryPointer, OutOfMemoryError
     from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
 
-    malloc, free = entry.cupy_entries(runtime.states.ctypes.data)
+    malloc, free = entry.cupy_entries(runtime.states.ctypes.data, runtime.entries)
 
     class HookedMemory(CFunctionAllocatorMemory):
         """Memory whose end the hooks hear of."""
@@ -91,7 +91,12 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
                 hook.malloc_postprocess(device_id=device, size=nbytes, **facts)
         return MemoryPointer(memory, 0)
 
-    return allocate
+    def allocate_and_tell(nbytes: int) -> Any:
+        if runtime.watch is not None:
+            runtime.watch.raise_found()
+        return allocate(nbytes)
+
+    return allocate if runtime.watch is None else allocate_and_tell
 
 
 def install(runtime: Runtime) -> None:

@@ -34,8 +34,8 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def folder() -> Path | None:
     """Where plans are kept: $STALLOC_CACHE, by default stalloc/plans in the user's cache folder; None if it is off."""
     named = os.environ.get("STALLOC_CACHE", "")
-    if named.lower() in _OFF:
-        return None
+    if named.lower() in _OFF or os.environ.get("STALLOC_POISON", "") not in ("", "0"):
+        return None  # guards make requests larger: plans of the two modes do not fit each other
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

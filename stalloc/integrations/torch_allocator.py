@@ -56,7 +56,7 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
     if not torch.backends.cuda.is_built():
         return False  # a CPU build: nothing to serve
     check_untouched()
-    allocate, free = entry.torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent)
+    allocate, free = entry.torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))

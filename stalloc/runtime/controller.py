@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
+    from stalloc.runtime import poison
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
@@ -99,7 +100,9 @@ class Controller:
 
     plan_maker: "ClassVar[Callable[..., Plan] | None]" = None  #: stands in for plan_tape; it runs in any thread
 
-    def __init__(self, device: Device, slow_function: int, settings: Settings) -> None:
+    def __init__(
+        self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
+    ) -> None:
         self.device = device
         self.settings = settings
         self.state = DeviceState(device.index, slow_function)
@@ -123,6 +126,9 @@ class Controller:
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
         self._deferred = Deferred(self.state.address, device.index)
+        self.poison = watch.add(device, self.state) if watch is not None else None
+        if self.poison is not None:
+            self._deferred.on_end = self.poison.ending
         self._lock = threading.RLock()
         self._steps = Steps(self)
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
@@ -173,6 +179,8 @@ class Controller:
             if kind == MARK_STEP:
                 self._steps.at_mark()
                 self.look()
+                if self.poison is not None:
+                    self.poison.check()
 
     def _doubt_unmarked_plan(self) -> None:
         """At a mark: a plan that was made before there were any, and that does not follow the steps, goes."""
@@ -235,7 +243,10 @@ class Controller:
                     self.release_unused()
                 if self._has_room(size_bytes):
                     with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-                        return self.pool.malloc(size_bytes)
+                        memory = self.pool.malloc(size_bytes)
+                        if self.poison is not None:
+                            self.poison.taken(memory.ptr, size_bytes)
+                        return memory
         return None
 
     def _has_room(self, size_bytes: int) -> bool:
@@ -280,9 +291,14 @@ class Controller:
         import cupy
 
         with self._lock:  # torch.cuda.empty_cache() calls this from any thread
-            for base in self.state.take_free_segments(idle_passes):
+            for base, size_bytes in self.state.take_free_segments(idle_passes).items():
+                if self.poison is not None:
+                    self.poison.returned(base, size_bytes)
                 del self._segments[base]
-            if self._arena is not None and self.state.forget_arena():
+            arena_bytes = self.state.forget_arena() if self._arena is not None else 0
+            if arena_bytes:
+                if self.poison is not None:
+                    self.poison.returned(self._arena.ptr, arena_bytes)
                 self._arena = None
             with cupy.cuda.Device(self.device.index):
                 self.pool.free_all_blocks()

@@ -4,6 +4,7 @@ Contract: such a block is handed out again only after every stream that was reco
 had when the block was freed. The host never blocks for it, unless memory has run out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from stalloc.runtime import core
@@ -16,6 +17,7 @@ class Deferred:
         self._state = state_address
         self._device = device
         self._streams: dict[int, set[int]] = {}  # live block -> other streams that use it
+        self.on_end: Callable[[int], None] | None = None  #: called before a block that waited is free
         self._waiting: list[tuple[int, list[int], list[Any]]] = []  # freed block, streams, their events once recorded
 
     def share(self, address: int, stream: int) -> None:
@@ -50,6 +52,8 @@ class Deferred:
                 address, streams, events = waiting[-1]
                 events = events or self._record(streams)
                 if all(event.done for event in events):
+                    if self.on_end is not None:
+                        self.on_end(address)
                     core.finish_deferred(self._state, address)
                 else:
                     self._waiting.append((address, streams, events))

@@ -11,12 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import llvmlite.binding as llvm
 import numpy as np
 
 from stalloc.runtime import core
 from stalloc.runtime.layout import OOM_TEXT, OOM_TEXT_LENGTH
+
+if TYPE_CHECKING:
+    from stalloc.runtime.poison import Watch
 
 _engines: list[object] = []  # compiled code lives as long as the process: torch keeps its address
 _gate = np.zeros(2, np.int64)  # 1 once the slow path is closed; how many threads are on it
@@ -151,10 +155,28 @@ def close_slow_entries(timeout_seconds: float = 2.0) -> None:
         time.sleep(0.001)
 
 
-def torch_entries(states: int, torch_folder: Path) -> tuple[int, int]:
+def core_entries() -> tuple[int, int]:
+    """Where requests are served: addresses of `int64 allocate(state, bytes, stream)`, `void free(state, address)`."""
+    return core.allocate_entry.address, core.free_entry.address
+
+
+def checked_entries(watch: "Watch") -> tuple[int, int]:
+    """The same by way of Python, for STALLOC_POISON."""
+    free = slow_entry(watch.free)
+    source = f"""
+define void @free(i64 %state, i64 %address) {{
+  %slow = inttoptr i64 {free} to ptr
+  %nothing = call i64 %slow(i64 %state, i64 %address, i64 0)
+  ret void
+}}"""
+    return slow_entry(watch.allocate), _compile(source, "free")[0]
+
+
+def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int]) -> tuple[int, int]:
     """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
 
-    `states` is the address of a table of state addresses by device. An allocation without memory throws
+    `states` is the address of a table of state addresses by device, `entries` are where requests are served
+    (`core_entries`). An allocation without memory throws
     c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError.
     """
     c10 = ctypes.CDLL(str(torch_folder / "lib" / "libc10.so"))
@@ -179,7 +201,7 @@ entry:
   %row = getelementptr i64, ptr %table, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %core = inttoptr i64 {core.allocate_entry.address} to ptr
+  %core = inttoptr i64 {entries[0]} to ptr
   %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
   %none = icmp eq i64 %address, 0
   %wanted = icmp sgt i64 %size, 0
@@ -234,12 +256,14 @@ define void @throw(i64 %state) noinline uwtable {{
 
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 """
-    allocate, free = _compile(source + _FREE.format(states=states, core=core.free_entry.address), "allocate", "free")
+    allocate, free = _compile(source + _FREE.format(states=states, core=entries[1]), "allocate", "free")
     return allocate, free
 
 
-def cupy_entries(states: int) -> tuple[int, int]:
+def cupy_entries(states: int, entries: tuple[int, int]) -> tuple[int, int]:
     """The addresses of CuPy's `void* malloc(void* stream, size_t, int)` and `void free(void*, void*, int)`.
+
+    Arguments as for `torch_entries`.
 
     CuPy hands its `param` through: it carries the current stream. NULL means no memory; the caller raises.
     """
@@ -250,13 +274,13 @@ define ptr @allocate(ptr %stream, i64 %size, i32 %device) {{
   %row = getelementptr i64, ptr %table, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %core = inttoptr i64 {core.allocate_entry.address} to ptr
+  %core = inttoptr i64 {entries[0]} to ptr
   %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
   %result = inttoptr i64 %address to ptr
   ret ptr %result
 }}
 """
-    free = _FREE.format(states=states, core=core.free_entry.address)
+    free = _FREE.format(states=states, core=entries[1])
     free = free.replace("ptr %pointer, i64 %size, i32 %device, ptr %stream", "ptr %stream, ptr %pointer, i32 %device")
     allocate, release = _compile(source + free, "allocate", "free")
     return allocate, release

@@ -22,6 +22,7 @@ from stalloc.runtime.statistics import Report, report
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
+    from stalloc.runtime import poison
 
 _MAX_DEVICES = 128
 _FORKED = (
@@ -42,7 +43,13 @@ class Runtime:
         """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
         slow = entry.slow_entry(self._help)
-        self.controllers = [Controller(device, slow, settings) for device in devices.devices()]
+        #: where memory is poisoned; None unless STALLOC_POISON asks for it
+        self.watch = _start_watch()
+        self.controllers = [Controller(device, slow, settings, self.watch) for device in devices.devices()]
+        #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
+        self.entries = entry.core_entries()
+        if self.watch is not None and self.watch.devices:
+            self.entries = entry.checked_entries(self.watch)
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
         for plan in plans or []:
@@ -72,6 +79,8 @@ class Runtime:
             controller.state.drop_tape()
             controller.state.write(RECORDING=0, CHECK_AT=0, EXACT=0)
             controller.phase, controller.note = Phase.RESTING, "this process is a fork, which is not watched"
+        if self.watch is not None:
+            self.watch.forked()
 
     def _cannot_serve(self) -> bool:
         """Whether this is a child of fork on a real device."""
@@ -138,10 +147,15 @@ class Runtime:
                 observer(device, size_bytes, controller.state["ALLOCATED"], free)
 
     def mark(self, kind: int, name: str) -> None:
-        """Note a mark on every device that the program has used."""
+        """Note a mark on every device that the program has used.
+
+        Raises CorruptionError where STALLOC_POISON=1 has found something.
+        """
         for controller in self.controllers:
             if controller.state["NUM_ALLOCS"]:
                 controller.mark(kind, name)
+        if self.watch is not None:
+            self.watch.raise_found()
 
     def expect_marks(self) -> None:
         """The program will mark its steps: look for them at the marks only."""
@@ -157,6 +171,16 @@ def _watch_anew(controller: Controller) -> None:
     with controller._lock:
         controller.note = ""
         controller._observe()
+
+
+def _start_watch() -> "poison.Watch | None":
+    if os.environ.get("STALLOC_POISON", "") in ("", "0"):
+        return None
+    from stalloc.runtime import poison
+
+    watch = poison.Watch()
+    atexit.register(watch.at_exit)  # before other handlers of ours, so that it runs after them
+    return watch
 
 
 _runtime: Runtime | None = None

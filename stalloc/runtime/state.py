@@ -146,13 +146,13 @@ class DeviceState:
         """Add a segment; False if the tables are full."""
         return bool(core.give_segment(self.address, pool, base, size_bytes))
 
-    def take_free_segments(self, idle_passes: int = 0) -> list[int]:
-        """Take every segment without live blocks, not used in the last `idle_passes`, out of the heap; the bases."""
-        taken: list[int] = []
+    def take_free_segments(self, idle_passes: int = 0) -> dict[int, int]:
+        """Take every segment without live blocks, not used in the last `idle_passes`, out: base -> bytes."""
+        taken: dict[int, int] = {}
         bases, sizes = np.zeros((2, 4096), np.int64)  # not shared: a finaliser may come here in the middle
         while True:
             count = core.take_segments(self.address, bases.ctypes.data, sizes.ctypes.data, len(bases), idle_passes)
-            taken.extend(int(base) for base in bases[:count])
+            taken.update(zip(bases[:count].tolist(), sizes[:count].tolist(), strict=True))
             if count < len(bases):
                 return taken
 

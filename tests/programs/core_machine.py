@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.runtime import core, layout
-from stalloc.runtime.entry import cupy_entries, slow_entry
+from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.words import call3, peek, poke
@@ -78,7 +78,7 @@ class Machine:
         self.on_request: dict[int, object] = {}
         self.state = DeviceState(0, slow_entry(self._help))
         self.states = np.array([self.state.address], np.int64)
-        self.entries = cupy_entries(self.states.ctypes.data)
+        self.entries = cupy_entries(self.states.ctypes.data, core_entries())
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
         self._free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[1])
         self.state.write(EXACT=int(exact))

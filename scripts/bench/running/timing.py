@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.runtime import core, layout
-from stalloc.runtime.entry import cupy_entries, slow_entry
+from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.words import call3
@@ -30,7 +30,7 @@ class Device:
         self._next = 0x7000_0000_0000
         self.state = DeviceState(0, slow_entry(self._help))
         self._states = np.array([self.state.address], np.int64)
-        self.entries = cupy_entries(self._states.ctypes.data)
+        self.entries = cupy_entries(self._states.ctypes.data, core_entries())
 
     def _help(self, device: int, request: int, argument: int) -> int:
         pool = request >> layout.REASON_BITS
