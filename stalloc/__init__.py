@@ -28,7 +28,9 @@ _LAZY: dict[str, str] = {
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
     "adopt": "stalloc.compaction",
+    "allow_compaction": "stalloc.compaction",
     "compact": "stalloc.compaction",
+    "compact_when_full": "stalloc.compaction",
     "contiguous_buffers": "stalloc.compaction",
 }
 

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stalloc.compaction.adopting import Relocation, adopt, compact, compact_when_full, contiguous_buffers
     from stalloc.compaction.arena import ArenaRun, run_in_arena
+    from stalloc.compaction.automatic import Allowance, allow_compaction
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
+    "Allowance": "stalloc.compaction.automatic",
     "ArenaRun": "stalloc.compaction.arena",
     "BOUNCE": "stalloc.compaction.schedule",
     "Layout": "stalloc.compaction.layouts",
     "Relocation": "stalloc.compaction.adopting",
     "Schedule": "stalloc.compaction.schedule",
+    "allow_compaction": "stalloc.compaction.automatic",
     "adopt": "stalloc.compaction.adopting",
     "compact": "stalloc.compaction.adopting",
     "compact_when_full": "stalloc.compaction.adopting",
@@ -35,11 +38,13 @@ _LAZY: dict[str, str] = {
 
 __all__ = [
     "BOUNCE",
+    "Allowance",
     "ArenaRun",
     "Layout",
     "Relocation",
     "Schedule",
     "adopt",
+    "allow_compaction",
     "compact",
     "compact_when_full",
     "contiguous_buffers",

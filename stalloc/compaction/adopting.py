@@ -86,19 +86,36 @@ def compact(
     Raises BadInputError, and moves nothing, if `needed_bytes` cannot be reached.
     """
     result = Relocation()
-    groups = _by_device(objects, exclude, gradients, result)
-    for device, group in groups.items():
-        view = heap_view(device)
-        if view is None:
-            continue
-        release(device)
-        view = heap_view(device)
-        assert view is not None
-        _count_reserved(view, result, before=True)
-        chosen = _segments_to_empty(view, group, needed_bytes, result)
-        _in_rounds(view, chosen, None, result, copy)
-        _count_reserved(view, result, before=False)
+    for device, group in _by_device(objects, exclude, gradients, result).items():
+        _compact(device, group, needed_bytes, result, copy)
     return result
+
+
+def compact_device(
+    device: Any,
+    objects: Sequence[Any],
+    exclude: Iterable[Any],
+    gradients: bool,
+    needed_bytes: int | None,
+    result: Relocation,
+    copy: Copy | None,
+) -> None:
+    """`compact` on one device only; adds to `result`."""
+    group = _by_device(objects, exclude, gradients, result).get(device, [])
+    _compact(device, group, needed_bytes, result, copy)
+
+
+def _compact(
+    device: Any, group: list[Candidate], needed_bytes: int | None, result: Relocation, copy: Copy | None
+) -> None:
+    release(device)
+    view = heap_view(device)
+    if view is None:
+        return
+    _count_reserved(view, result, before=True)
+    chosen = _segments_to_empty(view, group, needed_bytes, result)
+    _in_rounds(view, chosen, None, result, copy)
+    _count_reserved(view, result, before=False)
 
 
 def compact_when_full(function: Callable[..., Any], *objects: Any, **options: Any) -> Callable[..., Any]:
@@ -254,7 +271,7 @@ def _inside(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
 
 def _room(view: HeapView, cap_bytes: int | None) -> int:
     """How many bytes a new buffer may have, beside the table of the copy."""
-    free, _ = view.controller.device.memory_info()
+    free = view.controller.free_bytes()
     if cap_bytes is not None:
         free = min(free, cap_bytes - view.controller.state["RESERVED"])
     return free - GRANULE
@@ -277,7 +294,7 @@ def _segments_to_empty(
         moved = sum(member.size_bytes for member in members.values())
         choices.append((size / moved, base, size, list(members.values())))
     choices.sort(key=lambda choice: (-choice[0], choice[1]))
-    free, _ = view.controller.device.memory_info()
+    free = view.controller.free_bytes()
     chosen: list[list[Candidate]] = []
     moving: list[Candidate] = []
     best = emptied = gained = 0

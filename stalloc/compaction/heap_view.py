@@ -51,7 +51,8 @@ def heap_view(device: Any) -> HeapView | None:
     chunks = state.chunks[1 : state["CHUNKS_USED"]]
     chunks = chunks[(chunks[:, layout.C_BASE] != 0) & (chunks[:, layout.C_HIGH] == 0)]
     chunks = chunks[np.argsort(chunks[:, layout.C_BASE])]
-    live = state.live[state.live[:, layout.L_ADDRESS] != 0]
+    live = state.live  # the table that is in use now
+    live = live[live[:, layout.L_ADDRESS] != 0]
     live = live[np.argsort(live[:, layout.L_ADDRESS])]
     rows = state.blocks[live[:, layout.L_BLOCK]]
     kinds = state.pools[rows[:, layout.B_POOL], layout.P_KIND]

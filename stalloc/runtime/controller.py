@@ -134,6 +134,9 @@ class Controller:
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
         self._wait_seconds = 0.0
         self.observed_steps = 0
+        self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
+        self._lacking_bytes = 0  # the most that there was hardly room for, or none, since the last mark
+        self._arena_lacks_room = False
         self._min_period = 4  # requests; shorter repetitions are none, or have misled already
         self._began = time.monotonic()
         self._release_at_boundaries = 0
@@ -244,6 +247,8 @@ class Controller:
                 if self._has_room(size_bytes):
                     with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
                         memory = self.pool.malloc(size_bytes)
+                        if retry:
+                            self._lacking_bytes = max(self._lacking_bytes, size_bytes)
                         if self.poison is not None:
                             self.poison.taken(memory.ptr, size_bytes)
                         return memory
@@ -251,9 +256,13 @@ class Controller:
 
     def _has_room(self, size_bytes: int) -> bool:
         """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
+        return size_bytes <= self.free_bytes()
+
+    def free_bytes(self) -> int:
+        """What can still be taken from the device, within the limit."""
         free, _ = self.device.memory_info()
         limit = self.pool.get_limit()
-        return size_bytes <= free and (limit == 0 or self.pool.total_bytes() + size_bytes <= limit)
+        return min(free, limit - self.pool.total_bytes()) if limit else free
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
@@ -270,8 +279,32 @@ class Controller:
             gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
             if self._take_segment(pool, least):
                 return True
+        self._lacking_bytes = max(self._lacking_bytes, size_bytes)
         self._explain_out_of_memory(size_bytes)
         return False
+
+    def take_lacking(self) -> tuple[int, bool]:
+        """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
+
+        The boundary after it tries the arena again, if that was it.
+        """
+        with self._lock:
+            lacking, for_arena = self._lacking_bytes, self._arena_lacks_room
+            self._lacking_bytes = 0
+            if for_arena and self.phase is Phase.PLANNING:
+                self.state["ASK_AT_BOUNDARY"] = 1
+        return lacking, for_arena
+
+    def ask_for_room(self, arena_bytes: int) -> bool:
+        """Whether an arena finds no room now, but may after a mark at which what lives is moved; asked for once."""
+        if self._arena_lacks_room or not self.may_move or not (self.marks or self.step_times_ns):
+            self._arena_lacks_room = False
+            return False
+        kept = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(self._old_arena, 0)
+        if self._has_room(arena_bytes) or max(kept, self.state["ARENA_BYTES"]) >= arena_bytes:
+            return False
+        self._lacking_bytes, self._arena_lacks_room = max(self._lacking_bytes, arena_bytes), True
+        return True
 
     def _take_segment(self, pool: int, size_bytes: int) -> bool:
         memory = self._malloc(size_bytes)
@@ -313,6 +346,7 @@ class Controller:
     def _observe(self) -> None:
         self.phase, self._patience, self._look_at = Phase.OBSERVING, _PATIENCE, 0
         self.marks.clear()
+        self._arena_lacks_room = False
         self._reserved_start = self.state["RESERVED"]
         self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
 
@@ -530,6 +564,9 @@ class Controller:
             self.state.forget_record()
         plan = making.plan
         assert plan is not None
+        if self.ask_for_room(round_up(plan.peak_bytes)):
+            self._making = making  # the tape is followed on, and the boundary after the next mark tries again
+            return
         if self._begin(plan, ring_only=True):
             return
         several = len(np.unique(plan.tape_stream[plan.tape_offset >= 0])) > 1

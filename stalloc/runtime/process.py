@@ -17,7 +17,7 @@ from stalloc import device as devices
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.runtime import entry
-from stalloc.runtime.controller import Controller, Phase, Settings
+from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
 from stalloc.runtime.statistics import Report, report
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Runtime:
                 )
             self.controllers[plan.device].use(plan)
         self.pid = os.getpid()
+        #: makes room at marks: (device, bytes that were lacking, whether less is of use too); None: nothing may move
+        self.room_maker: Callable[[int, int, bool], None] | None = None
         #: called with (device, bytes asked for, bytes allocated, bytes free on the device) before memory is refused
         self.observers: list[Callable[[int, int, int, int], None]] = []
         atexit.register(entry.close_slow_entries)
@@ -154,8 +156,19 @@ class Runtime:
         for controller in self.controllers:
             if controller.state["NUM_ALLOCS"]:
                 controller.mark(kind, name)
+                if kind == MARK_STEP and self.room_maker is not None and not controller.state["PRIVATE"]:
+                    lacking, for_arena = controller.take_lacking()
+                    if lacking:
+                        self.room_maker(controller.device.index, lacking, for_arena)
         if self.watch is not None:
             self.watch.raise_found()
+
+    def allow_moving(self, room_maker: "Callable[[int, int, bool], None] | None") -> None:
+        """Let `room_maker` move what lives at marks of steps when memory was short; None: no longer."""
+        self.room_maker = room_maker
+        for controller in self.controllers:
+            controller.may_move = room_maker is not None
+            controller.take_lacking()
 
     def expect_marks(self) -> None:
         """The program will mark its steps: look for them at the marks only."""

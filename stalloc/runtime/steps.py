@@ -88,7 +88,7 @@ class Steps:
         if search is not None and search.done.is_set():
             self.search = None
             if search.tapes is not None:
-                self._put_in_force(search.tapes)
+                self._put_in_force(search, search.tapes)
         if controller.phase is Phase.PLANNED:
             unknown = self._step_was_unknown()
             if unknown and _WASTE * controller.state["STEP_ALLOCATED_PEAK"] < controller.state["RESERVED"]:
@@ -168,7 +168,7 @@ class Steps:
         self.search = _Search(known, self._made)
         threading.Thread(target=_look, args=(self.search, trace), name="stalloc planner", daemon=True).start()
 
-    def _put_in_force(self, tapes: "Tapes") -> None:
+    def _put_in_force(self, search: _Search, tapes: "Tapes") -> None:
         from stalloc.runtime.controller import Phase
 
         controller = self._controller
@@ -176,6 +176,9 @@ class Steps:
             return
         if controller.phase is Phase.OBSERVING:
             controller.note_observed()
+        if controller.ask_for_room(round_up(tapes.peak_bytes)):
+            self.search = search  # the next mark tries again
+            return
         columns = tapes.size, tapes.stream, tapes.offset, 0, 0
         if not controller.put_in_force(round_up(tapes.peak_bytes), columns, tapes.begins):
             self._watched, self._pause = 0, self._next_pause
