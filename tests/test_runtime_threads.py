@@ -32,7 +32,6 @@ def hammer_in_threads(
     assert [failed for _, failed in results.values()] == [0] * len(sizes)
     state = machine.state
     assert state["NUM_UNKNOWN_FREES"] == state["NUM_LIVE"] == state["ALLOCATED"] == state["REQUESTED"] == 0
-    assert state["NUM_ALLOCS"] == state["NUM_FREES"]
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_recording_in_threads_holds_every_event(machine: Machine) -> None:
     events = machine.state.recorded()
     action = events[:, layout.E_ACTION] & 0xFF
     assert (action == layout.ACTION_ALLOC).sum() == machine.state["NUM_ALLOCS"]
-    assert (action == layout.ACTION_FREE_COMPLETED).sum() == machine.state["NUM_FREES"]
+    assert (action == layout.ACTION_FREE_COMPLETED).sum() == machine.state["NUM_ALLOCS"] - machine.state["NUM_LIVE"]
     assert (np.diff(events[:, layout.E_TIME]) >= 0).all()
     live: set[int] = set()
     for what, address in zip(action, events[:, layout.E_ADDRESS], strict=True):

@@ -10,6 +10,14 @@ Contract, upheld under one lock a device:
 """
 
 from stalloc.compiled import cfunc, njit
+from stalloc.runtime.counting import (
+    begin_peaks,
+    count_alloc,
+    count_deferred,
+    count_free,
+    count_parted,
+    count_segment,
+)
 from stalloc.runtime.free_blocks import block, largest_block
 from stalloc.runtime.handing import note_giver, part_streams, planned_entry, record_free, wait_for_givers
 from stalloc.runtime.heap import (
@@ -29,6 +37,7 @@ from stalloc.runtime.lending import (
     can_dissolve,
     can_reclaim,
     cell,
+    cells_empty,
     dissolve_region,
     find_chunk,
     find_slot,
@@ -43,7 +52,7 @@ from stalloc.runtime.lending import (
     relabel,
 )
 from stalloc.runtime.matching import SURE, at_boundary, follow
-from stalloc.runtime.words import add, call3, lock, now_ns, peek, poke, raise_to, unlock
+from stalloc.runtime.words import add, call3, lock, now_ns, peek, poke, unlock
 
 # --- streams and the record --------------------------------------------------------------------------------------
 
@@ -100,14 +109,7 @@ def _in_arena(state, address):
 
 @njit(inline="always")
 def _count_alloc(state, stream, address, size, requested):
-    allocated = peek(state, ALLOCATED) + size
-    poke(state, ALLOCATED, allocated)
-    raise_to(state, ALLOCATED_PEAK, allocated)
-    raise_to(state, STEP_ALLOCATED_PEAK, allocated)
-    add(state, REQUESTED, requested)
-    raise_to(state, REQUESTED_PEAK, peek(state, REQUESTED))
-    add(state, NUM_ALLOCS, 1)
-    add(state, NUM_LIVE, 1)
+    count_alloc(state, size, requested)
     if peek(state, RECORDING) == 1:
         record(state, ACTION_ALLOC, stream, address, requested)
         if size > TINY:
@@ -245,6 +247,14 @@ def _state_word(state, slot, index):
 
 
 @njit()
+def _size(state, slot, index):
+    """The bytes of what lives in a slot or a block, rounded up."""
+    if slot != 0:
+        return peek(planned_entry(state, slot), T_KEY) >> STREAM_BITS
+    return block(state, index, B_ROUNDED)
+
+
+@njit()
 def _release(state, address, slot, index):
     """Free the slot or the block that lives at an address."""
     if slot != 0:
@@ -261,10 +271,7 @@ def _release(state, address, slot, index):
         if block(state, index, B_BORN) >= 0 and peek(state, MODE) == MODE_REPLAY:
             note_death(state, index)
         heap_free(state, index)
-    add(state, ALLOCATED, -size)
-    add(state, REQUESTED, -requested)
-    add(state, NUM_FREES, 1)
-    add(state, NUM_LIVE, -1)
+    count_free(state, size, requested)
     if peek(state, RECORDING) == 1:
         record(state, ACTION_FREE_COMPLETED, stream, address, requested)
 
@@ -284,7 +291,7 @@ def free_on(state, address):
         _release(state, address, slot, index)
     elif held == BLOCK_SHARED:
         poke(word, 0, BLOCK_DEFERRED)
-        add(state, NUM_DEFERRED, 1)
+        count_deferred(state, _size(state, slot, index), 1)
         if peek(state, RECORDING) == 1:
             record(state, ACTION_FREE_REQUESTED, 0, address, 0)
     else:
@@ -333,7 +340,7 @@ def finish_deferred(state, address):
     slot, index = _find(state, address)
     word = _state_word(state, slot, index)
     if word != 0 and peek(word, 0) == BLOCK_DEFERRED:
-        add(state, NUM_DEFERRED, -1)
+        count_deferred(state, _size(state, slot, index), -1)
         if slot != 0 and peek(state, HANDING) == 1:
             note_giver(state, planned_entry(state, slot), False)
         _release(state, address, slot, index)
@@ -349,7 +356,7 @@ def give_segment(state, pool, base, size):
     lock(state)
     done = add_segment(state, pool, base, size) != 0
     if done:
-        count_reserved(state, size)
+        count_segment(state, peek(peek(state, POOLS), pool * POOL_ROW + P_KIND), size)
         add(state, NUM_SEGMENT_ALLOCS, 1)
         if peek(state, RECORDING) == 1:
             stream = peek(peek(state, POOLS), pool * POOL_ROW + P_STREAM)
@@ -377,21 +384,11 @@ def take_segments(state, bases, sizes, limit, idle_passes):
     used_before = peek(state, STEPS_EVER) + 1 - idle_passes
     count = take_free_segments(state, bases, sizes, limit, used_before)
     for i in range(count):
-        count_reserved(state, -peek(sizes, i))
         add(state, NUM_SEGMENT_FREES, 1)
         if peek(state, RECORDING) == 1:
             record(state, ACTION_SEGMENT_FREE, 0, peek(bases, i), peek(sizes, i))
     unlock(state)
     return count
-
-
-@njit()
-def count_reserved(state, size):
-    """Count bytes that came from the device (negative: went back). With the lock held."""
-    reserved = peek(state, RESERVED) + size
-    poke(state, RESERVED, reserved)
-    raise_to(state, RESERVED_PEAK, reserved)
-    raise_to(state, STEP_RESERVED_PEAK, reserved)
 
 
 @njit()
@@ -475,6 +472,7 @@ def dissolve_arena(state, bases):
         dissolve_region(state, first, end, arena if regions > 1 else 0)
         first = end
     if regions > 0:
+        count_parted(state, regions)
         _forget(state)
     unlock(state)
     return regions
@@ -556,9 +554,7 @@ def begin_step(state, begin, end, position):
 def reset_peaks(state):
     """Let the peaks that the program asks for begin anew."""
     lock(state)
-    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
-    poke(state, RESERVED_PEAK, peek(state, RESERVED))
-    poke(state, REQUESTED_PEAK, peek(state, REQUESTED))
+    begin_peaks(state)
     unlock(state)
 
 
@@ -571,7 +567,7 @@ def forget_arena(state):
         arena_bytes = 0
     else:
         _forget(state)
-        count_reserved(state, -arena_bytes)
+        count_segment(state, GENERAL_KIND, -arena_bytes)
     unlock(state)
     return arena_bytes
 
@@ -588,7 +584,7 @@ def release_private(state, kind):
 def reserve(state, size):
     """Count an arena of `size` bytes that came from the device (negative: went back)."""
     lock(state)
-    count_reserved(state, size)
+    count_segment(state, GENERAL_KIND, size)
     unlock(state)
 
 
@@ -602,6 +598,34 @@ def largest_free(state):
             largest = max(largest, largest_block(state, pool))
     unlock(state)
     return largest
+
+
+@njit()
+def count_inactive(state):
+    """Free ranges beside live blocks, in segments and the arena: bytes, how many, and both in small pools alone."""
+    lock(state)
+    size = number = small_size = small_number = 0
+    for chunk in range(1, peek(state, CHUNKS_USED)):
+        row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+        if peek(row, C_BASE) == 0 or (peek(row, C_LIVE) == 0 and peek(row, C_HIGH) == 0):
+            continue
+        index = peek(row, C_FIRST)
+        small = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_KIND) == SMALL_KIND
+        while index != 0:
+            if block(state, index, B_STATE) == BLOCK_FREE:
+                size, number = size + block(state, index, B_SIZE), number + 1
+                small_size += small * block(state, index, B_SIZE)
+                small_number += small
+            index = block(state, index, B_NEXT)
+    idle = False
+    for i in range(peek(state, NUM_CELLS) if peek(state, ARENA_BYTES) > 0 else 0):
+        empty = cells_empty(peek(state, CELLS), i, i + 1)
+        if empty:
+            size += cell(state, i + 1, CI_OFFSET) - cell(state, i, CI_OFFSET)
+            number += not idle
+        idle = empty
+    unlock(state)
+    return size, number, small_size, small_number
 
 
 @njit()

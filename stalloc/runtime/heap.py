@@ -10,6 +10,7 @@ captured everything comes from a private pool, whose memory nobody else gets as 
 """
 
 from stalloc.compiled import njit
+from stalloc.runtime.counting import count_segment
 from stalloc.runtime.free_blocks import before, best_fit, block, give_bins, insert_free, remove_free, set_block
 from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import peek, poke
@@ -365,9 +366,10 @@ def take_free_segments(state, bases, sizes, limit, used_before):
         if peek(row, C_USED) >= used_before:
             continue
         index = peek(row, C_FIRST)
-        held = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_USED)
-        if held in (POOL_PINNED, POOL_FENCED):
+        pool = peek(state, POOLS) + block(state, index, B_POOL) * POOL_ROW * 8
+        if peek(pool, P_USED) in (POOL_PINNED, POOL_FENCED):
             continue
+        count_segment(state, peek(pool, P_KIND), -peek(row, C_SIZE))
         remove_free(state, index)
         give_row(state, index)
         poke(bases, count, peek(row, C_BASE))

@@ -26,10 +26,10 @@ NUM_SIZABLE, CHECK_AT = 37, 38  # requests above TINY seen while recording; ask 
 
 # statistics, bytes rounded up to ALIGNMENT unless said
 ALLOCATED, ALLOCATED_PEAK, RESERVED, RESERVED_PEAK = 40, 41, 42, 43  # these peaks: since the program reset them
-REQUESTED, REQUESTED_PEAK, NUM_ALLOCS, NUM_FREES = 44, 45, 46, 47
+REQUESTED, REQUESTED_PEAK, NUM_ALLOCS = 44, 45, 46
 STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step began
 NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
-NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57
+NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57  # live: without those deferred
 
 SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended since the plan was put in force (or ever)
 
@@ -63,7 +63,17 @@ MOST_LIVE = 112  # LIVE_MASK of the largest table of live blocks
 GIVERS, RECORD_EVENT, WAIT_EVENT, IS_CAPTURING = 120, 121, 122, 123  # a word a cell: who used it last; the driver's
 NUM_WAITS = 124  # functions; waits of a stream for an event of another
 
-STATE_WORDS = 160
+# statistics as torch has them, see counting.py: bytes as allocated and as requested, ever; the part of small requests
+BYTES_EVER, REQUESTED_EVER, SMALL_ALLOCATED, SMALL_REQUESTED, SMALL_LIVE = 128, 129, 130, 131, 132
+SMALL_BYTES_EVER, SMALL_REQUESTED_EVER, SMALL_ALLOCS, LIVE_PEAK = 133, 134, 135, 136
+LARGE_PEAKS, SMALL_PEAKS, NUM_PEAKS = 137, 140, 3  # of allocated and requested bytes and of the number of blocks
+SMALL_BYTES_DEFERRED, SMALL_DEFERRED = 143, 144
+ACTIVE_PEAKS = 145  # while blocks were deferred: of bytes, all, large and small, and of blocks likewise
+SEGMENTS, SEGMENTS_PEAK, SEGMENTS_EVER, RESERVED_EVER = 151, 152, 153, 154  # the arena is a segment
+SMALL_SEGMENTS, SMALL_SEGMENTS_EVER, SMALL_RESERVED, SMALL_RESERVED_EVER = 155, 156, 157, 158
+SEGMENT_PEAKS = 159  # of reserved bytes, large and small, and of segments likewise
+
+STATE_WORDS = 192
 
 # --- values ----------------------------------------------------------------------------------------------------
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stalloc.compiled import njit
-from stalloc.runtime import layout
+from stalloc.runtime import core, layout
 from stalloc.runtime.state import DeviceState, Step
 from stalloc.runtime.words import lock, unlock
 
@@ -226,48 +226,88 @@ def out_of_memory_text(controller: "Controller", size_bytes: int) -> str:
     )
 
 
-def torch_statistics(controller: "Controller") -> dict[str, Any]:
-    """torch.cuda.memory_stats' nested counters, as torch._C._cuda_memoryStats gives them."""
-    state = controller.state
+@njit()
+def _copy_words(state, words, words_to):
+    lock(state)
+    words_to[:] = words
+    unlock(state)
 
-    def counter(current: int, peak: int | None = None, allocated: int = 0, freed: int = 0) -> dict[str, int]:
+
+_POOLS = ("all", "large_pool", "small_pool")
+
+
+def torch_statistics(controller: "Controller") -> dict[str, Any]:
+    """torch.cuda.memory_stats' nested counters, as torch._C._cuda_memoryStats gives them.
+
+    Peaks of what lies free beside live blocks are not kept: those stand for what is free now.
+    """
+    state = controller.state
+    words = np.empty_like(state.words)
+    _copy_words(state.address, state.words, words)
+
+    def word(name: str) -> int:
+        return int(words[getattr(layout, name)])
+
+    def split(current: list[int], peak: list[int], ever: list[int]) -> dict[str, dict[str, int]]:
+        """From figures for both pools and the small one, peaks for both, the large and the small one."""
+        (both, small), (both_ever, small_ever) = current, ever
+        rows = zip((both, both - small, small), peak, (both_ever, both_ever - small_ever, small_ever), strict=True)
         return {
-            "current": current,
-            "peak": current if peak is None else peak,
-            "allocated": allocated,
-            "freed": freed,
+            pool: {"current": now, "peak": max(now, most), "allocated": total, "freed": total - now}
+            for pool, (now, most, total) in zip(_POOLS, rows, strict=True)
         }
 
-    def split(whole: dict[str, int]) -> dict[str, dict[str, int]]:
-        # stalloc does not part small from large: the pools of one plan are one arena
-        return {"all": whole, "small_pool": counter(0), "large_pool": whole}
+    def peaks(all_of: str, row: int, first: str = "LARGE_PEAKS", second: str = "SMALL_PEAKS") -> list[int]:
+        return [word(all_of), *(int(words[getattr(layout, name) + row]) for name in (first, second))]
 
-    allocs, frees = state["NUM_ALLOCS"], state["NUM_FREES"]
-    allocated = counter(state["ALLOCATED"], state["ALLOCATED_PEAK"])
-    reserved = counter(state["RESERVED"], state["RESERVED_PEAK"])
-    live = counter(state["NUM_LIVE"], None, allocs, frees)
-    segments = counter(
-        state["NUM_SEGMENT_ALLOCS"] - state["NUM_SEGMENT_FREES"] + int(state["ARENA_BYTES"] > 0),
-        None,
-        state["NUM_SEGMENT_ALLOCS"],
-        state["NUM_SEGMENT_FREES"],
-    )
+    def active(name: str, small: str, row: int, allocated_peaks: list[int]) -> tuple[list[int], list[int]]:
+        deferred = word("BYTES_DEFERRED" if row == 0 else "NUM_DEFERRED")
+        small_deferred = word("SMALL_BYTES_DEFERRED" if row == 0 else "SMALL_DEFERRED")
+        kept = words[layout.ACTIVE_PEAKS + row : layout.ACTIVE_PEAKS + row + 3].tolist()
+        most = [max(pair) for pair in zip(allocated_peaks, kept, strict=True)]
+        return [word(name) + deferred, word(small) + small_deferred], most
+
+    def nothing(current: int = 0) -> dict[str, int]:
+        return {"current": current, "peak": current, "allocated": 0, "freed": 0}
+
+    bytes_ever = [word("BYTES_EVER"), word("SMALL_BYTES_EVER")]
+    blocks_ever = [word("NUM_ALLOCS"), word("SMALL_ALLOCS")]
+    byte_peaks, block_peaks = peaks("ALLOCATED_PEAK", 0), peaks("LIVE_PEAK", 2)
+    idle, num_idle, small_idle, num_small_idle = core.count_inactive(state.address)
+    segment_peaks = words[layout.SEGMENT_PEAKS : layout.SEGMENT_PEAKS + 4].tolist()
     return {
-        "allocated_bytes": split(allocated),
-        "active_bytes": split(allocated),
-        "reserved_bytes": split(reserved),
-        "requested_bytes": split(counter(state["REQUESTED"], state["REQUESTED_PEAK"])),
-        "inactive_split_bytes": split(counter(max(0, state["RESERVED"] - state["ALLOCATED"]))),
-        "allocation": split(live),
-        "active": split(live),
-        "segment": split(segments),
-        "inactive_split": split(counter(0)),
-        "oversize_allocations": counter(0),
-        "oversize_segments": counter(0),
-        "num_alloc_retries": state["NUM_RETRIES"],
-        "num_ooms": state["NUM_OOMS"],
+        "allocated_bytes": split([word("ALLOCATED"), word("SMALL_ALLOCATED")], byte_peaks, bytes_ever),
+        "active_bytes": split(*active("ALLOCATED", "SMALL_ALLOCATED", 0, byte_peaks), bytes_ever),
+        "reserved_bytes": split(
+            [word("RESERVED"), word("SMALL_RESERVED")],
+            [word("RESERVED_PEAK"), *segment_peaks[:2]],
+            [word("RESERVED_EVER"), word("SMALL_RESERVED_EVER")],
+        ),
+        "requested_bytes": split(
+            [word("REQUESTED"), word("SMALL_REQUESTED")],
+            peaks("REQUESTED_PEAK", 1),
+            [word("REQUESTED_EVER"), word("SMALL_REQUESTED_EVER")],
+        ),
+        "allocation": split([word("NUM_LIVE"), word("SMALL_LIVE")], block_peaks, blocks_ever),
+        "active": split(*active("NUM_LIVE", "SMALL_LIVE", 3, block_peaks), blocks_ever),
+        "segment": split(
+            [word("SEGMENTS"), word("SMALL_SEGMENTS")],
+            [word("SEGMENTS_PEAK"), *segment_peaks[2:]],
+            [word("SEGMENTS_EVER"), word("SMALL_SEGMENTS_EVER")],
+        ),
+        "inactive_split_bytes": {
+            pool: nothing(now) for pool, now in zip(_POOLS, (idle, idle - small_idle, small_idle), strict=True)
+        },
+        "inactive_split": {
+            pool: nothing(now)
+            for pool, now in zip(_POOLS, (num_idle, num_idle - num_small_idle, num_small_idle), strict=True)
+        },
+        "oversize_allocations": nothing(),
+        "oversize_segments": nothing(),
+        "num_alloc_retries": word("NUM_RETRIES"),
+        "num_ooms": word("NUM_OOMS"),
         "max_split_size": -1,
         "num_sync_all_streams": 0,
-        "num_device_alloc": state["NUM_SEGMENT_ALLOCS"],
-        "num_device_free": state["NUM_SEGMENT_FREES"],
+        "num_device_alloc": word("SEGMENTS_EVER"),
+        "num_device_free": word("SEGMENTS_EVER") - word("SEGMENTS"),
     }

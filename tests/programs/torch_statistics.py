@@ -15,13 +15,12 @@ else:
 import torch  # noqa: E402  (the device is in place)
 
 KEYS = (
-    "allocated_bytes.all.current",
-    "allocated_bytes.all.peak",
-    "requested_bytes.all.current",
-    "requested_bytes.all.peak",
-    "allocation.all.current",
-    "allocation.all.allocated",
-    "allocation.all.freed",
+    *(
+        f"{what}.{pool}.{figure}"
+        for what in ("allocated_bytes", "requested_bytes", "active_bytes", "allocation", "active")
+        for pool in ("all", "small_pool", "large_pool")
+        for figure in ("current", "peak", "allocated", "freed")
+    ),
     "num_ooms",
 )
 points = []
@@ -55,6 +54,20 @@ for step in range(8):
     optimizer.zero_grad()
     look()
 del other
+# freed while another stream uses it: no longer allocated, but active
+side, shared = torch.cuda.Stream(), torch.empty(3 << 20, device="cuda", dtype=torch.uint8)
+shared.record_stream(side)
+look()
+del shared
+look()
+torch.cuda.reset_accumulated_memory_stats()
+look()
+torch.cuda.synchronize()
+for _ in range(40):  # by the end of these, whoever has to look whether the stream is done has looked
+    torch.empty(600, device="cuda")
+look()
+torch.cuda.reset_peak_memory_stats()
+look()
 try:
     torch.empty(5 << 30, device="cuda", dtype=torch.uint8)
 except torch.OutOfMemoryError:

@@ -1,0 +1,150 @@
+"""What has been allocated and reserved, now, at most and ever: the words that torch's statistics are read from.
+
+Contract: every function runs with the state's lock held. A block that its owner freed while other streams still use it
+is no longer allocated, but still active and requested, as torch counts it. The small pool's share is that of requests
+of up to SMALL_LIMIT bytes, wherever they lie, and of the segments of small pools; the large pool has the rest.
+"""
+
+# ruff: noqa: F403, F405  (the names of layout are constants to the compiler)
+
+from stalloc.compiled import njit
+from stalloc.runtime.layout import *
+from stalloc.runtime.words import add, peek, poke, raise_to
+
+
+@njit(inline="always")
+def count_alloc(state, size, requested):
+    """Count a request that was served; the sizes are bytes, rounded and as asked for. No branch but for new peaks."""
+    small = int(size <= SMALL_LIMIT)
+    mask = -small
+    allocated, wanted, live = (
+        peek(state, ALLOCATED) + size,
+        peek(state, REQUESTED) + requested,
+        peek(state, NUM_LIVE) + 1,
+    )
+    poke(state, ALLOCATED, allocated)
+    poke(state, REQUESTED, wanted)
+    poke(state, NUM_LIVE, live)
+    add(state, NUM_ALLOCS, 1)
+    add(state, BYTES_EVER, size)
+    add(state, REQUESTED_EVER, requested)
+    small_allocated = peek(state, SMALL_ALLOCATED) + (size & mask)
+    small_wanted = peek(state, SMALL_REQUESTED) + (requested & mask)
+    small_live = peek(state, SMALL_LIVE) + small
+    poke(state, SMALL_ALLOCATED, small_allocated)
+    poke(state, SMALL_REQUESTED, small_wanted)
+    poke(state, SMALL_LIVE, small_live)
+    add(state, SMALL_ALLOCS, small)
+    add(state, SMALL_BYTES_EVER, size & mask)
+    add(state, SMALL_REQUESTED_EVER, requested & mask)
+    raise_to(state, ALLOCATED_PEAK, allocated)
+    raise_to(state, STEP_ALLOCATED_PEAK, allocated)
+    raise_to(state, REQUESTED_PEAK, wanted)
+    raise_to(state, LIVE_PEAK, live)
+    peaks = LARGE_PEAKS + small * NUM_PEAKS
+    raise_to(state, peaks, small_allocated if small else allocated - small_allocated)
+    raise_to(state, peaks + 1, small_wanted if small else wanted - small_wanted)
+    raise_to(state, peaks + 2, small_live if small else live - small_live)
+    if peek(state, NUM_DEFERRED) > 0:
+        _raise_active(state)
+
+
+@njit(inline="always")
+def count_free(state, size, requested):
+    """Count a block whose memory is free again."""
+    mask = -int(size <= SMALL_LIMIT)
+    add(state, ALLOCATED, -size)
+    add(state, REQUESTED, -requested)
+    add(state, NUM_LIVE, -1)
+    add(state, SMALL_ALLOCATED, -(size & mask))
+    add(state, SMALL_REQUESTED, -(requested & mask))
+    add(state, SMALL_LIVE, mask)
+
+
+@njit()
+def _raise_active(state):
+    """The peaks of what is active; while nothing is deferred they are those of what is allocated."""
+    active, small = active_bytes(state)
+    number, small_number = active_blocks(state)
+    for i, value in enumerate((active, active - small, small, number, number - small_number, small_number)):
+        raise_to(state, ACTIVE_PEAKS + i, value)
+
+
+@njit()
+def active_bytes(state):
+    """Bytes that streams may use: all, and those of small requests."""
+    small = peek(state, SMALL_ALLOCATED) + peek(state, SMALL_BYTES_DEFERRED)
+    return peek(state, ALLOCATED) + peek(state, BYTES_DEFERRED), small
+
+
+@njit()
+def active_blocks(state):
+    """Blocks that streams may use: all, and those of small requests."""
+    small = peek(state, SMALL_LIVE) + peek(state, SMALL_DEFERRED)
+    return peek(state, NUM_LIVE) + peek(state, NUM_DEFERRED), small
+
+
+@njit()
+def count_deferred(state, size, number):
+    """Count a block that was freed while other streams use it (number 1), or that they are done with (-1)."""
+    small = int(size <= SMALL_LIMIT) * number
+    add(state, NUM_DEFERRED, number)
+    add(state, BYTES_DEFERRED, number * size)
+    add(state, SMALL_DEFERRED, small)
+    add(state, SMALL_BYTES_DEFERRED, small * size)
+    add(state, NUM_LIVE, -number)
+    add(state, ALLOCATED, -number * size)
+    add(state, SMALL_LIVE, -small)
+    add(state, SMALL_ALLOCATED, -small * size)
+
+
+@njit()
+def count_segment(state, kind, size):
+    """Count bytes that came from the device for a kind of pool as one segment; negative: they went back."""
+    number, small = (1 if size > 0 else -1), int(kind == SMALL_KIND)
+    add(state, RESERVED, size)
+    add(state, SEGMENTS, number)
+    add(state, SMALL_RESERVED, small * size)
+    add(state, SMALL_SEGMENTS, small * number)
+    if size > 0:
+        add(state, RESERVED_EVER, size)
+        add(state, SEGMENTS_EVER, 1)
+        add(state, SMALL_RESERVED_EVER, small * size)
+        add(state, SMALL_SEGMENTS_EVER, small)
+    raise_to(state, RESERVED_PEAK, peek(state, RESERVED))
+    raise_to(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
+    raise_to(state, SEGMENTS_PEAK, peek(state, SEGMENTS))
+    raise_to(state, SEGMENT_PEAKS, peek(state, RESERVED) - peek(state, SMALL_RESERVED))
+    raise_to(state, SEGMENT_PEAKS + 1, peek(state, SMALL_RESERVED))
+    raise_to(state, SEGMENT_PEAKS + 2, peek(state, SEGMENTS) - peek(state, SMALL_SEGMENTS))
+    raise_to(state, SEGMENT_PEAKS + 3, peek(state, SMALL_SEGMENTS))
+
+
+@njit()
+def count_parted(state, number):
+    """Count that one segment became several."""
+    add(state, SEGMENTS, number - 1)
+    add(state, SEGMENTS_EVER, number - 1)
+
+
+@njit()
+def begin_peaks(state):
+    """Let the peaks that the program asks for begin anew."""
+    for word in range(ACTIVE_PEAKS, ACTIVE_PEAKS + 6):
+        poke(state, word, 0)
+    _raise_active(state)
+    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
+    poke(state, REQUESTED_PEAK, peek(state, REQUESTED))
+    poke(state, LIVE_PEAK, peek(state, NUM_LIVE))
+    poke(state, LARGE_PEAKS, peek(state, ALLOCATED) - peek(state, SMALL_ALLOCATED))
+    poke(state, LARGE_PEAKS + 1, peek(state, REQUESTED) - peek(state, SMALL_REQUESTED))
+    poke(state, LARGE_PEAKS + 2, peek(state, NUM_LIVE) - peek(state, SMALL_LIVE))
+    poke(state, SMALL_PEAKS, peek(state, SMALL_ALLOCATED))
+    poke(state, SMALL_PEAKS + 1, peek(state, SMALL_REQUESTED))
+    poke(state, SMALL_PEAKS + 2, peek(state, SMALL_LIVE))
+    poke(state, RESERVED_PEAK, peek(state, RESERVED))
+    poke(state, SEGMENTS_PEAK, peek(state, SEGMENTS))
+    poke(state, SEGMENT_PEAKS, peek(state, RESERVED) - peek(state, SMALL_RESERVED))
+    poke(state, SEGMENT_PEAKS + 1, peek(state, SMALL_RESERVED))
+    poke(state, SEGMENT_PEAKS + 2, peek(state, SEGMENTS) - peek(state, SMALL_SEGMENTS))
+    poke(state, SEGMENT_PEAKS + 3, peek(state, SMALL_SEGMENTS))
