@@ -172,13 +172,14 @@ define void @free(i64 %state, i64 %address) {{
     return slow_entry(watch.allocate), _compile(source, "free")[0]
 
 
-def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int]) -> tuple[int, int]:
+def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | None = None) -> tuple[int, int]:
     """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
 
     `states` is the address of a table of state addresses by device, `entries` are where requests are served
-    (`core_entries`). An allocation without memory throws
+    (by default `core_entries`). An allocation without memory throws
     c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError.
     """
+    core_allocate, core_free = entries or core_entries()
     c10 = ctypes.CDLL(str(torch_folder / "lib" / "libc10.so"))
     c10_cuda = ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so"))
     runtime = ctypes.CDLL("libstdc++.so.6")
@@ -201,7 +202,7 @@ entry:
   %row = getelementptr i64, ptr %table, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %core = inttoptr i64 {entries[0]} to ptr
+  %core = inttoptr i64 {core_allocate} to ptr
   %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
   %none = icmp eq i64 %address, 0
   %wanted = icmp sgt i64 %size, 0
@@ -256,17 +257,18 @@ define void @throw(i64 %state) noinline uwtable {{
 
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 """
-    allocate, free = _compile(source + _FREE.format(states=states, core=entries[1]), "allocate", "free")
+    allocate, free = _compile(source + _FREE.format(states=states, core=core_free), "allocate", "free")
     return allocate, free
 
 
-def cupy_entries(states: int, entries: tuple[int, int]) -> tuple[int, int]:
+def cupy_entries(states: int, entries: tuple[int, int] | None = None) -> tuple[int, int]:
     """The addresses of CuPy's `void* malloc(void* stream, size_t, int)` and `void free(void*, void*, int)`.
 
     Arguments as for `torch_entries`.
 
     CuPy hands its `param` through: it carries the current stream. NULL means no memory; the caller raises.
     """
+    core_allocate, core_free = entries or core_entries()
     source = f"""
 define ptr @allocate(ptr %stream, i64 %size, i32 %device) {{
   %index = sext i32 %device to i64
@@ -274,13 +276,13 @@ define ptr @allocate(ptr %stream, i64 %size, i32 %device) {{
   %row = getelementptr i64, ptr %table, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %core = inttoptr i64 {entries[0]} to ptr
+  %core = inttoptr i64 {core_allocate} to ptr
   %address = call i64 %core(i64 %state, i64 %size, i64 %raw)
   %result = inttoptr i64 %address to ptr
   ret ptr %result
 }}
 """
-    free = _FREE.format(states=states, core=entries[1])
+    free = _FREE.format(states=states, core=core_free)
     free = free.replace("ptr %pointer, i64 %size, i32 %device, ptr %stream", "ptr %stream, ptr %pointer, i32 %device")
     allocate, release = _compile(source + free, "allocate", "free")
     return allocate, release
