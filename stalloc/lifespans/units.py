@@ -1,9 +1,9 @@
 """Steps that recur in any order: what lies between two marks of the program, taken as one sequence each.
 
 Contract: two steps are of one kind if they ask for the same sizes on the same streams in the same order. The clock of a
-step is the position in that sequence, as on a tape; a request that outlives its step ends at the length of the step
-plus the position in the next step, of whatever kind, before which it is freed. What lives longer still, or differently
-from time to time, has no known end.
+step is the position in that sequence, as on a tape. A request that outlives its step is handed on, perhaps through
+several steps of whatever kind: those requests are ranked by size, and each kind of step knows of every rank how long
+what was handed on to it has lived in it. What lives longer than the record shows, or for very long, has no known end.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.record import Column
 
 _LOOKED_AT = 4  # occurrences of a kind whose lifespans count: the last ones
-_CARRIED_SHARE = 4  # a request may reach into one in so many parts of the next step
+_MOST_STEPS = 16  # through which a request may be handed on
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,7 +25,10 @@ class StepKind:
 
     size: Column  #: (n,) requested bytes
     stream: Column  #: (n,) index into the trace's streams
-    end: Column  #: (n,) position after the last request that it lives beside, beyond n: in the next step; 0: not known
+    end: Column  #: (n,) position after the last request that it lives beside; beyond n: handed on; 0: not known
+    until: Column
+    """(r,) for each rank of what is handed on to this step: the position before which it is gone, n if the step after
+    gets it too, -1 if that was not seen."""
     times_seen: int
 
     @property
@@ -33,45 +36,87 @@ class StepKind:
         """The same for steps of one kind."""
         return np.stack([self.size, self.stream]).tobytes()
 
+    @property
+    def handed_on(self) -> Column:
+        """Rows that outlive the step, by rank: the largest first."""
+        return _ranked(self.size, self.end)
 
-def recurring_steps(trace: Trace, *, min_repeats: int = 2) -> tuple[list[StepKind], list[int]]:
-    """The kinds of marked steps that occur at least `min_repeats` times, in order of first occurrence.
 
-    Also (s,) for each step between two marks the index of its kind, -1 if it does not recur.
-    """
+def recurring_steps(trace: Trace) -> list[StepKind]:
+    """The kinds of steps between two marks, in order of first occurrence."""
     rows = sequence_rows(trace, TINY_BYTES + 1)
     births = trace.start[rows]
     marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
-    bounds = np.searchsorted(births, marks).tolist()
+    bounds = np.searchsorted(births, marks)
     size, stream = trace.size[rows], trace.stream[rows].astype(np.int64)
     deaths = np.where(trace.end[rows] < trace.num_events, np.searchsorted(births, trace.end[rows]), -1)
     places: dict[bytes, list[int]] = {}
-    for step, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        places.setdefault(np.stack([size[begin:end], stream[begin:end]]).tobytes(), []).append(step)
-    kinds: list[StepKind] = []
-    kind_of_step = [-1] * (len(bounds) - 1)
+    for step, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        if begin < end:
+            places.setdefault(np.stack([size[begin:end], stream[begin:end]]).tobytes(), []).append(step)
+    until: dict[int, dict[int, int]] = {step: {} for steps in places.values() for step in steps[:1]}
+    first_of = {step: steps[0] for steps in places.values() for step in steps}
+    ends: list[Column] = []
     for steps in places.values():
-        begin, end = bounds[steps[0]], bounds[steps[0] + 1]
-        if len(steps) < min_repeats or begin == end:
-            continue
-        for step in steps:
-            kind_of_step[step] = len(kinds)
-        ends = _ends(bounds, deaths, steps)
-        kinds.append(StepKind(size=size[begin:end], stream=stream[begin:end], end=ends, times_seen=len(steps)))
-    return kinds, kind_of_step
+        begin, length = int(bounds[steps[0]]), int(bounds[steps[0] + 1] - bounds[steps[0]])
+        told = _told(bounds, steps)
+        ends.append(_ends(bounds, deaths, told, length))
+        ranked = _ranked(size[begin : begin + length], ends[-1])
+        for step in told:
+            _note_arrivals(bounds, deaths[bounds[step] + ranked], step, first_of, until)
+    kinds: list[StepKind] = []
+    for steps, end in zip(places.values(), ends, strict=True):
+        own = slice(int(bounds[steps[0]]), int(bounds[steps[0] + 1]))
+        seen = until[steps[0]]
+        ranks = np.array([seen.get(rank, -1) for rank in range(max(seen, default=-1) + 1)], np.int64)
+        kinds.append(StepKind(size=size[own], stream=stream[own], end=end, until=ranks, times_seen=len(steps)))
+    return kinds
 
 
-def _ends(bounds: list[int], deaths: Column, steps: list[int]) -> Column:
-    """(n,) the latest end over the last occurrences of one kind of step, 0 where any of them does not tell."""
-    length = bounds[steps[0] + 1] - bounds[steps[0]]
-    # a step whose successor is not whole does not show what it hands on; the first may be special
+def _ranked(size: Column, end: Column) -> Column:
+    rows = np.flatnonzero(end > len(size))
+    return rows[np.argsort(-size[rows], kind="stable")]
+
+
+def _told(bounds: Column, steps: list[int]) -> list[int]:
+    """Occurrences that tell how long requests live: the step after them is whole; the first may be special."""
     whole = [step for step in steps if step + 2 < len(bounds)]
-    told = whole[-_LOOKED_AT:] if len(whole) < 2 else whole[1:][-_LOOKED_AT:]
-    latest = np.zeros(length, np.int64)
-    known = np.ones(length, bool)
+    return whole[-_LOOKED_AT:] if len(whole) < 2 else whole[1:][-_LOOKED_AT:]
+
+
+def _step_of(bounds: Column, death: Column) -> Column:
+    """The step in which something is freed; what is freed between two belongs to the one before."""
+    return np.searchsorted(bounds, death) - 1
+
+
+def _ends(bounds: Column, deaths: Column, told: list[int], length: int) -> Column:
+    """(n,) the latest end over occurrences of one kind of step, 0 where they do not tell it."""
+    latest, through = np.zeros((2, length), np.int64)
+    unseen = np.zeros(length, np.int64)  # steps for which a request has lived on, its end not being seen
     for step in told:
-        begin, end, after = bounds[step], bounds[step + 1], bounds[step + 2]
-        death = deaths[begin:end]
-        latest = np.maximum(latest, death - begin)
-        known &= (death >= 0) & (death - end <= (after - end) // _CARRIED_SHARE)
-    return np.where(known & bool(told), latest, 0)
+        begin = int(bounds[step])
+        death = deaths[begin : begin + length]
+        dead = death >= 0
+        steps_later = _step_of(bounds, death) - step
+        latest = np.maximum(latest, np.where(dead, death - begin, 0))
+        through = np.maximum(through, np.where(dead, steps_later, 0))
+        unseen = np.maximum(unseen, np.where(dead, 0, len(bounds) - 2 - step))
+    known = (latest > 0) & (through <= _MOST_STEPS) & (unseen <= through)
+    handed = np.minimum(latest, length + np.maximum(np.arange(length), 1))  # at most as long as a pass
+    return np.where(known, np.where(latest > length, handed, latest), 0)
+
+
+def _note_arrivals(
+    bounds: Column, death: Column, step: int, first_of: dict[int, int], until: dict[int, dict[int, int]]
+) -> None:
+    """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank."""
+    last = np.where(death >= 0, _step_of(bounds, death), len(bounds) - 2)
+    for after in range(step + 1, min(step + 1 + _MOST_STEPS, len(bounds) - 1)):
+        kind = first_of.get(after)
+        if kind is None:
+            continue
+        length = int(bounds[after + 1] - bounds[after])
+        for rank in np.flatnonzero(last >= after).tolist():
+            stays = death[rank] < 0 or last[rank] > after
+            position = length if stays else int(death[rank] - bounds[after])
+            until[kind][rank] = max(until[kind].get(rank, 0), position)

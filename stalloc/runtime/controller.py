@@ -443,7 +443,7 @@ class Controller:
         first = int(np.searchsorted(sizable, tape.row[tape.num_prologue]))
         self._follow(tape, (len(sizable) - first) % tape.ring_length)
         if self.marks:
-            self._steps.follow_marks(trace, sizable, first, tape.ring_length)
+            self._steps.follow_marks(trace, tape, sizable, first)
 
     def _follow(self, tape: "Tape", cursor: int) -> None:
         """Follow the ring of a tape from an entry on without serving it, and ask when it begins again."""
@@ -556,7 +556,8 @@ class Controller:
             seconds=time.monotonic() - self._began,
         )
         self.release_unused()
-        state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        recording = self.settings.keep_recording or (bool(self.marks) and self._steps.goes_on())
+        state.write(EXACT=0, RECORDING=int(recording), CHECK_AT=0)
 
     def _switch(self, making: _Making) -> None:
         self.note_observed()
@@ -653,7 +654,7 @@ class Controller:
             state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
         state["ASK_AT_BOUNDARY"] = 1
-        self.phase, self.num_plans = Phase.PLANNED, self.num_plans + 1
+        self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
 

@@ -334,6 +334,13 @@ class DeviceState:
         self.write(RECORDING=0, NUM_EVENTS=0, CHECK_AT=0)
         forget_pages(self.events)
 
+    def recorded_requests(self, begin: int, end: int) -> tuple[Column, Column]:
+        """Requested bytes and stream index of each request above TINY among the recorded events [begin, end)."""
+        events = self.events[begin:end]
+        alloc = (events[:, layout.E_ACTION] & 0xFF) == layout.ACTION_ALLOC
+        rows = events[alloc & (events[:, layout.E_SIZE] > layout.TINY)]
+        return rows[:, layout.E_SIZE], rows[:, layout.E_ACTION] >> 8
+
     def segments(self) -> tuple[Column, Column]:
         """Bases and sizes (bytes) of the heap's segments, by address."""
         rows = self.chunks[1 : self["CHUNKS_USED"]].copy()

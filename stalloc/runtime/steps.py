@@ -1,10 +1,13 @@
 """The steps that a program marks: where on the tape each begins, and which kinds of steps there are.
 
-Contract: at a mark the core is told where the tape goes on, if it has lost its way. A step that the plan does not know
-is watched for; when its kind has recurred, it is planned together with the known ones, in the background, and the new
-plans are put in force at a mark. Nothing here waits for anything.
+Contract: at a mark the core is told where the tape goes on, if it has lost its way. Every recorded step is known by
+what it asked for, and how often it was seen is kept, whatever becomes of records and plans. A kind that was seen twice
+and is not planned yet is planned together with the others, in the background, as soon as the step after it is over too
+and shows what it hands on; the new plans are put in force at a mark. Nothing here waits for anything.
 """
 
+import hashlib
+import itertools
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +21,7 @@ from stalloc.runtime.segments import round_up
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout
     from stalloc.runtime.controller import Controller
@@ -26,12 +30,13 @@ if TYPE_CHECKING:
     from stalloc.trace.record import Column
 
 _NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
-_UNKNOWN_SHARE = 20  # a step is not known if more than one request in so many was not served from the plan
+_UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _MOST_KINDS = 32  # that are planned together; those seen most often
 _MOST_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
 _LEAST_STEPS = 5  # marked steps without a cycle after which kinds are looked for
+_MOST_REMEMBERED = 4096  # kinds of steps that were seen
 
 
 @dataclass
@@ -39,9 +44,18 @@ class _Search:
     """A search for kinds of steps, and their plan; `done` is set at its end, `tapes` stays None if nothing is new."""
 
     known: "list[StepKind]"
+    wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
+
+
+@dataclass
+class _Recorded:
+    """One kind of step in the record."""
+
+    first: int  # whole steps before its first
+    count: int = 0
 
 
 class Steps:
@@ -58,24 +72,43 @@ class Steps:
         self._before = (-1, -1)
         self._counts = (0, 0)
         self._plans = 0  # the controller's, when the counts were taken
+        self._times_seen: dict[bytes, int] = {}  # by the name of the kind
+        self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
+        self._refused: set[bytes] = set()  # that no plan can be made for
+        self._recorded: dict[bytes, _Recorded] = {}  # what the record shows of each kind, by its name
+        self._num_recorded = 0  # whole steps in the record
+        self._num_allocs = 0  # when the last step ended
+        self._last_allocs = 0  # of the last step
+        self._missed_allocs = 0  # of the step that was not on the plan, nor recorded, but began the record; 0: none
         self._watched = 0  # steps of this watch
         self._pause = 0  # steps until the next watch
         self._next_pause = _WATCH_STEPS
-        self._was_unknown = False
 
     def forget(self) -> None:
-        """The plan is given up."""
+        """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self._positions, self._watched = None, None, [], 0
+        self._planned.clear()
+        self._forget_record()
 
-    def follow_marks(self, trace: "Trace", sizable: "Column", first: int, ring_length: int) -> None:
-        """A ring of `ring_length` requests, folded from a trace, is followed: know where the program's marks are on it.
+    def _forget_record(self) -> None:
+        self._recorded.clear()
+        self._num_recorded = 0
 
-        `sizable` (m,) are the rows of the trace's requests that count, the ring's first is the one at `first`.
+    def follow_marks(self, trace: "Trace", tape: "Tape", sizable: "Column", first: int) -> None:
+        """The ring of a tape, folded from a trace, is followed: know where the program's marks are on it.
+
+        `sizable` (m,) are the rows of the trace's requests that count; the ring's first is the one at `first`.
         """
         marks = trace.mark_event[trace.mark_kind == MARK_STEP]
         at = np.searchsorted(trace.start[sizable], marks)
-        at = at[(at >= first) & (at < len(sizable))]
-        self._positions = np.unique((at - first) % ring_length).tolist()
+        at = at[(at >= first) & (at <= first + tape.covered_requests)]
+        size, stream = trace.size[sizable], trace.stream[sizable]
+        for begin, end in itertools.pairwise(at.tolist()):
+            self._planned.add(_name(size[begin:end], stream[begin:end]))
+        # the record may show fewer periods than the ring has
+        places = np.unique((at - first) % tape.period_requests)
+        turns = np.arange(0, tape.ring_length, tape.period_requests)
+        self._positions = (turns[:, None] + places).ravel().tolist()
         self.tapes = None
 
     # --- at a mark
@@ -89,22 +122,64 @@ class Steps:
             self.search = None
             if search.tapes is not None:
                 self._put_in_force(search, search.tapes)
+            else:
+                self._refused |= search.wanted
+        self._note_step()
         if controller.phase is Phase.PLANNED:
-            unknown = self._step_was_unknown()
-            if unknown and _WASTE * controller.state["STEP_ALLOCATED_PEAK"] < controller.state["RESERVED"]:
+            missed, share = self._missed()
+            wasted = _WASTE * controller.state["STEP_ALLOCATED_PEAK"] < controller.state["RESERVED"]
+            if share * _UNKNOWN_SHARE > 1 and wasted:
                 controller.release_unused()  # no pass over the plan ends, after which unused segments go back
-            self._watch(unknown)
+            self._watch(missed > 0)
             self._find_place()
         elif controller.phase is Phase.PLANNING:
             self._find_place()
+        if controller.phase in (Phase.PLANNED, Phase.PLANNING) and not controller.settings.keep_recording:
+            self._search_for_more()
 
-    def _step_was_unknown(self) -> bool:
+    def _note_step(self) -> None:
+        """Count the step that just ended, if it is in the record from its begin."""
+        controller = self._controller
+        num_allocs, self._num_allocs = self._num_allocs, controller.state["NUM_ALLOCS"]
+        self._last_allocs = self._num_allocs - num_allocs
+        if not controller.state["RECORDING"]:
+            return
+        bounds = [*itertools.islice((event for event, kind, _ in controller.marks[::-1] if kind == MARK_STEP), 2)]
+        if len(bounds) < 2:
+            return
+        size, stream = controller.state.recorded_requests(bounds[1], bounds[0])
+        name = _name(size, stream)
+        self._recorded.setdefault(name, _Recorded(self._num_recorded)).count += 1
+        self._num_recorded += 1
+        if len(self._times_seen) >= _MOST_REMEMBERED:
+            self._times_seen.clear()
+        if name not in self._times_seen:
+            self._times_seen[name] = int(self._was_seen_before(size, stream))
+        self._times_seen[name] += 1
+
+    def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
+        """Whether a step that is recorded for the first time is known to have occurred before there were marks, or
+        (as far as its number of requests tells) to have been the one after which the record was begun.
+        """
+        if self._last_allocs == self._missed_allocs:
+            self._missed_allocs = 0
+            return True
+        controller = self._controller
+        first = next(event for event, kind, _ in controller.marks if kind == MARK_STEP)
+        early_size, early_stream = controller.state.recorded_requests(0, first)
+        tail = slice(len(early_size) - len(size), None)
+        if not len(size) or len(early_size) < len(size):
+            return False
+        return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
+
+    def _missed(self) -> tuple[int, float]:
+        """Requests of the step that just ended which the plan did not serve, and their share."""
         state = self._controller.state
         counts = state["HITS"], state["MISSES"] + state["CONFLICTS"]
         fresh = self._plans == self._controller.num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, self._controller.num_plans
-        return missed * _UNKNOWN_SHARE > hits + missed
+        return missed, missed / max(hits + missed, 1)
 
     def _find_place(self) -> None:
         """Tell the core where the tape goes on."""
@@ -133,55 +208,87 @@ class Steps:
 
     def look_for_kinds(self, trace: "Trace") -> None:
         """No cycle of steps was found while observing: see whether kinds of steps recur in any order."""
-        if self.search is None and int((trace.mark_kind == MARK_STEP).sum()) >= _LEAST_STEPS:
-            self._start_search(trace, [])
+        if self._num_recorded + 1 >= _LEAST_STEPS and self._fresh():
+            self._start_search(trace)
 
-    def _watch(self, unknown: bool) -> None:
-        """Record while there are steps that the plan does not know, and look for kinds among them."""
+    def goes_on(self) -> bool:
+        """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
+        more = bool(self._recorded.keys() - self._planned - self._refused)
+        self._watched = int(more)
+        return more
+
+    def _fresh(self) -> set[bytes]:
+        """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
+        if self.search is not None:
+            return set()
+        if (
+            self.tapes is None
+            and 2 * sum(self._recorded[name].count for name in self._recurring()) < self._num_recorded
+        ):
+            return set()  # a program whose steps are mostly all different
+        fresh = self._recurring() - self._planned - self._refused
+        return {name for name in fresh if self._recorded[name].first + 1 < self._num_recorded}
+
+    def _recurring(self) -> set[bytes]:
+        return {name for name in self._recorded if self._times_seen.get(name, 0) > 1}
+
+    def _search_for_more(self) -> None:
+        controller = self._controller
+        # the plan of a ring says nothing of its single steps: they have to be in the record
+        if self._fresh() and (self.tapes is not None or self._planned <= self._recorded.keys()):
+            self._start_search(controller.trace())
+
+    def _watch(self, missed: bool) -> None:
+        """Record while there are steps that the plan does not know."""
         controller = self._controller
         state = controller.state
         if controller.settings.keep_recording or not controller.settings.plan:
             return  # the record is somebody else's
         if not self._watched:
             self._pause -= 1
-            if unknown and self._pause <= 0:
+            if missed and self._pause <= 0:
                 self._watched = 1
+                self._missed_allocs = self._last_allocs
                 self._begin_record()
             return
         self._watched += 1
-        look, self._was_unknown = unknown or self._was_unknown, unknown
         if self._watched > _WATCH_STEPS:
             self._watched, self._pause = 0, self._next_pause
             self._next_pause *= 2
             state.forget_record()
+            self._forget_record()
         elif state["NUM_EVENTS"] > _MOST_EVENTS or not state["RECORDING"]:
             self._begin_record()
-        elif look and self.search is None:
-            self._start_search(controller.trace(), self.tapes.kinds if self.tapes is not None else [])
 
     def _begin_record(self) -> None:
         controller = self._controller
         controller.marks[:] = [(0, MARK_STEP, "")]
         controller.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, CHECK_AT=0)
+        self._forget_record()
 
-    def _start_search(self, trace: "Trace", known: "list[StepKind]") -> None:
-        self.search = _Search(known, self._made)
+    def _start_search(self, trace: "Trace") -> None:
+        known = self.tapes.kinds if self.tapes is not None else []
+        self.search = _Search(known, self._recurring() - self._refused, self._made)
         threading.Thread(target=_look, args=(self.search, trace), name="stalloc planner", daemon=True).start()
 
     def _put_in_force(self, search: _Search, tapes: "Tapes") -> None:
         from stalloc.runtime.controller import Phase
 
         controller = self._controller
-        if controller.phase not in (Phase.OBSERVING, Phase.PLANNED):
+        if controller.phase is Phase.RESTING:
             return
-        if controller.phase is Phase.OBSERVING:
-            controller.note_observed()
+        self._planned = {_name(kind.size, kind.stream) for kind in tapes.kinds}
+        if controller.phase is not Phase.PLANNED:
+            controller.release_unused()
         if controller.ask_for_room(round_up(tapes.peak_bytes)):
             self.search = search  # the next mark tries again
             return
+        if controller.phase is not Phase.PLANNED:
+            controller.note_observed()
         columns = tapes.size, tapes.stream, tapes.offset, 0, 0
         if not controller.put_in_force(round_up(tapes.peak_bytes), columns, tapes.begins):
             self._watched, self._pause = 0, self._next_pause
+            self._refused |= self._planned  # as long as the program runs: it would be tried at every mark
             if controller.state["MODE"] != MODE_REPLAY:
                 controller.rest("an arena for all kinds of steps does not fit beside what lives")
             return
@@ -191,23 +298,27 @@ class Steps:
         self.tapes, self._positions = tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
-        # other kinds may have been seen twice meanwhile, or once already: look again, and watch on
-        self._was_unknown = True
-        controller.state.write(RECORDING=1)
+        controller.state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+
+
+def _name(size: "Column", stream: "Column") -> bytes:
+    """A short name for the kind of step that asks for these sizes on these streams."""
+    key = np.stack([size.astype(np.int64), stream.astype(np.int64)]).tobytes()
+    return hashlib.blake2b(key, digest_size=16).digest()
 
 
 def _look(search: _Search, trace: "Trace") -> None:
-    """Find kinds of steps that are not known, and plan them together with those that are."""
+    """Plan the kinds of steps that recur together with those that are known."""
     try:
         from stalloc.lifespans.units import recurring_steps
         from stalloc.runtime.tapes import plan_steps
 
-        found, steps = recurring_steps(trace)
+        found = recurring_steps(trace)
+        wanted = [_name(kind.size, kind.stream) in search.wanted for kind in found]
+        usable = [kind for kind, chosen in zip(found, wanted, strict=True) if chosen and (kind.end > 0).any()]
         known = {kind.key for kind in search.known}
-        usable = [kind for kind in found if (kind.end > 0).any()]
         fresh = [kind for kind in usable if kind.key not in known]
-        recur = sum(step >= 0 for step in steps)
-        if fresh and (known or 2 * recur >= len(steps)):
+        if fresh:
             again = {kind.key: kind for kind in usable}
             kinds = [again.get(kind.key, kind) for kind in search.known] + fresh
             kinds.sort(key=lambda kind: -kind.times_seen)

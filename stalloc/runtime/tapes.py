@@ -1,9 +1,9 @@
 """Several kinds of steps in one arena, each with a plan of its own.
 
 Contract: whichever kind follows whichever, no two planned requests that are live together share a byte, as long as the
-steps are as they were observed. What a step hands on to the next one (gradients until they are zeroed, a batch that is
-replaced) has a place that all kinds share: handed-on requests are ranked by size, those of one rank get one place, and
-every kind keeps it free for as long as any kind's step hands it on.
+steps are as they were observed. What a step hands on (gradients until they are zeroed, a batch that is replaced) has a
+place that all kinds share: handed-on requests are ranked by size, those of one rank get one place, and every kind keeps
+it free for as long as what was handed on to a step of that kind has been seen to live in it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Tapes:
     kinds: list[StepKind]
     size: Column  #: (k,) requested bytes
     stream: Column  #: (k,)
-    offset: Column  #: (k,) bytes; -1: not planned, since the end is not known, or handed on too early in a step
+    offset: Column  #: (k,) bytes; -1: not planned, since the end is not known, or what it replaces is not gone yet
     begins: list[int]  #: where each kind's begin
     peak_bytes: int  #: of the arena
     lower_bound_bytes: int  #: the largest maximum load of any kind
@@ -39,7 +39,7 @@ class Tapes:
             offset=offset,
             size=kind.size,
             start=start,
-            end=kind.end,
+            end=np.minimum(kind.end, start + length),
             stream=kind.stream,
             device=device,
             alignment=ALIGNMENT,
@@ -54,7 +54,7 @@ class Tapes:
             tape_size=kind.size,
             tape_stream=kind.stream,
             tape_start=start,
-            tape_end=kind.end,
+            tape_end=np.minimum(kind.end, start + length),
             tape_offset=offset,
         )
 
@@ -68,15 +68,12 @@ def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None
     streams = np.unique(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
     if len(streams) > 1:
         return None
-    # a shared place has to be empty again before a step of any kind puts something into it
-    latest = max(int((kind.end - len(kind.size)).max()) for kind in kinds)
-    handed = [_handed_on(kind, latest) for kind in kinds]
+    handed = [kind.handed_on for kind in kinds]
     num_places = max(len(rows) for rows in handed)
-    place_size, place_until = np.zeros((2, num_places), np.int64)
+    place_size = np.zeros(num_places, np.int64)
     for kind, rows in zip(kinds, handed, strict=True):
         place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
-        until = kind.end[rows] - len(kind.size)
-        place_until[: len(rows)] = np.maximum(place_until[: len(rows)], until)
+    kept = _kept_until(kinds, num_places)
     offsets: list[Column] = [np.zeros(0, np.int64)] * len(kinds)
     places = np.full(num_places, -1, np.int64)
     peak = bound = 0
@@ -87,9 +84,10 @@ def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None
         kind, rows = kinds[index], handed[index]
         length = len(kind.size)
         own = np.flatnonzero((kind.end > 0) & (kind.end <= length))
-        begin, until = np.zeros(num_places, np.int64), np.minimum(place_until, length)
-        begin[: len(rows)] = rows
-        until[: len(rows)] = np.minimum(place_until[: len(rows)] + length, rows + length)
+        until, begin = kept[index], np.zeros(num_places, np.int64)
+        fits = np.flatnonzero(rows >= until[: len(rows)])  # ranks whose place is empty when it is asked for
+        begin[fits] = rows[fits]
+        until = np.where(begin > 0, until + length, until)
         fixed = np.concatenate([np.full(len(own), -1, np.int64), places])
         start, end = np.concatenate([own, begin]), np.concatenate([kind.end[own], until])
         size = np.concatenate([_rounded(kind.size[own]), place_size])
@@ -100,7 +98,7 @@ def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None
         layout = made[asked]
         places = layout.offset[len(own) :]
         offset = np.full(length, -1, np.int64)
-        offset[own], offset[rows] = layout.offset[: len(own)], places[: len(rows)]
+        offset[own], offset[rows[fits]] = layout.offset[: len(own)], places[fits]
         offsets[index] = offset
         peak, bound = max(peak, layout.peak_bytes), max(bound, layout.lower_bound_bytes)
         methods.append(layout.method)
@@ -121,7 +119,16 @@ def _rounded(size: Column) -> Column:
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
-def _handed_on(kind: StepKind, first: int) -> Column:
-    """Rows from `first` on that outlive their step, the largest first."""
-    rows = first + np.flatnonzero(kind.end[first:] > len(kind.size)) if first > 0 else np.zeros(0, np.int64)
-    return rows[np.argsort(-kind.size[rows], kind="stable")]
+def _kept_until(kinds: list[StepKind], num_places: int) -> Column:
+    """(kinds, places) the position up to which a step of each kind keeps each place for what was handed on to it.
+
+    Where that was not seen, the same share of the step as in the kind in which it was longest.
+    """
+    until = np.full((len(kinds), num_places), -1, np.int64)
+    for row, kind in zip(until, kinds, strict=True):
+        seen = kind.until[:num_places]
+        row[: len(seen)] = seen
+    length = np.array([[len(kind.size)] for kind in kinds])
+    share = (until / length).max(axis=0)
+    share[share < 0] = 1.0
+    return np.where(until < 0, np.ceil(share * length).astype(np.int64), until)

@@ -1,0 +1,168 @@
+"""Steps that programs mark: which kinds there are is learnt while they recur, and each is planned soon."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from stalloc.lifespans.units import recurring_steps
+from stalloc.replay.planned import _make_controller
+from stalloc.runtime import core
+from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
+
+MIB = 1 << 20
+
+
+class Program:
+    """Steps of layers on a device of numbers: activations, gradients that are zeroed before the backward pass."""
+
+    def __init__(self, *, plan: bool = True, capacity_bytes: int = 0, keeps_batch: bool = False) -> None:
+        settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
+        self.controller: Controller = _make_controller(capacity_bytes, settings)
+        self.controller.expects_marks = True
+        self.state = self.controller.state
+        self.gradients: list[int] = []
+        self.keeps_batch = keeps_batch  # until there is the next one
+        self.batch = 0
+        self.weights = [self.allocate(MIB + 512 * i) for i in range(12)]
+
+    def allocate(self, size_bytes: int) -> int:
+        """One request; it has to be served."""
+        address = core.allocate_on(self.state.address, size_bytes, 0)
+        assert address
+        return int(address)
+
+    def free(self, address: int) -> None:
+        """The end of one."""
+        core.free_on(self.state.address, address)
+
+    def forward(self, width: int) -> list[int]:
+        """A batch and activations."""
+        batch = self.allocate(width * 900)
+        if self.batch:
+            self.free(self.batch)
+        self.batch = batch
+        return [self.allocate(width * (1000 + 7 * i)) for i in range(12)]
+
+    def train(self, width: int) -> None:
+        """A training step; `width` decides the sizes of the activations."""
+        activations = self.forward(width)
+        self.drop_batch()
+        for address in self.gradients:
+            self.free(address)
+        self.gradients = []
+        for i in reversed(range(12)):
+            workspace = self.allocate(width * 500)
+            self.gradients.append(self.allocate(MIB + 512 * i))
+            self.free(workspace)
+            self.free(activations.pop())
+
+    def evaluate(self, width: int) -> None:
+        """A forward pass of which nothing is kept."""
+        for address in self.forward(width):
+            self.free(address)
+        self.drop_batch()
+
+    def drop_batch(self) -> None:
+        """The end of the batch, if it is not kept."""
+        if not self.keeps_batch:
+            self.free(self.batch)
+            self.batch = 0
+
+    def step(self, *parts: Callable[[], None]) -> tuple[int, int]:
+        """One step, with a mark at its end: requests that the plan served, and that it did not."""
+        plans, before = self.controller.num_plans, self.counts()
+        for part in parts:
+            part()
+        after = self.counts() if plans == self.controller.num_plans else before
+        self.controller.mark(MARK_STEP, "")
+        search = self.controller._steps.search
+        if search is not None:  # equal runs, equal figures: what runs beside the program is waited for
+            assert search.done.wait(60)
+        return after[0] - before[0], after[1] - before[1]
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses so far."""
+        return self.state["HITS"], self.state["MISSES"] + self.state["CONFLICTS"]
+
+
+def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
+    """Every kind once a round, in a random order."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds):
+        yield from rng.permutation(kinds).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kinds_in_random_order_are_planned_by_their_third_appearance(seed: int) -> None:
+    program = Program()
+    for number, kind in enumerate(in_rounds(seed, 3, 8)):
+        served = program.step(lambda width=2000 + 500 * kind: program.train(width))
+        if number >= 9:
+            assert served == (37, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_replaced_only_once_there_is_another_does_not_upset_the_others(seed: int) -> None:
+    """A batch that is kept until there is the next one has no place in plans for several kinds: it borrows one."""
+    program = Program(keeps_batch=True)
+    served = [program.step(lambda width=2000 + 500 * kind: program.train(width)) for kind in in_rounds(seed, 3, 30)][9:]
+    assert sum(missed for _, missed in served) < 0.05 * sum(hits for hits, _ in served)
+
+
+def test_an_evaluation_now_and_then_is_planned_by_its_third_appearance() -> None:
+    program = Program()
+    for number in range(24):
+        evaluates = number % 5 == 4
+        served = program.step(lambda work=program.evaluate if evaluates else program.train: work(2000))
+        if number >= 14:
+            assert served == (13 if evaluates else 37, 0)
+
+
+def test_a_kind_that_was_not_recorded_when_it_came_first_is_planned_by_its_third_appearance() -> None:
+    """Nothing is recorded while all goes by the plan, so the first evaluation is only known by how long it is."""
+    program = Program()
+    for number in range(60):
+        parts = [lambda: program.train(2000)]
+        if number % 12 == 11:
+            parts.insert(0, lambda: program.evaluate(1500))
+        served = program.step(*parts)
+        if number > 26:
+            assert served == (50 if number % 12 == 11 else 37, 0)
+    assert program.controller.phase is Phase.PLANNED
+
+
+def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:
+    """The batch lives a little longer than a step, so the ring has two: the marks of both count."""
+    program = Program(keeps_batch=True)
+    for number in range(12):
+        hits, missed = program.step(lambda: program.train(2000))
+        if number > 5:
+            assert (hits, missed) == (37, 0)
+
+
+def test_steps_that_never_recur_are_not_planned() -> None:
+    program = Program()
+    for number in range(20):
+        program.step(lambda width=2000 + 16 * number: program.train(width))
+    assert program.controller.num_plans == 0
+
+
+def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
+    """Gradients live through the evaluation, up to the next backward pass."""
+    program = Program(plan=False, keeps_batch=True)
+    for _ in range(4):
+        program.step(lambda: program.train(2000))
+        program.step(lambda: program.train(2000))
+        program.step(lambda: program.evaluate(1500))
+    train, evaluate = (
+        next(kind for kind in recurring_steps(program.controller.trace()) if len(kind.size) == length)
+        for length in (37, 13)
+    )
+    assert len(train.handed_on) == 13  # the gradients, and the batch
+    ranks = np.flatnonzero(train.size[train.handed_on] < 1_800_000)
+    assert len(ranks) == 12
+    assert (evaluate.until[ranks] == 13).all()  # they outlive the evaluation
+    assert (train.until[ranks] == 13).all()  # and go when the forward pass is over
+    assert (train.end > 0).all()
