@@ -561,7 +561,7 @@ class Controller:
 
     def _switch(self, making: _Making) -> None:
         self.note_observed()
-        if not self.settings.keep_recording:
+        if not self.state["RECORDING"]:
             self.state.forget_record()
         plan = making.plan
         assert plan is not None
