@@ -239,10 +239,10 @@ def _in_rounds(
 ) -> None:
     """Move the contents of segments, as many at a time as there is room for beside them."""
     waiting = list(segments)
-    # the buffers must not be put into the holes of what is to be emptied
+    # the buffers must not be put into the holes of what is to be emptied, nor into what the plan's arena lends
     emptied = {view.segment_of(member.address) for members in segments for member in members} - {-1}
     bases, ends = view.segment_base, view.segment_base + view.segment_bytes
-    ranges = [(int(bases[row]), int(ends[row])) for row in sorted(emptied)]
+    ranges = [view.arena, *((int(bases[row]), int(ends[row])) for row in sorted(emptied))]
     while waiting:
         device = waiting[0][0].storage.device
         room = _room(view, cap_bytes)
