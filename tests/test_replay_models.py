@@ -36,6 +36,8 @@ MODELS = [
     ("tlsf", "region:1MiB,divisions:4", 0),
     ("contiguous", "", None),
     ("contiguous", "scoped_percent:20", None),
+    ("compacting", "", 0),
+    ("compacting", "move:0", 0),
     ("stalloc", "mode:plan", None),
     ("stalloc", "mode:observe", 0),
 ]

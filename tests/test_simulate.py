@@ -50,6 +50,23 @@ def test_the_result_holds_what_each_allocator_would_have_done(csv, capsys):
         assert result["exact"] is None  # a planning CSV does not say what its allocator did
 
 
+@pytest.mark.parametrize("name", ["octree_nca_train.pickle.gz", "llm_quantize_sqattn.pickle.gz"])
+def test_what_only_fragmentation_stops_completes_with_compaction(name, shared_traces, capsys):
+    file = str(next(shared_traces.rglob(name)))
+    (free,) = simulated(capsys, file, "--allocator", "compacting:move:0")["devices"]
+    peak = simulated(capsys, file, "--allocator", "stalloc")["devices"][0]["results"][0]["peak_reserved_bytes"]
+    capacity = -(-peak // (2 << 20)) * (2 << 20)  # what a plan that knows the whole program needs
+    assert free["results"][0]["peak_reserved_bytes"] > capacity
+    arguments = (file, "--allocator", "compacting", "--allocator", "compacting:move:0", "--capacity", str(capacity))
+    moving, still = simulated(capsys, *arguments)["devices"][0]["results"]
+    assert (moving["settings"], moving["fits"]) == ("", True)
+    assert moving["counts"]["compactions"] > 0
+    assert moving["counts"]["moved_bytes"] > 0
+    assert moving["peak_reserved_bytes"] <= capacity
+    assert (still["settings"], still["fits"]) == ("move:0", False)
+    assert still["counts"] == {"compactions": 0, "moved_bytes": 0}
+
+
 def test_those_that_fit_come_first_and_the_least_reserved_of_them(csv, capsys):
     (device,) = simulated(capsys, csv, "--all", "--capacity", "22MiB")["devices"]
     order = [(not result["fits"], result["peak_reserved_bytes"]) for result in device["results"]]

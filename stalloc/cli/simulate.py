@@ -155,6 +155,8 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: in
 def _remark(result: dict[str, Any]) -> str:
     if not result["fits"]:
         return f"does not fit: {human_bytes(result['failed_bytes'])} wanted at event {result['failed_event']:,}"
+    if result["counts"].get("compactions"):
+        return f"{result['counts']['compactions']:,} compactions, {human_bytes(result['counts']['moved_bytes'])} moved"
     if result["exact"]:
         return "as the file records"
     if result["exact"] is False:

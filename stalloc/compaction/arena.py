@@ -38,7 +38,7 @@ def run_in_arena(
     time = np.concatenate([trace.end, trace.start])
     begins = np.repeat([0, 1], len(size))
     order = np.lexsort((begins, time))
-    arena = _Arena(capacity_bytes)
+    arena = Arena(capacity_bytes)
     compactions = moved = waves = bounce = 0
     for at in order.tolist():
         row = int(rows[at % len(size)])
@@ -61,7 +61,7 @@ def run_in_arena(
     return ArenaRun(-1, compactions, moved, waves, bounce)
 
 
-class _Arena:
+class Arena:
     """Live blocks by request, and the free ranges between them, ascending."""
 
     def __init__(self, capacity: int) -> None:

@@ -1,7 +1,8 @@
 """What a replay takes and gives: columns in, columns out, so that every model is one compiled loop.
 
 Contract: a model that is fed the same events in one call or in many ends in the same state and reports the same
-figures. A model never moves a live block, and the blocks of its map cover its segments without a gap or an overlap.
+figures. A model never moves a live block (save `compacting`, which is about that), and the blocks of its map cover its
+segments without a gap or an overlap.
 """
 
 import enum

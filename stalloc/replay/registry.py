@@ -25,6 +25,7 @@ _MODELS = {
     "stream_ordered": ("stream_ordered", "StreamOrdered"),
     "tlsf": ("tlsf", "TLSF"),
     "contiguous": ("contiguous", "Contiguous"),
+    "compacting": ("compacting", "Compacting"),
 }
 _ALWAYS = {"expandable": "expandable_segments:True"}  #: settings that a name stands for
 
