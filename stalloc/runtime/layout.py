@@ -64,8 +64,8 @@ GIVERS, RECORD_EVENT, WAIT_EVENT, IS_CAPTURING = 120, 121, 122, 123  # a word a 
 NUM_WAITS = 124  # functions; waits of a stream for an event of another
 
 # statistics as torch has them, see counting.py: bytes as allocated and as requested, ever; the part of small requests
-BYTES_EVER, REQUESTED_EVER, SMALL_ALLOCATED, SMALL_REQUESTED, SMALL_LIVE = 128, 129, 130, 131, 132
-SMALL_BYTES_EVER, SMALL_REQUESTED_EVER, SMALL_ALLOCS, LIVE_PEAK = 133, 134, 135, 136
+LARGE_BYTES_EVER, SMALL_BYTES_EVER, LARGE_REQUESTED_EVER, SMALL_REQUESTED_EVER = 128, 129, 130, 131
+SMALL_ALLOCATED, SMALL_REQUESTED, SMALL_LIVE, SMALL_ALLOCS, LIVE_PEAK = 132, 133, 134, 135, 136
 LARGE_PEAKS, SMALL_PEAKS, NUM_PEAKS = 137, 140, 3  # of allocated and requested bytes and of the number of blocks
 SMALL_BYTES_DEFERRED, SMALL_DEFERRED = 143, 144
 ACTIVE_PEAKS = 145  # while blocks were deferred: of bytes, all, large and small, and of blocks likewise

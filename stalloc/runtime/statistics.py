@@ -270,7 +270,10 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
     def nothing(current: int = 0) -> dict[str, int]:
         return {"current": current, "peak": current, "allocated": 0, "freed": 0}
 
-    bytes_ever = [word("BYTES_EVER"), word("SMALL_BYTES_EVER")]
+    def ever(large: str, small: str) -> list[int]:
+        return [word(large) + word(small), word(small)]
+
+    bytes_ever = ever("LARGE_BYTES_EVER", "SMALL_BYTES_EVER")
     blocks_ever = [word("NUM_ALLOCS"), word("SMALL_ALLOCS")]
     byte_peaks, block_peaks = peaks("ALLOCATED_PEAK", 0), peaks("LIVE_PEAK", 2)
     idle, num_idle, small_idle, num_small_idle = core.count_inactive(state.address)
@@ -286,7 +289,7 @@ def torch_statistics(controller: "Controller") -> dict[str, Any]:
         "requested_bytes": split(
             [word("REQUESTED"), word("SMALL_REQUESTED")],
             peaks("REQUESTED_PEAK", 1),
-            [word("REQUESTED_EVER"), word("SMALL_REQUESTED_EVER")],
+            ever("LARGE_REQUESTED_EVER", "SMALL_REQUESTED_EVER"),
         ),
         "allocation": split([word("NUM_LIVE"), word("SMALL_LIVE")], block_peaks, blocks_ever),
         "active": split(*active("NUM_LIVE", "SMALL_LIVE", 3, block_peaks), blocks_ever),
