@@ -1,7 +1,7 @@
-"""torch through its pluggable allocator: compiled callbacks, statistics under torch's own names, steps from optimizers.
+"""torch through its pluggable allocator: compiled callbacks, and steps from its optimizers.
 
 torch takes a pluggable allocator only before CUDA is first used, and never gives it back. What torch then refuses to
-answer (statistics, peaks) is answered here from the runtime's counters.
+answer (statistics, peaks, histories) is answered in torch_answers.
 """
 
 import ctypes
@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.errors import SetupError
-from stalloc.integrations.torch_snapshot import History
+from stalloc.integrations import torch_answers
 from stalloc.runtime import Runtime, entry
-from stalloc.runtime.statistics import torch_statistics
-
-_ACCUMULATED = ("allocated", "freed", "num_alloc_retries", "num_ooms")
 
 _keep: list[Any] = []  # what torch holds addresses of
 
@@ -60,7 +57,7 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
-    _answer_statistics(torch, runtime)
+    torch_answers.install(torch, runtime)
     _watch_optimizers(runtime, stepped)
     _keep.append(allocator)
     return True
@@ -118,48 +115,3 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         callback = ctypes.CFUNCTYPE(None, *arguments)(function)
         _keep.append(callback)
         setter(ctypes.cast(callback, ctypes.c_void_p).value)
-
-
-def _answer_statistics(torch: Any, runtime: Runtime) -> None:
-    """Answer torch.cuda.memory_stats and its relatives, which torch refuses under a pluggable allocator."""
-    baselines: dict[int, dict[str, Any]] = {}  # what was accumulated when the program last reset that
-    fractions: dict[int, float] = {}
-    history = History(runtime)
-    set_fraction = torch._C._cuda_setMemoryFraction
-
-    def statistics(device: int) -> dict[str, Any]:
-        return _less(torch_statistics(runtime.controllers[device]), baselines.get(device, {}))
-
-    def reset_peaks(device: int) -> None:
-        runtime.controllers[device].state.reset_peaks()
-
-    def reset_accumulated(device: int) -> None:
-        baselines[device] = torch_statistics(runtime.controllers[device])
-
-    def set_memory_fraction(fraction: float, device: int) -> None:
-        set_fraction(fraction, device)
-        fractions[device] = fraction
-
-    torch._C._cuda_memoryStats = statistics
-    torch._C._cuda_resetPeakMemoryStats = reset_peaks
-    torch._C._cuda_resetAccumulatedMemoryStats = reset_accumulated
-    torch._C._cuda_setMemoryFraction = set_memory_fraction
-    torch._C._cuda_getMemoryFraction = lambda device: fractions.get(device, 1.0)
-    torch._C._cuda_memorySnapshot = history.snapshot
-    torch._C._cuda_record_memory_history = history.record
-    torch._C._cuda_attach_out_of_memory_observer = runtime.observers.append
-    torch._C._cuda_isHistoryEnabled = lambda: history.enabled
-
-
-def _less(statistics: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """Statistics in which everything accumulated counts from a baseline of the same form."""
-    result: dict[str, Any] = {}
-    for name, value in statistics.items():
-        before = baseline.get(name)
-        if isinstance(value, dict):
-            result[name] = _less(value, before or {})
-        elif name in _ACCUMULATED and before is not None:
-            result[name] = value - before
-        else:
-            result[name] = value
-    return result

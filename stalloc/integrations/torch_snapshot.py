@@ -6,6 +6,8 @@ stacks.
 """
 
 import dataclasses
+import sys
+import time
 from typing import Any
 
 from stalloc.runtime import Controller, Runtime, layout
@@ -25,18 +27,44 @@ class History:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.enabled = False
+        self.metadata = ""  #: what the program noted for its memory (torch.cuda.memory._set_memory_metadata)
+        self._begin_us = 0  # monotonic time since when the program wants it
+        self._max_entries = sys.maxsize
 
-    def record(self, enabled: Any = "all", *options: Any, **more: Any) -> None:
+    def record(
+        self,
+        enabled: Any = "all",
+        context: Any = "all",
+        stacks: Any = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        *options: Any,
+        **more: Any,
+    ) -> None:
         """Begin or, with None, end recording on all devices (torch.cuda.memory._record_memory_history).
 
-        Options on stacks and on the number of entries have no effect: stalloc records up to four million events.
+        Stacks are not recorded, whatever the options, and no more than four million events.
         """
+        was_enabled = self.enabled
         self.enabled = enabled is not None and enabled is not False
+        self._max_entries = max_entries
+        if not was_enabled or clear_history:
+            self._begin_us = time.monotonic_ns() // 1000
         for controller in self._runtime.controllers:
             settings = dataclasses.replace(controller.settings, keep_recording=self.enabled)
             controller.settings = settings
             if self.enabled:
                 controller.state.write(RECORDING=1)
+
+    def record_legacy(
+        self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any
+    ) -> None:
+        """The same for callers that give a bool, as torch's function did once."""
+        self.record(enabled, record_context, "all", max_entries)
+
+    def set_metadata(self, metadata: str) -> None:
+        """Keep what the program notes."""
+        self.metadata = metadata
 
     def snapshot(self, pool: Any = (0, 0), include_traces: bool | None = None) -> dict[str, Any]:
         """What torch._C._cuda_memorySnapshot gives; of one memory pool only if its id is not (0, 0)."""
@@ -54,7 +82,8 @@ class History:
             used = [controller for controller in controllers if controller.state["NUM_EVENTS"]]
             recorded, _ = snapshot_of([controller.trace() for controller in used])
             for index, history in enumerate(recorded["device_traces"]):
-                traces[index] = history
+                wanted = [event for event in history if event["time_us"] >= self._begin_us]
+                traces[index] = [_completed(event) for event in wanted[max(0, len(wanted) - self._max_entries) :]]
             annotations = recorded["external_annotations"]
         return {
             "segments": found,
@@ -62,6 +91,11 @@ class History:
             "external_annotations": annotations,
             "allocator_settings": {},
         }
+
+
+def _completed(event: dict[str, Any]) -> dict[str, Any]:
+    """An event with the keys that torch's have besides; stalloc records nothing for them."""
+    return {**event, "compile_context": "N/A", "user_metadata": ""}
 
 
 def _segments(controller: Controller) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class Deferred:
         with cupy.cuda.Device(self._device):  # the thread that frees may be at another device
             for stream in streams:
                 event = cupy.cuda.Event(disable_timing=True)
-                event.record(cupy.cuda.ExternalStream(stream))
+                cupy.cuda.runtime.eventRecord(event.ptr, stream)
                 events.append(event)
         return events
 
