@@ -20,6 +20,7 @@ static struct {
     size_t size_bytes;
 } copied[NUM_REMEMBERED]; // by address; under copied_lock
 static pthread_mutex_t copied_lock = PTHREAD_MUTEX_INITIALIZER;
+FREE_AT_FORK(copied_lock)
 
 static size_t copied_index(const void *address) { return ((uintptr_t)address >> 2) * 2654435761u % NUM_REMEMBERED; }
 

@@ -66,6 +66,15 @@ enum {
 void count(int which);
 int failed(int error); // keeps it for cudaGetLastError and returns it
 
+// A fork waits for the threads that hold a lock, so that the child finds what it guards whole and the lock free.
+// For locks under which no other is taken; include <pthread.h>.
+#define FREE_AT_FORK(lock)                                                                \
+    static void lock##_before_fork(void) { pthread_mutex_lock(&lock); }                   \
+    static void lock##_after_fork(void) { pthread_mutex_unlock(&lock); }                  \
+    __attribute__((constructor)) static void lock##_at_fork(void) {                       \
+        pthread_atfork(lock##_before_fork, lock##_after_fork, lock##_after_fork);         \
+    }
+
 static inline size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Memory.  All of these are thread safe; they return one of the error numbers above.

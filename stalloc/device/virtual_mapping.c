@@ -24,6 +24,7 @@ typedef struct Mapping {
 } Mapping;
 
 static pthread_mutex_t mapping_lock = PTHREAD_MUTEX_INITIALIZER;
+FREE_AT_FORK(mapping_lock)
 enum { NUM_BUCKETS = 4096 };
 static Mapping *mappings[NUM_BUCKETS]; // by slot of the address; under mapping_lock
 

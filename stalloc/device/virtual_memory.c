@@ -34,6 +34,19 @@ size_t stalloc_virtual_used_bytes(int device) { return memory_used_bytes(device)
 size_t stalloc_virtual_peak_bytes(int device) { return device >= 0 && device < MAX_DEVICES ? peak_bytes[device] : 0; }
 
 static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t scratch_lock = PTHREAD_MUTEX_INITIALIZER; // taken before memory_lock
+
+// A fork waits for the threads that hold them: the child finds the tables whole.
+static void before_fork(void) {
+    pthread_mutex_lock(&scratch_lock);
+    pthread_mutex_lock(&memory_lock);
+}
+static void after_fork(void) {
+    pthread_mutex_unlock(&memory_lock);
+    pthread_mutex_unlock(&scratch_lock);
+}
+__attribute__((constructor)) static void at_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
+
 static char *region; // under memory_lock until it is set; constant from then on
 static size_t num_region_slots;
 static uint32_t *owner_of_slot; // 1 + index into `blocks`, 0 for a free slot; under memory_lock
@@ -159,10 +172,9 @@ bool memory_find(const void *address, Block *found) {
 
 void *memory_scratch(void) {
     static void *scratch;
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&scratch_lock);
     if (!scratch) memory_allocate(&scratch, SLOT_BYTES, MEMORY_DEVICE, 0, false);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&scratch_lock);
     return scratch;
 }
 

@@ -19,6 +19,7 @@ typedef struct Event {
 } Event;
 
 static pthread_mutex_t stream_lock = PTHREAD_MUTEX_INITIALIZER;
+FREE_AT_FORK(stream_lock)
 static Event *unused_events; // records are reused, never given back: a stale handle cannot crash the program
 
 void *event_create(void) {

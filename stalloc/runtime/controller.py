@@ -124,6 +124,7 @@ class Controller:
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
         self._deferred = Deferred(self.state.address, device.index)
         self.poison = watch.add(device, self.state) if watch is not None else None
@@ -195,6 +196,21 @@ class Controller:
             self.phase, self._making = Phase.OBSERVING, None
         elif self.phase is Phase.PLANNED and 10 * self.state["MISSES"] > self.state["HITS"]:
             self._drop_plan("the first plan did not follow the steps that are marked now")
+
+    def begin_in_child(self) -> None:
+        """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on.
+
+        What the parent took from the device is used on, but never given back: a thread that is gone may have held the
+        locks of the pool that it came from.
+        """
+        self._lock = threading.RLock()
+        self._making = None
+        self._inherited = [self.pool, self._segments, self._arena]
+        self.pool = self.device.new_pool()
+        self._segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
+        self.state.drop_tape()
+        self.state.write(RECORDING=0, CHECK_AT=0, EXACT=0)
+        self.phase, self.note = Phase.RESTING, "this process is a fork, which is not watched"
 
     # --- CUDA graphs
 

@@ -5,20 +5,33 @@ had when the block was freed. The host never blocks for it, unless memory has ru
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from stalloc.runtime import core
 
 
+@dataclass(eq=False)
+class _Freed:
+    """A block that was freed while other streams used it."""
+
+    streams: list[int]
+    events: list[Any] | None = None  # of what the streams had been given; None: not recorded yet
+
+
 class Deferred:
-    """The shared blocks of one device, and the freed ones that wait for events."""
+    """The shared blocks of one device, and the freed ones that wait for events.
+
+    No error, wherever it comes from, loses a block: what waits is noted before anything else is done, and forgotten
+    after it was freed.
+    """
 
     def __init__(self, state_address: int, device: int) -> None:
         self._state = state_address
         self._device = device
         self._streams: dict[int, set[int]] = {}  # live block -> other streams that use it
         self.on_end: Callable[[int], None] | None = None  #: called before a block that waited is free
-        self._waiting: list[tuple[int, list[int], list[Any]]] = []  # freed block, streams, their events once recorded
+        self._waiting: dict[int, _Freed] = {}  # by address
 
     def share(self, address: int, stream: int) -> None:
         """Note a stream that uses the live block at `address`; an address that is not stalloc's is left alone."""
@@ -30,8 +43,12 @@ class Deferred:
 
         While a CUDA graph is captured the events wait for its end: one recorded in a capture can never be asked.
         """
-        streams = sorted(self._streams.pop(address, ()))
-        self._waiting.append((address, streams, [] if capturing else self._record(streams)))
+        if address in self._waiting:
+            return  # told again after an interruption
+        freed = self._waiting[address] = _Freed(sorted(self._streams.get(address, ())))
+        self._streams.pop(address, None)
+        if not capturing:
+            freed.events = self._record(freed.streams)
 
     def _record(self, streams: list[int]) -> list[Any]:
         import cupy
@@ -44,26 +61,24 @@ class Deferred:
                 events.append(event)
         return events
 
+    def _events(self, freed: _Freed) -> list[Any]:
+        if freed.events is None:
+            freed.events = self._record(freed.streams)
+        return freed.events
+
     def poll(self) -> None:
         """Free the waiting blocks whose events are over; not while a graph is captured."""
-        waiting, self._waiting = self._waiting, []
-        try:
-            while waiting:
-                address, streams, events = waiting[-1]
-                events = events or self._record(streams)
-                if all(event.done for event in events):
-                    if self.on_end is not None:
-                        self.on_end(address)
-                    core.finish_deferred(self._state, address)
-                else:
-                    self._waiting.append((address, streams, events))
-                waiting.pop()
-        finally:
-            self._waiting += waiting  # an error loses none
+        for address, freed in list(self._waiting.items()):
+            if all(event.done for event in self._events(freed)):
+                if self.on_end is not None:
+                    self.on_end(address)
+                core.finish_deferred(self._state, address)
+                if self._waiting.get(address) is freed:
+                    del self._waiting[address]
 
     def wait(self) -> None:
         """Wait for all events, since memory has run out."""
-        for _, streams, events in list(self._waiting):
-            for event in events or self._record(streams):
+        for freed in list(self._waiting.values()):
+            for event in self._events(freed):
                 event.synchronize()
         self.poll()

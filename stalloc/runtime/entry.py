@@ -172,6 +172,74 @@ define void @free(i64 %state, i64 %address) {{
     return slow_entry(watch.allocate), _compile(source, "free")[0]
 
 
+def keep_whole_at_fork(states: int, num_states: int) -> None:
+    """Let every fork of this process happen while no thread is inside the core, so that the child's tables are whole.
+
+    `states` is the address of a table of `num_states` state addresses, 0 for none. The locks are taken by the C library
+    inside fork itself, where no other code of Python's can come between: taking them earlier, in Python, would let
+    another thread wait for one with the GIL that the fork needs. Who holds one never waits, so neither does a fork.
+    """
+    process = ctypes.CDLL(None)
+    source = f"""
+define void @prepare() {{
+entry:
+  br label %look
+look:
+  %i = phi i64 [0, %entry], [%following, %next]
+  %table = inttoptr i64 {states} to ptr
+  %row = getelementptr i64, ptr %table, i64 %i
+  %state = load i64, ptr %row
+  %none = icmp eq i64 %state, 0
+  br i1 %none, label %next, label %take
+take:
+  %lock = inttoptr i64 %state to ptr
+  %before = atomicrmw xchg ptr %lock, i64 1 acquire
+  %held = icmp ne i64 %before, 0
+  br i1 %held, label %wait, label %next
+wait:
+  %yield = inttoptr i64 {_address(process.sched_yield)} to ptr
+  %ignored = call i32 %yield()
+  br label %take
+next:
+  %following = add i64 %i, 1
+  %more = icmp ult i64 %following, {num_states}
+  br i1 %more, label %look, label %done
+done:
+  ret void
+}}
+
+define void @release() {{
+entry:
+  br label %look
+look:
+  %i = phi i64 [0, %entry], [%following, %next]
+  %table = inttoptr i64 {states} to ptr
+  %row = getelementptr i64, ptr %table, i64 %i
+  %state = load i64, ptr %row
+  %none = icmp eq i64 %state, 0
+  br i1 %none, label %next, label %give
+give:
+  %lock = inttoptr i64 %state to ptr
+  store atomic i64 0, ptr %lock release, align 8
+  br label %next
+next:
+  %following = add i64 %i, 1
+  %more = icmp ult i64 %following, {num_states}
+  br i1 %more, label %look, label %done
+done:
+  ret void
+}}
+"""
+    prepare, release = (ctypes.c_void_p(address) for address in _compile(source, "prepare", "release"))
+    # glibc links pthread_atfork into each library and has this in its own; others have it under its name
+    register = getattr(process, "pthread_atfork", None)
+    status = (
+        register(prepare, release, release) if register else process.__register_atfork(prepare, release, release, None)
+    )
+    if status != 0:
+        raise MemoryError("the C library has no memory for what is to be done at a fork")
+
+
 def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | None = None) -> tuple[int, int]:
     """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
 

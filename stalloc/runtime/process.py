@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
 from stalloc.errors import PlanError
@@ -65,22 +66,23 @@ class Runtime:
         #: called with (device, bytes asked for, bytes allocated, bytes free on the device) before memory is refused
         self.observers: list[Callable[[int, int, int, int], None]] = []
         atexit.register(entry.close_slow_entries)
+        entry.keep_whole_at_fork(self.states.ctypes.data, _MAX_DEVICES)
+        # a thread that compiles, like the planner's, is waited for: the child could not compile anything otherwise
+        compiling = global_compiler_lock
+        os.register_at_fork(
+            before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release
+        )
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         """In a child of fork: no other thread is here, whatever it was doing; serve from the heap, without a plan.
 
         A real device cannot be used in the child of a process that used it (CUDA programming guide); the virtual one
-        can. Threads inside the core at that moment are rare and leave the state as it was between two of its words.
+        can. The tables are whole: see `keep_whole_at_fork`.
         """
         entry._gate[1] = 0
         for controller in self.controllers:
-            controller._lock = threading.RLock()
-            controller._making = None
-            controller.state["LOCK"] = 0
-            controller.state.drop_tape()
-            controller.state.write(RECORDING=0, CHECK_AT=0, EXACT=0)
-            controller.phase, controller.note = Phase.RESTING, "this process is a fork, which is not watched"
+            controller.begin_in_child()
         if self.watch is not None:
             self.watch.forked()
 
