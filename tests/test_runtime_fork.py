@@ -69,7 +69,7 @@ def check():
     CONTROLLER.release_unused()
     assert STATE["NUM_UNKNOWN_FREES"] == 0
     whole()
-codes = [in_child(check) for _ in range(40)]
+codes = [in_child(check) for _ in range(15)]
 done = True
 for thread in threads:
     thread.join()
@@ -78,7 +78,7 @@ print(json.dumps([codes, [STATE["ALLOCATED"], STATE["NUM_LIVE"], STATE["RESERVED
 """,
         PYTHONPATH=_with_tests(),
     )
-    assert codes == [0] * 40
+    assert codes == [0] * 15
     assert end == [0, 0, 0, 0], "the parent goes on as if nothing had been"
 
 
