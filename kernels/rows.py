@@ -4,10 +4,13 @@ Contract: `count_rows` and `write_rows` cut every block in the same way: up to t
 long on the 16-byte grid, 1 long on the 4-byte grid, 2 long anywhere, 3 small on the 16-byte grid, 4 small anywhere.
 """
 
+import numpy as np
+
 from stalloc.compiled import njit
 
 SMALL_VECTOR_BYTES = 512  # a row of the small sections has at most so many bytes: on the 16-byte grid,
 SMALL_BYTES = 64  # or anywhere
+_CLASSES = 64  # of sizes, by which what is left over is sorted
 
 
 @njit(nogil=True)
@@ -48,9 +51,11 @@ def _write(rows, at, source, target, count, turn):
 def write_rows(source, target, size, alone, fixed, chunk, first, rows):
     """Write the rows; section s begins at first[s]. `fixed`: a source is not an address of bytes and stays as it is.
 
-    Full chunks come before what is left over, so that no program ends with a large one.
+    Full chunks come first, then what is left over in falling classes of size: with units handed out to and fro
+    (triton_code.batched) every program gets nearly as many bytes.
     """
     n = len(size)
+    left, place = np.zeros(n, np.int64), np.zeros((3, _CLASSES), np.int64)
     for i in range(n):
         head, body, section = _cut(source[i], target[i], size[i], alone)
         step = 0 if fixed else 1
@@ -58,6 +63,7 @@ def write_rows(source, target, size, alone, fixed, chunk, first, rows):
             for at in range(head, head + body - chunk + 1, chunk):
                 _write(rows, first[section], source[i] + step * at, target[i] + at, chunk, at)
                 first[section] += 1
+            left[i] = body % chunk
         elif body > 0:
             _write(rows, first[section], source[i] + step * head, target[i] + head, body, head)
             first[section] += 1
@@ -68,10 +74,23 @@ def write_rows(source, target, size, alone, fixed, chunk, first, rows):
         if size[i] > behind:
             _write(rows, first[4], source[i] + step * behind, target[i] + behind, size[i] - behind, behind)
             first[4] += 1
+    most = 1
     for i in range(n):
-        head, body, section = _cut(source[i], target[i], size[i], alone)
-        rest = body % chunk
-        if section < 3 and rest > 0:
-            at = head + body - rest
-            _write(rows, first[section], source[i] + (0 if fixed else at), target[i] + at, rest, at)
-            first[section] += 1
+        most = max(most, left[i] + 1)
+    for i in range(n):
+        if left[i] > 0:
+            section = _cut(source[i], target[i], size[i], alone)[2]
+            place[section, _CLASSES - 1 - left[i] * _CLASSES // most] += 1
+    for section in range(3):
+        at = first[section]
+        for nth in range(_CLASSES):
+            count = place[section, nth]
+            place[section, nth] = at
+            at += count
+        first[section] = at
+    for i in range(n):
+        if left[i] > 0:
+            head, body, section = _cut(source[i], target[i], size[i], alone)
+            at, nth = head + body - left[i], _CLASSES - 1 - left[i] * _CLASSES // most
+            _write(rows, place[section, nth], source[i] + (0 if fixed else at), target[i] + at, left[i], at)
+            place[section, nth] += 1

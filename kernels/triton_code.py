@@ -140,7 +140,11 @@ def batched(
     BYTE_TILE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
-    """Do a table (see worklist.py): a persistent grid, each program taking every num_programs-th unit."""
+    """Do a table (see worklist.py): a persistent grid, to whose programs the units are handed out to and fro.
+
+    In even rounds the first program gets the first unit, in odd ones the last does, so that with units in falling sizes
+    the sums are nearly even.
+    """
     header = table.to(tl.pointer_type(tl.int64))
     long16, long4, long1 = tl.load(header), tl.load(header + 1), tl.load(header + 2)
     small16, small1 = tl.load(header + 3), tl.load(header + 4)
@@ -151,6 +155,7 @@ def batched(
     groups16 = ends1 + tl.cdiv(small16, GROUP_ROWS)
     units = groups16 + tl.cdiv(small1, GROUP_ROWS)
     unit = tl.program_id(0).to(tl.int64)
+    step = 2 * (tl.num_programs(0) - unit) - 1
     while unit < units:  # not range(): Triton's interpreter fails on it with NumPy 2.4 and later
         if unit < ends1:
             source, target = tl.load(rows + unit * 4), tl.load(rows + unit * 4 + 1)
@@ -166,4 +171,5 @@ def batched(
         else:
             last = rows + (ends1 + small16) * 4
             _group1(last, patterns, (unit - groups16) * GROUP_ROWS, small1, MODE, GROUP_ROWS)
-        unit += tl.num_programs(0)
+        unit += step
+        step = 2 * tl.num_programs(0) - step

@@ -166,6 +166,20 @@ def test_one_huge_block_keeps_all_programs_busy_and_tiny_ones_share_one() -> Non
     assert units == 125
 
 
+@pytest.mark.parametrize(("count", "largest", "grain"), [(1000, 64, MIB), (10_000, 128, 512), (3000, 3000, 4096)])
+def test_every_program_has_nearly_as_many_bytes_to_do(count: int, largest: int, grain: int) -> None:
+    rng = np.random.default_rng(8)
+    size = rng.integers(1, largest + 1, count) * grain
+    start = np.cumsum(size) - size
+    programs = 528
+    table, _ = work_table(start, start + (1 << 44), size, bytes(16), config=Config(), num_programs=programs)
+    header, rows = _rows(table)
+    count_long = sum(header[:3])
+    turn, place = np.divmod(np.arange(count_long), programs)
+    done = np.bincount(np.where(turn % 2, programs - 1 - place, place), rows[:count_long, 2], programs)
+    assert done.max() <= 1.05 * done.mean()
+
+
 def test_tables_that_programs_could_not_do_in_any_order_are_refused() -> None:
     refused = [
         (kernels.batched_copy, ([0, 4096], [8192, 8200], [100, 100])),  # two targets
