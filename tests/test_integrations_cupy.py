@@ -186,6 +186,39 @@ print(json.dumps([b.data.ptr != address, c.data.ptr == address, held, other["ALL
     assert result == [True, True, [6 << 20, 5 << 20, 1], 0, 2]
 
 
+def test_default_streams_of_threads_do_not_share_memory(run_checks: Any) -> None:
+    """They have one handle, but nothing orders the work of one thread after another's."""
+    shared, reused = run_checks(
+        _PROLOGUE
+        + """
+import threading
+places, ready, done = {}, threading.Semaphore(0), threading.Event()
+
+def work(name):
+    try:
+        with cp.cuda.Stream.ptds:
+            block = cp.empty(3 << 20, cp.uint8)
+            places[name] = [block.data.ptr]
+            del block
+            places[name].append(cp.empty(3 << 20, cp.uint8).data.ptr)
+    finally:
+        ready.release()
+    done.wait(60)  # a thread that is gone leaves its number to the next
+
+threads = []
+for name in "ab":
+    threads.append(threading.Thread(target=work, args=name))
+    threads[-1].start()
+    ready.acquire(timeout=60)
+done.set()
+[thread.join() for thread in threads]
+print(json.dumps([set(places["a"]) == set(places["b"]), [places[name][0] == places[name][1] for name in "ab"]]))
+"""
+    )
+    assert shared is False
+    assert reused == [True, True]
+
+
 def test_errors_under_way_survive_an_allocation_that_needs_a_segment(run_checks: Any) -> None:
     """Finalisers, generators that are closed and handlers allocate while another error is set."""
     result = run_checks(

@@ -5,11 +5,14 @@ are called as by CuPy's pool, for arrays that are made while a hook is in force.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from stalloc.integrations.cupy_pool import Pool
 from stalloc.runtime import Runtime, entry, layout
+
+_PER_THREAD = 2  # cudaStreamPerThread
 
 _previous: Any = None
 _installed: Any = None
@@ -29,6 +32,14 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
 
     malloc, free = entry.cupy_entries(runtime.states.ctypes.data, runtime.entries)
 
+    def current_stream() -> int:
+        """The current stream's handle; for the default stream of a thread, whose handle all threads share, a name.
+
+        It is told from handles, which are addresses, by its last bits.
+        """
+        handle = get_current_stream().ptr
+        return threading.get_ident() << 4 | handle if handle == _PER_THREAD else handle
+
     class HookedMemory(CFunctionAllocatorMemory):
         """Memory whose end the hooks hear of."""
 
@@ -44,7 +55,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     def allocate(nbytes: int) -> Any:
         if _has_memory_hooks():
             return allocate_with_hooks(nbytes)
-        memory = CFunctionAllocatorMemory(nbytes, get_current_stream().ptr, malloc, free, get_device_id())
+        memory = CFunctionAllocatorMemory(nbytes, current_stream(), malloc, free, get_device_id())
         if memory.ptr == 0 and nbytes > 0:
             raise out_of_memory(nbytes)
         return MemoryPointer(memory, 0)
@@ -76,7 +87,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         num_segments, reserved = state["NUM_SEGMENT_ALLOCS"], state["RESERVED"]
         try:
             with without_hooks():
-                memory = HookedMemory(nbytes, get_current_stream().ptr, malloc, free, device)
+                memory = HookedMemory(nbytes, current_stream(), malloc, free, device)
             if memory.ptr == 0 and nbytes > 0:
                 raise out_of_memory(nbytes)
             memory.rounded_bytes, address = rounded, memory.ptr

@@ -32,6 +32,12 @@ def _raw_stream(state, index):
 
 
 @njit()
+def _is_handle(stream):
+    """Whether the driver knows the stream by this; a thread's own default stream goes by another name here."""
+    return stream & 7 != 2
+
+
+@njit()
 def _stream_of(entry):
     return peek(entry, T_KEY) & (MAX_STREAMS - 1)
 
@@ -40,6 +46,8 @@ def _stream_of(entry):
 def record_free(state, entry):
     """Record an entry's event on its stream, without the lock: True if it holds what the stream was given so far."""
     stream = _raw_stream(state, _stream_of(entry))
+    if not _is_handle(stream):
+        return False
     return call3(peek(state, RECORD_EVENT), peek(entry, T_EVENT), stream, 0) & _STATUS == 0
 
 
@@ -93,6 +101,8 @@ def wait_for_givers(state, entry):
 @njit()
 def _may_wait(state, entry, stream):
     """Whether the stream is not being captured into a graph, which may not depend on work outside."""
+    if not _is_handle(_raw_stream(state, stream)):
+        return False
     poke(entry, T_STATUS, 0)
     status = call3(peek(state, IS_CAPTURING), _raw_stream(state, stream), entry + T_STATUS * 8, 0) & _STATUS
     return status == 0 and peek(entry, T_STATUS) & _STATUS == 0
@@ -105,7 +115,7 @@ def _wait_for(state, entry, giver, stream):
         event = peek(peek(state, TAPE), giver * TAPE_ROW + T_EVENT)
     else:
         given_on = _raw_stream(state, GIVEN_UNRECORDED - giver)
-        if call3(peek(state, RECORD_EVENT), event, given_on, 0) & _STATUS != 0:
+        if not _is_handle(given_on) or call3(peek(state, RECORD_EVENT), event, given_on, 0) & _STATUS != 0:
             return False
     return call3(peek(state, WAIT_EVENT), _raw_stream(state, stream), event, 0) & _STATUS == 0
 
