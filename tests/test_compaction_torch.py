@@ -239,6 +239,43 @@ print(json.dumps([texts, [unmoved, allocated], counts]))
     assert counts == [0, 0, 0]
 
 
+def test_nothing_to_move_an_exact_fit_and_one_byte_more(run_checks: Any) -> None:
+    nothing, texts, refused, moved, exact, full = run_checks(
+        _PROLOGUE
+        + """
+import re
+nothing = [stalloc.contiguous_buffers([])]
+for objects in ((), ([],), (torch.nn.Module(),), (new(0),)):
+    nothing += [stalloc.adopt(*objects).num_moved, stalloc.compact(*objects).num_moved]
+texts = []
+def refuse(*objects, needed_bytes):
+    try:
+        stalloc.compact(*objects, needed_bytes=needed_bytes)
+    except BadInputError as error:
+        texts.append(str(error))
+refuse(needed_bytes=1)
+blocks = [new(3 * MIB) for _ in range(320)]
+del blocks[1::2]
+before = [t.data_ptr() for t in blocks]
+refuse(blocks, needed_bytes=1 << 30)
+most = sum(map(int, re.search(r": (\\d+) are free and .* gives (\\d+) more", texts[-1]).groups()))
+refuse(blocks, needed_bytes=most + 1)
+refused = before == [t.data_ptr() for t in blocks]
+moved = stalloc.compact(blocks, needed_bytes=most).num_moved
+rest = new(most)
+full = [STATE["ALLOCATED"] == STATE["RESERVED"] == 1 << 30, STATE["NUM_UNKNOWN_FREES"]]
+print(json.dumps([nothing, texts, refused, moved, rest.numel() == most, full]))
+"""
+    )
+    assert nothing == [[], 0, 0, 0, 0, 0, 0, 0, 0]
+    assert "none of the objects has memory on a GPU" in texts[0]
+    assert len(texts) == 3
+    assert refused
+    assert moved == 160
+    assert exact
+    assert full == [True, 0]
+
+
 def test_adopting_never_exceeds_the_cap_and_packs_what_lives(run_checks: Any) -> None:
     allocated, reserved, peak, cap, moved, host, refused = run_checks(
         _PROLOGUE

@@ -13,7 +13,12 @@ import ctypes, gc, json, os, random, sys, threading
 import stalloc
 from stalloc.device import VirtualGPU
 from stalloc.runtime import entry
-RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None))
+from stalloc.runtime import Settings
+RUNTIME = stalloc.install(
+    device="virtual",
+    gpu=VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None),
+    settings=Settings(streams=os.environ.get("STREAMS", "separate")),
+)
 CONTROLLER = RUNTIME.controllers[0]
 STATE = CONTROLLER.state
 import torch
@@ -226,6 +231,49 @@ del inside, graph
 """,
     )
     assert "past the end of a block of 2,097,152 bytes" in done.stdout, done.stderr
+    assert done.returncode == 1
+
+
+def test_memory_that_a_plan_hands_from_stream_to_stream_is_no_finding(run_program: Any) -> None:
+    done = _run(
+        run_program,
+        """
+streams = torch.cuda.Stream(), torch.cuda.Stream()
+for _ in range(20):
+    for stream, sizes in zip(streams, ((40, 30, 20), (50, 25))):
+        with torch.cuda.stream(stream):
+            held = [use(new(size * MIB // 4)) for size in sizes]
+            del held
+    stalloc.step()
+write(CONTROLLER._arena.ptr + 5)  # nothing of the plan lives now
+print(CONTROLLER.phase.name, len(CONTROLLER.plan.handover_later) > 0, found(stalloc.step)[:18])
+""",
+        STREAMS="share",
+    )
+    assert done.stdout == "PLANNED True 1 byte was written\n", done.stderr
+    assert done.stderr.count("memory corruption: 1 byte") == 1
+    assert done.returncode == 1
+
+
+def test_a_child_of_fork_goes_on_without_being_looked_at(run_program: Any) -> None:
+    done = _run(
+        run_program,
+        """
+import cupy
+tensors = [use(new(3 * MIB)) for _ in range(4)]
+child = os.fork()
+if child == 0:
+    address = tensors.pop().data_ptr()
+    write(address, 100)
+    cupy.empty(MIB)
+    stalloc.step()
+    sys.exit(7 if RUNTIME.watch.devices[STATE.address].found else 0)
+_, status = os.waitpid(child, 0)
+write(tensors[0].data_ptr() + 3 * MIB)
+print(os.waitstatus_to_exitcode(status), found(stalloc.step)[:18])
+""",
+    )
+    assert done.stdout == "0 1 byte was written\n", done.stderr
     assert done.returncode == 1
 
 

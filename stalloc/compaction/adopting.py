@@ -86,7 +86,10 @@ def compact(
     Raises BadInputError, and moves nothing, if `needed_bytes` cannot be reached.
     """
     result = Relocation()
-    for device, group in _by_device(objects, exclude, gradients, result).items():
+    groups = _by_device(objects, exclude, gradients, result)
+    if needed_bytes is not None and not any(device.type == "cuda" for device in groups):
+        raise BadInputError(f"{needed_bytes} bytes cannot be freed: none of the objects has memory on a GPU.")
+    for device, group in groups.items():
         _compact(device, group, needed_bytes, result, copy)
     return result
 

@@ -96,7 +96,7 @@ class Poison:
 
     def free(self, address: int) -> None:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
-        row = self._row(address)
+        row = self._row(address) if address else None
         if self._memory is None or row is None or row[owners.GRAPHS]:
             self._free(self.state.address, address)
         elif self.state["PRIVATE"]:
