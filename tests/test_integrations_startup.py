@@ -76,6 +76,9 @@ def test_what_cannot_be_understood_is_one_sentence_and_the_program_runs(python: 
     with pytest.raises(ValueError, match="set it to auto"):
         chosen_device("tpu")
     assert chosen_device("auto") == ("auto", None)
+    _, several = chosen_device("virtual:3xA100-80GB")
+    assert several is not None
+    assert (several.num_devices, several.name) == (3, "NVIDIA A100-SXM4-80GB")
     kind, gpu = chosen_device("virtual:24GiB")
     assert gpu is not None
     assert (kind, gpu.total_bytes) == ("virtual", 24 << 30)
@@ -301,3 +304,42 @@ if __name__ == "__main__":
     done = python(program, STALLOC="1", STALLOC_DEVICE="virtual", STALLOC_CACHE=str(tmp_path / "cache"))
     assert done.stdout == f"720.0 [1, {4 << 20}] 4096\n"
     assert done.stderr == ""
+
+
+_TORCHRUN = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+assert torch.cuda.device_count() == 2
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).to(device)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(14):
+    model(torch.ones(64, 256, device=device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_ranks_of_torchrun_are_served_on_devices_of_their_own_and_plan_once(python: Run, tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(_TORCHRUN)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    served = {"STALLOC": "1", "STALLOC_DEVICE": "virtual:2x24GiB", "STALLOC_REPORT": str(tmp_path / "rank{rank}.json")}
+    python(*launch, **served, OMP_NUM_THREADS="1")
+    reports = []
+    for rank in range(2):
+        devices = json.loads((tmp_path / f"rank{rank}.json").read_text())["devices"]
+        assert [device["device"] for device in devices] == [rank]
+        reports += devices
+    assert [report["phase"] for report in reports] == ["running on the plan"] * 2
+    assert [report["hit_rate"] for report in reports] == [1.0, 1.0]
+    assert sorted("by another rank" in report["plan_method"] for report in reports) == [False, True]

@@ -5,15 +5,16 @@ programs that never do are left alone; whatever goes wrong here costs one senten
 program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
-of memory if need be. STALLOC_STREAMS is "separate" (the default), "share", or "weigh" with ":" and the bytes that
-a hand-over from stream to stream has to save. STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT
-names a file for the figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
+of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
+with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_CACHE names the folder of plans, or
+is "off". STALLOC_REPORT names a file for the figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
 """
 
 import atexit
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -59,7 +60,7 @@ def arm() -> None:
 
 
 def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
-    """What STALLOC_DEVICE says: the kind of device, and for "virtual:NAME" or "virtual:24GiB" the virtual GPU.
+    """What STALLOC_DEVICE says: the kind of device, and for "virtual:NAME" or "virtual:2x24GiB" the virtual GPU.
 
     Raises BadInputError for anything else.
     """
@@ -70,9 +71,13 @@ def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
         return kind, None
     from stalloc.device import VirtualGPU, find_gpu, parse_memory
 
+    several = re.fullmatch(r"(\d+)x(.+)", which)
+    count, which = (int(several[1]), several[2]) if several else (1, which)
     if which[0].isdigit():
-        return kind, VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
-    return kind, find_gpu(which)
+        gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
+    else:
+        gpu = find_gpu(which)
+    return kind, dataclasses.replace(gpu, num_devices=count)
 
 
 def chosen_streams(text: str) -> "tuple[Streams, int]":
