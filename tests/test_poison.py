@@ -327,6 +327,9 @@ for _ in range(20):
 host.fill(base, 8 * MIB, 0xFB, 0)
 write(base + 7 * MIB, 5)
 same &= gpu.mismatches([(base, 8 * MIB)], 0xFB, None) == [5]
+for owner in (threading.get_ident(), threading.get_ident() + 512):  # a thread's default stream, and another one's
+    gpu.fill(base, MIB, 0x11, owner << 4 | 2)
+    same &= gpu.mismatches([(base, MIB)], 0x11, owner << 4 | 2) == [0]
 print(json.dumps([same and STATE["NUM_ALLOCS"] == allocs, "stalloc.kernels.launch" in sys.modules]))
 """,
         TRITON_INTERPRET="1",

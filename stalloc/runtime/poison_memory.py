@@ -16,6 +16,7 @@ import numpy as np
 
 from stalloc.device import Device
 
+_PER_THREAD = 2  # cudaStreamPerThread
 _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
 
 
@@ -71,17 +72,23 @@ class GpuMemory:
 
         if size_bytes:
             with cupy.cuda.Device(self._index):
-                cupy.cuda.runtime.memsetAsync(address, byte, size_bytes, stream)
+                handle = _handle(stream)
+                if handle is None:  # of another thread: nothing can be queued on it from here
+                    cupy.cuda.runtime.deviceSynchronize()
+                cupy.cuda.runtime.memsetAsync(address, byte, size_bytes, handle or 0)
+                if handle is None:
+                    cupy.cuda.runtime.deviceSynchronize()
 
     def mismatches(self, ranges: Sequence[tuple[int, int]], byte: int, stream: int | None) -> list[int]:
         """How many bytes of each range differ; waits."""
         import cupy
 
         with cupy.cuda.Device(self._index):
-            if stream is None:
+            handle = _handle(stream) if stream is not None else None
+            if handle is None:
                 cupy.cuda.runtime.deviceSynchronize()
             else:
-                cupy.cuda.runtime.streamSynchronize(stream)
+                cupy.cuda.runtime.streamSynchronize(handle)
         with self._check() as check:
             return [int(count) for count in check([a for a, _ in ranges], [n for _, n in ranges], byte)]
 
@@ -115,6 +122,16 @@ class GpuMemory:
             pieces = [(address + at, min(_PIECE, count - at)) for at in range(0, count, _PIECE)]
             counts.append(sum(int(np.count_nonzero(self.read(*piece) != byte)) for piece in pieces))
         return counts
+
+
+def _handle(stream: int) -> int | None:
+    """What the driver knows a stream by; None for the default stream of another thread.
+
+    Those have one handle for all threads, and go by a name of the thread's (stalloc.integrations.cupy_allocator).
+    """
+    if stream & 7 != _PER_THREAD:
+        return stream
+    return _PER_THREAD if stream >> 4 == threading.get_ident() else None
 
 
 def _bytes_at(address: int, count: int) -> np.ndarray:
