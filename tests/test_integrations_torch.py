@@ -328,6 +328,20 @@ show(limited, text, after, cache)
     assert cache == [600 * MIB, 0, 2 << 30, 0]
 
 
+def test_a_share_of_the_device_in_the_settings_is_kept_however_stalloc_was_installed(run_checks: Any) -> None:
+    refused, served = run_checks(
+        _PROLOGUE
+        + """
+try:
+    new(1100 * MIB)
+except torch.OutOfMemoryError:
+    show(True, new(1000 * MIB).numel())
+""",
+        PYTORCH_CUDA_ALLOC_CONF="per_process_memory_fraction:0.5",
+    )
+    assert (refused, served) == (True, 1000 * MIB)
+
+
 def test_installing_after_cuda_was_used_is_one_sentence(run_program: Any) -> None:
     done = run_program("""
 from stalloc.device import activate

@@ -114,13 +114,15 @@ def _serve_torch() -> None:
     if runtime is None or not _installed:
         return  # uninstalled before torch was imported
     from stalloc import device as devices
-    from stalloc.integrations import torch_allocator
+    from stalloc.integrations import torch_allocator, torch_settings
 
     if devices.active() == "virtual":
         from stalloc.device.virtual import after_torch_import
 
         after_torch_import()
     _serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
+    if _serves_torch:
+        torch_settings.put_limit_in_force(runtime)
 
 
 def uninstall() -> None:

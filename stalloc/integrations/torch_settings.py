@@ -43,6 +43,14 @@ def leaves_allocator_to_us(torch: Any) -> bool:
     return getattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")() == "native"
 
 
+def put_limit_in_force(runtime: "Runtime") -> None:
+    """Take no more than the share of each device that the settings allow."""
+    share = settings()[1].get(_FRACTION)
+    if share is not None:
+        for controller in runtime.controllers:
+            controller.limit(float(share))
+
+
 def report(runtime: "Runtime | None") -> str:
     """One sentence on what becomes of the settings, empty if there are none; a limit is put in force.
 
@@ -50,9 +58,8 @@ def report(runtime: "Runtime | None") -> str:
     """
     variable, found = settings()
     kept = sorted(name for name in found if name.startswith("pinned_"))
-    if _FRACTION in found and runtime is not None:
-        for controller in runtime.controllers:
-            controller.limit(float(found[_FRACTION]))
+    if runtime is not None:
+        put_limit_in_force(runtime)
     kept += [_FRACTION] if _FRACTION in found else []
     idle = sorted(set(found) - set(kept) - {"backend"})
     if not idle and not kept:
