@@ -164,8 +164,49 @@ class Controller:
             elif reason == layout.DEFER:
                 self._deferred.add(argument, capturing=self.state["PRIVATE"] != 0)
             elif reason == layout.POLL:
+                self._find_deferred()
                 self._deferred.poll()
         return True
+
+    def recover(self, request: int, argument: int, error: BaseException) -> None:
+        """Whatever `help` was at when an error stopped it: no memory is lost, and the heap serves."""
+        reason = request & ((1 << layout.REASON_BITS) - 1)
+        with self._lock:
+            if reason == layout.DEFER:
+                self._deferred.add(argument, capturing=True)  # its events come later
+            elif reason == layout.NEED_SEGMENT:
+                self.state.set_out_of_memory_text(
+                    f"stalloc: a request of {argument} bytes was not served, since the way to memory failed "
+                    f"({type(error).__name__}: {error}): try it again."
+                )
+            elif reason not in (layout.REFUSED, layout.POLL):
+                self.state.drop_tape()
+                self._making = None
+                self._steps.forget()
+                self.phase, self.note = Phase.RESTING, f"{type(error).__name__}: {error}"
+                self._match_segments()
+                self.rest(self.note)
+            self._match_segments()
+
+    def _find_deferred(self) -> None:
+        """Know of freed blocks of which an interruption kept the word back."""
+        if self.state["NUM_DEFERRED"] > len(self._deferred):
+            for address in self.state.deferred_blocks():
+                self._deferred.add(address, capturing=True)  # its events come later
+
+    def _match_segments(self) -> None:
+        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
+        state = self.state
+        bases, sizes = (column.tolist() for column in state.segments())
+        for base in bases:
+            core.unfence_segment(state.address, base)  # nothing is being taken over any more
+        if state["ARENA_BYTES"] and self._arena is None:
+            self._arena = self._segments.get(state["ARENA"])
+        held = {base: self._segments.get(base, self._arena) for base in bases}
+        self._segments = held  # what is in neither goes back to the pool now
+        if not state["ARENA_BYTES"]:
+            self._arena = None
+        core.reserve(state.address, sum(sizes) + state["ARENA_BYTES"] - state["RESERVED"])
 
     def share(self, address: int, stream: int) -> None:
         """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
@@ -258,6 +299,7 @@ class Controller:
                 if retry:
                     self.state["NUM_RETRIES"] += 1
                     if not self.state["PRIVATE"]:  # a capture must not wait for events
+                        self._find_deferred()
                         self._deferred.wait()
                     self.release_unused()
                 if self._has_room(size_bytes):
@@ -337,20 +379,27 @@ class Controller:
 
         With `idle_passes` only segments that served nothing in the last so many passes over the plan.
         """
+        with self._lock:  # torch.cuda.empty_cache() calls this from any thread
+            try:
+                self._release(idle_passes)
+            except BaseException:
+                self._match_segments()
+                raise
+
+    def _release(self, idle_passes: int) -> None:
         import cupy
 
-        with self._lock:  # torch.cuda.empty_cache() calls this from any thread
-            for base, size_bytes in self.state.take_free_segments(idle_passes).items():
-                if self.poison is not None:
-                    self.poison.returned(base, size_bytes)
-                del self._segments[base]
-            arena_bytes = self.state.forget_arena() if self._arena is not None else 0
-            if arena_bytes:
-                if self.poison is not None:
-                    self.poison.returned(self._arena.ptr, arena_bytes)
-                self._arena = None
-            with cupy.cuda.Device(self.device.index):
-                self.pool.free_all_blocks()
+        for base, size_bytes in self.state.take_free_segments(idle_passes).items():
+            if self.poison is not None:
+                self.poison.returned(base, size_bytes)
+            del self._segments[base]
+        arena_bytes = self.state.forget_arena() if self._arena is not None else 0
+        if arena_bytes:
+            if self.poison is not None:
+                self.poison.returned(self._arena.ptr, arena_bytes)
+            self._arena = None
+        with cupy.cuda.Device(self.device.index):
+            self.pool.free_all_blocks()
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text
@@ -661,12 +710,12 @@ class Controller:
             memory = memory if memory is not None else self._malloc(arena_bytes)
             if memory is None:
                 return False
-            self._arena = memory
-            core.reserve(state.address, arena_bytes)
             size, stream, offset, num_prologue, cursor = tape
             state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
             if shared:
                 self._order_handovers(gives)
+            self._arena = memory
+            core.reserve(state.address, arena_bytes)
             state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
         state["ASK_AT_BOUNDARY"] = 1

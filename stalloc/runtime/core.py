@@ -508,11 +508,13 @@ def fence_segment(state, base, offsets):
 
 @njit()
 def unfence_segment(state, base):
-    """Serve from a fenced segment again."""
+    """Serve from a segment again, if it is fenced."""
     lock(state)
     chunk = find_chunk(state, base)
     if chunk != 0:
-        relabel(state, chunk, GENERAL_KIND)
+        pool = block(state, peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST), B_POOL)
+        if peek(peek(state, POOLS), pool * POOL_ROW + P_KIND) == FENCED_KIND:
+            relabel(state, chunk, GENERAL_KIND)
     unlock(state)
 
 

@@ -33,6 +33,10 @@ class Deferred:
         self.on_end: Callable[[int], None] | None = None  #: called before a block that waited is free
         self._waiting: dict[int, _Freed] = {}  # by address
 
+    def __len__(self) -> int:
+        """How many freed blocks wait."""
+        return len(self._waiting)
+
     def share(self, address: int, stream: int) -> None:
         """Note a stream that uses the live block at `address`; an address that is not stalloc's is left alone."""
         if address in self._streams or core.share(self._state, address):
@@ -43,9 +47,10 @@ class Deferred:
 
         While a CUDA graph is captured the events wait for its end: one recorded in a capture can never be asked.
         """
-        if address in self._waiting:
+        streams = self._streams.get(address)
+        if streams is None and address in self._waiting:
             return  # told again after an interruption
-        freed = self._waiting[address] = _Freed(sorted(self._streams.get(address, ())))
+        freed = self._waiting[address] = _Freed(sorted(streams or ()))
         self._streams.pop(address, None)
         if not capturing:
             freed.events = self._record(freed.streams)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.poison import Watch
 
 _engines: list[object] = []  # compiled code lives as long as the process: torch keeps its address
+INTERRUPTED = 2  # a bit that no address and no other answer has
 _gate = np.zeros(2, np.int64)  # 1 once the slow path is closed; how many threads are on it
 
 
@@ -69,6 +70,7 @@ define void @free(ptr %pointer, i64 %size, i32 %device, ptr %stream) {{
 def slow_entry(handler: Callable[[int, int, int], int]) -> int:
     """The address of `int64 f(int64 device, int64 request, int64 argument)` that enters Python's `handler`.
 
+    The handler's answer may have the bit INTERRUPTED set: then KeyboardInterrupt is raised where Python goes on.
     Safe on any thread, with a Python error set, and while the interpreter goes down (then 0, without entering): see
     `close_slow_entries`.
     """
@@ -136,7 +138,16 @@ open:
   call void %restore(ptr %t, ptr %v, ptr %b)
   call void %release(i32 %gil)
   %done = atomicrmw sub ptr %inside.word, i64 1 seq_cst
-  ret i64 %result
+  %flag = and i64 %result, {INTERRUPTED}
+  %answer = xor i64 %result, %flag
+  %again = icmp ne i64 %flag, 0
+  br i1 %again, label %interrupt, label %answered
+interrupt:
+  %set = inttoptr i64 {_address(api.PyErr_SetInterrupt)} to ptr
+  call void %set()
+  br label %answered
+answered:
+  ret i64 %answer
 }}"""
     return _compile(source, "slow")[0]
 

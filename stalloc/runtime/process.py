@@ -127,13 +127,15 @@ class Runtime:
             if not helped:
                 self._tell_observers(device, argument)
             return int(helped)
-        except KeyboardInterrupt:
-            # it would vanish in the C code that called: raise it again where Python runs
-            import _thread
+        except BaseException as error:
+            return self._after(error, device, request, argument)
 
-            _thread.interrupt_main()
-            return 0
-        except Exception as error:
+    def _after(self, error: BaseException, device: int, request: int, argument: int) -> int:
+        """The slow path failed: leave the allocator usable, and let the program hear of it."""
+        controller = self.controllers[device]
+        with contextlib.suppress(Exception):
+            controller.recover(request, argument, error)
+        if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 warnings.warn(
                     f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
@@ -142,6 +144,11 @@ class Runtime:
                     stacklevel=2,
                 )
             return 0
+        # an interruption would vanish in the C code that called: serve the request, and raise it where Python runs
+        helped = 0
+        with contextlib.suppress(Exception):
+            helped = int(controller.help(request, argument))
+        return helped | entry.INTERRUPTED
 
     def _tell_observers(self, device: int, size_bytes: int) -> None:
         if self.observers:

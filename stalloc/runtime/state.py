@@ -208,6 +208,8 @@ class DeviceState:
         keys = np.zeros((num_keys, layout.KEY_ROW), np.int64)
         matching.make_places(keys, num_keys - 1, tape[:, layout.T_KEY].copy(), places)
         lifespans = np.zeros(layout.LIFESPAN_PLACES * layout.LIFESPAN_SIZES, np.int64)
+        self._last_tape = self._tape  # threads may still be looking at it; both are kept, wherever an error comes
+        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
         self.write(
             TAPE=tape.ctypes.data,
             CELLS=cells.ctypes.data,
@@ -235,8 +237,6 @@ class DeviceState:
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,
         )
-        self._last_tape = self._tape  # a thread may still be looking at it
-        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
 
     def hand_over(self, gives: Column, ordering: Ordering, events: list[int]) -> None:
         """Let streams share cells of the tape that was just installed, with an event and a wait for each hand-over.
@@ -354,6 +354,17 @@ class DeviceState:
         count = min(int(core.copy_live(self.address, addresses, sizes)), len(sizes))
         order = np.argsort(-sizes[:count], kind="stable")[:limit]
         return [(int(addresses[i]), int(sizes[i])) for i in order]
+
+    def deferred_blocks(self) -> list[int]:
+        """Where blocks are that were freed while other streams used them; other threads may free more meanwhile."""
+        rows = self.live[self.live[:, layout.L_ADDRESS] != 0]
+        held = self.blocks[rows[:, layout.L_BLOCK], layout.B_STATE]
+        found = rows[held == layout.BLOCK_DEFERRED, layout.L_ADDRESS].tolist()
+        if self["ARENA_BYTES"] and not self["HANDING"]:  # a hand-over marks what it frees in the same way
+            slots = self._tape[2]
+            waiting = (slots[:, layout.S_ENTRY] >= 0) & (slots[:, layout.S_STATE] == layout.BLOCK_DEFERRED)
+            found += (self["ARENA"] + slots[waiting, layout.S_OFFSET]).tolist()
+        return found
 
     def largest_free_bytes(self) -> int:
         """The largest free block of the heap."""
