@@ -14,6 +14,7 @@ from stalloc.planner import Plan, plan_tape, validate
 from stalloc.runtime import core
 from stalloc.runtime.segments import round_up
 
+_HANDLE = 16  # handles of streams are addresses
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -37,14 +38,16 @@ class Driver:
         """All work so far is over."""
         self.clock[:] = self.clock.max(axis=0)
 
-    def _record(self, event: int, stream: int, _: int) -> int:
+    def _record(self, event: int, handle: int, _: int) -> int:
+        stream = handle // _HANDLE
         if "record" in self.fails:
             return 1
         self.recorded[event] = self.clock[stream].copy()
         self.calls.append(("record", stream, event))
         return 0
 
-    def _wait(self, stream: int, event: int, _: int) -> int:
+    def _wait(self, handle: int, event: int, _: int) -> int:
+        stream = handle // _HANDLE
         if "wait" in self.fails:
             return 1
         self.clock[stream] = np.maximum(self.clock[stream], self.recorded[event])
@@ -67,7 +70,7 @@ class Checked(Machine):
 
     def allocate(self, size: int, stream: int = 0) -> int:
         """Allocate, check that the stream comes after all that used the memory before, and use it."""
-        address = super().allocate(size, stream)
+        address = super().allocate(size, _HANDLE * stream)
         for low, high, other, work in self._used:
             if low < address + size and address < high:
                 behind = self.driver.clock[stream, other] < work
