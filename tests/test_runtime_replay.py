@@ -202,7 +202,7 @@ def test_double_and_inner_frees_in_the_arena_are_counted_and_harmless() -> None:
 def test_a_tape_that_is_followed_but_not_served_knows_its_boundary() -> None:
     rng = np.random.default_rng(8)
     ring = Ring(rng, 40)
-    machine = Machine(exact=True)
+    machine = Machine(lasting=True)
     machine.install(ring, serve=False)
     at: list[int] = []
     program = Program(machine, ring, rng)
@@ -217,7 +217,7 @@ def test_a_tape_that_is_followed_but_not_served_knows_its_boundary() -> None:
 def test_serving_begins_beside_blocks_that_were_there_before() -> None:
     rng = np.random.default_rng(12)
     ring = Ring(rng, 70)
-    machine = Machine(exact=True)
+    machine = Machine(lasting=True)
     program = Program(machine, ring, rng)
     for _ in range(3):
         program.one_pass()

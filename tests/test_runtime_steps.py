@@ -69,6 +69,11 @@ class Program:
             self.free(self.batch)
             self.batch = 0
 
+    def make_state(self, count: int) -> None:
+        """What an optimizer makes in its first step, and keeps."""
+        self.controller.expect_lasting()
+        self.weights += [self.allocate(21 * MIB) for _ in range(count)]
+
     def step(self, *parts: Callable[[], None]) -> tuple[int, int]:
         """One step, with a mark at its end: requests that the plan served, and that it did not."""
         plans, before = self.controller.num_plans, self.counts()
@@ -166,3 +171,50 @@ def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
     assert (evaluate.until[ranks] == 13).all()  # they outlive the evaluation
     assert (train.until[ranks] == 13).all()  # and go when the forward pass is over
     assert (train.end > 0).all()
+
+
+def test_the_state_of_an_optimizer_does_not_pin_what_is_transient() -> None:
+    """It is made when the memory of a whole step is free, and two would not fit into the segment of an activation."""
+    program = Program()
+    for number in range(8):
+        program.step(
+            lambda: program.train(40_000),
+            *[lambda: program.make_state(6)] * (number == 0),
+        )
+    assert program.controller.phase is Phase.PLANNED
+    state = program.state
+    assert state["RESERVED"] <= state.span_peak("ALLOCATED") + 40 * MIB  # two segments that are not full
+
+
+def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
+    """Requests of many sizes share memory while they are recorded."""
+    program = Program()
+    for _ in range(3):
+        program.step(lambda: program.train(40_000), lambda: program.evaluate(37_000), lambda: program.evaluate(29_000))
+    assert program.controller.num_plans == 0
+    assert program.state.span_peak("RESERVED") < 1.1 * program.state.span_peak("ALLOCATED") + 20 * MIB
+
+
+def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
+    """Everything that is idle is lent before memory is said to be out."""
+    wanted = Program()
+    for _ in range(8):
+        wanted.step(lambda: wanted.train(40_000))
+    program = Program(capacity_bytes=wanted.state.span_peak("RESERVED") + 64 * MIB)
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    assert program.controller.phase is Phase.PLANNED
+    for width in (39_000, 31_000, 35_000):  # each asserts that it is served
+        program.step(lambda width=width: program.train(width))
+    program.step(lambda: program.train(40_000))
+    assert program.step(lambda: program.train(40_000)) == (37, 0)
+
+
+def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
+    program = Program()
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    before = program.state["RESERVED"]
+    hits, missed = program.step(lambda: program.train(36_000))
+    assert missed > hits
+    assert program.state["STEP_RESERVED_PEAK"] <= before + 20 * MIB

@@ -41,9 +41,9 @@ def machine() -> Machine:
 
 
 @pytest.mark.parametrize("streams", [[0, 0, 0], [0, 0x10, 0x20]])
-@pytest.mark.parametrize("exact", [False, True])
-def test_heap_under_three_threads(machine: Machine, exact: bool, streams: list[int]) -> None:
-    machine.state.write(EXACT=int(exact))
+@pytest.mark.parametrize("lasting", [False, True])
+def test_heap_under_three_threads(machine: Machine, lasting: bool, streams: list[int]) -> None:
+    machine.state.write(LASTING=int(lasting))
     rng = np.random.default_rng(1)
     sizes = [np.concatenate([rng.integers(1, 64 * KIB, 40), rng.integers(MIB, MIB + 64 * KIB, 4)]) for _ in range(3)]
     hammer_in_threads(machine, sizes, order=False, streams=streams)

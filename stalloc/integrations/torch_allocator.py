@@ -64,9 +64,18 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
 
 
 def _watch_optimizers(runtime: Runtime, stepped: Callable[[], None]) -> None:
-    """Let every optimizer mark steps, and say as soon as there is one that marks will come."""
-    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+    """Let every optimizer mark steps, say as soon as there is one that marks will come, and when it makes its state."""
+    from torch.optim.optimizer import (
+        Optimizer,
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
 
+    def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not optimizer.state:
+            runtime.expect_lasting()
+
+    register_optimizer_step_pre_hook(about_to_step)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped())
     make = Optimizer.__init__
 

@@ -139,7 +139,7 @@ class _OfflineController(Controller):
 
     def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
         """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-        self.state.write(EXACT=0, RECORDING=0, CHECK_AT=0)
+        self.state.write(LASTING=0, RECORDING=0, CHECK_AT=0)
         arena_bytes = round_up(peak_bytes)
         memory = self._malloc(arena_bytes) if arena_bytes else None
         if memory is None:

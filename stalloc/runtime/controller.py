@@ -28,7 +28,7 @@ from stalloc.runtime.steps import Steps
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 
 MARK_STEP = 0  # as in stalloc.trace
-_SLACK = 256 << 20  # bytes that observing may hold unused, besides half of the allocated peak
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
+_CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
+_MOST_UNROLLED = 2_000  # requests in such a ring
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -217,6 +218,7 @@ class Controller:
         """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
         with self._lock:
             if kind == MARK_STEP:
+                self._end_lasting()
                 self.step_times_ns.append(time.monotonic_ns())
                 self._doubt_unmarked_plan()
             if self.state["RECORDING"] or not self.marks:
@@ -226,6 +228,22 @@ class Controller:
                 self.look()
                 if self.poison is not None:
                     self.poison.check()
+
+    def expect_lasting(self) -> None:
+        """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state).
+
+        It gets segments that hold nothing else: among what is transient it would keep that memory from going back to
+        the device when the plan takes over.
+        """
+        with self._lock:
+            if self.phase is Phase.OBSERVING and self.settings.plan and not self.state["LASTING"]:
+                self.release_unused()
+                self.state.write(LASTING=1)
+
+    def _end_lasting(self) -> None:
+        if self.state["LASTING"]:
+            self.state.write(LASTING=0)
+            self.release_unused()  # what did not last
 
     def _doubt_unmarked_plan(self) -> None:
         """At a mark: a plan that was made before there were any, and that does not follow the steps, goes."""
@@ -250,7 +268,7 @@ class Controller:
         self.pool = self.device.new_pool()
         self._segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
         self.state.drop_tape()
-        self.state.write(RECORDING=0, CHECK_AT=0, EXACT=0)
+        self.state.write(RECORDING=0, CHECK_AT=0, LASTING=0)
         self.phase, self.note = Phase.RESTING, "this process is a fork, which is not watched"
 
     # --- CUDA graphs
@@ -324,8 +342,6 @@ class Controller:
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
-        if state["EXACT"] and state["RESERVED"] - state["ALLOCATED"] > state["ALLOCATED_PEAK"] // 2 + _SLACK:
-            self.release_unused()  # segments of one size, of which a program of many sizes piles up too many
         wanted, least = segment_bytes(self.state.pool_kind(pool), size_bytes), round_up(size_bytes)
         if self.phase is Phase.PLANNED and self.state.pool_kind(pool) == layout.GENERAL_KIND:
             wanted = least  # what the plan does not serve is the exception: it gets no more than it needs
@@ -413,14 +429,15 @@ class Controller:
         self.marks.clear()
         self._arena_lacks_room = False
         self._reserved_start = self.state["RESERVED"]
-        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, EXACT=int(self.settings.plan), CHECK_AT=64)
+        self._settled = False
+        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, LASTING=0, CHECK_AT=64)
 
     def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
         self.phase, self.note = Phase.RESTING, note
         self._drop_tape()
-        self.settle()  # segments of one size serve nobody else
-        self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        self.settle()
+        self.state.write(LASTING=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
@@ -566,6 +583,12 @@ class Controller:
 
             make = Controller.plan_maker or plan_tape
             plan = make(making.tape, streams=making.streams, handover_bytes=making.handover_bytes)
+            for longer in _longer_rings(making.tape) if Controller.plan_maker is None else ():
+                if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
+                    break
+                other = make(longer, streams=making.streams, handover_bytes=making.handover_bytes)
+                if other.peak_bytes < plan.peak_bytes:
+                    plan, making.tape = other, longer
             verdict = validate(plan, handovers=making.streams != "separate")
             if verdict.ok:
                 making.plan = plan
@@ -607,6 +630,7 @@ class Controller:
         if making.plan is None:
             self.rest(making.error or "planning failed")
             return
+        self._steps.unroll(making.tape)
         self._switch(making)
         del making  # and with it the tape, which is large
         trim()
@@ -622,7 +646,7 @@ class Controller:
         )
         self.release_unused()
         recording = self.settings.keep_recording or (bool(self.marks) and self._steps.goes_on())
-        state.write(EXACT=0, RECORDING=int(recording), CHECK_AT=0)
+        state.write(LASTING=0, RECORDING=int(recording), CHECK_AT=0)
 
     def _switch(self, making: _Making) -> None:
         self.note_observed()
@@ -667,13 +691,14 @@ class Controller:
         A plan that is found later takes it over.
         """
         state = self.state
-        if not state["EXACT"]:
+        if self._settled:
             return
+        self._settled = True
         events = state.recorded()
         tags = events[:, layout.E_ACTION]
         allocs = (tags & 0xFF) == layout.ACTION_ALLOC
         by_stream = np.bincount(tags[allocs] >> 8, weights=events[allocs, layout.E_SIZE], minlength=1)
-        state.write(EXACT=0)
+        state.write(LASTING=0)
         self.release_unused()
         pool = core.general_pool(state.address, int(by_stream.argmax()))
         size_bytes = round_up(max(0, state.span_peak("ALLOCATED") - state["ALLOCATED"]))
@@ -698,6 +723,7 @@ class Controller:
         it, and if there is no room for both the old plan stays in force.
         """
         state, memory = self.state, None
+        expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
         if self._arena is not None and state["ARENA_BYTES"] < arena_bytes:
             memory = self._malloc(arena_bytes)
             if memory is None:
@@ -718,7 +744,7 @@ class Controller:
             core.reserve(state.address, arena_bytes)
             state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
-        state["ASK_AT_BOUNDARY"] = 1
+        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes)
         self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
@@ -766,7 +792,7 @@ class Controller:
             )
         if self.state["NUM_ALLOCS"]:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
-        self.state.write(EXACT=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        self.state.write(LASTING=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
         if not self._begin(plan, ring_only=False):
             free, total = self.device.memory_info()
             raise PlanError(
@@ -799,4 +825,14 @@ class Controller:
             if self.phase in (Phase.PLANNED, Phase.PLANNING):
                 self.rest("the plan was dropped on request")
             self.phase = Phase.RESTING
-            self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, EXACT=0)
+            self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, LASTING=0)
+
+
+def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
+    """Rings of more periods, for a tape whose requests outlive a period."""
+    from stalloc.lifespans.tape import unrolled
+
+    periods = tape.ring_length // tape.period_requests
+    for more in range(1, 3) if periods > 1 else ():
+        if (periods + more) * tape.period_requests <= _MOST_UNROLLED:
+            yield unrolled(tape, periods + more)

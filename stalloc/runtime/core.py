@@ -57,6 +57,9 @@ from stalloc.runtime.words import add, call3, lock, now_ns, peek, poke, unlock
 # --- streams and the record --------------------------------------------------------------------------------------
 
 
+_SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
+
+
 @njit()
 def _new_stream(state, stream):
     table, count = peek(state, STREAMS), peek(state, NUM_STREAMS)
@@ -117,13 +120,26 @@ def _count_alloc(state, stream, address, size, requested):
 
 
 @njit()
+def _too_much(state, size):
+    """Whether a segment of so many bytes lets reserved exceed by much what was ever allocated at a time."""
+    most = max(peek(state, EXPECTED_PEAK), peek(state, SPAN_ALLOCATED_PEAK), peek(state, STEP_ALLOCATED_PEAK))
+    return peek(state, RESERVED) + size > most + (most >> _SPARE_SHIFT)
+
+
+@njit()
 def _serve_unplanned(state, stream, size, requested):
     row = lifespan_row(state, size)
-    address = lend(state, stream, size, requested, row)
+    address = lend(state, stream, size, requested, row, False)
     if address != 0:
         add(state, NUM_LENT, 1)
         return address
     address = heap_allocate(state, stream, size, requested)
+    if address < 0 and _too_much(state, size):
+        # what the plan needs again soon comes before more than the program ever used: it costs this step some hits
+        other = lend(state, stream, size, requested, row, True)
+        if other != 0:
+            add(state, NUM_LENT, 1)
+            return other
     if address > 0:
         note_birth(state, find_live(state, address), row)
     return address
@@ -220,7 +236,11 @@ def _refuse(state, requested):
 @njit()
 def _last_resort(state, stream, size, requested):
     lock(state)
-    address = heap_desperate(state, stream, size, requested) if stream >= 0 else 0
+    address = 0
+    if stream >= 0 and peek(state, MODE) == MODE_REPLAY and peek(state, PRIVATE) == 0:
+        address = lend(state, stream, size, requested, lifespan_row(state, size), True)
+    if stream >= 0 and address == 0:
+        address = heap_desperate(state, stream, size, requested)
     if address > 0:
         _count_alloc(state, stream, address, size, requested)
     else:

@@ -3,10 +3,10 @@
 Contract: every function runs with the state's lock held; no two live blocks overlap; a block that is freed merges
 with its free neighbours at once, so a segment without live blocks is one free block.
 
-A pool is a stream and a kind: small requests share segments; while observing, each large size has segments of its
-own, so that what turns out to be transient leaves whole segments behind and goes back to the device when the plan
-takes over; afterwards large requests split general segments, as a caching allocator does. While a CUDA graph is
-captured everything comes from a private pool, whose memory nobody else gets as long as the graph can be replayed.
+A pool is a stream and a kind: small requests share segments; large requests split general segments, as a caching
+allocator does, except what is expected to last (the state of an optimizer): it has segments that hold nothing else, so
+that it does not pin what is transient. While a CUDA graph is captured everything comes from a private pool, whose
+memory nobody else gets as long as the graph can be replayed.
 """
 
 from stalloc.compiled import njit
@@ -140,7 +140,7 @@ def find_pool(state, stream, kind, create):
 
 @njit()
 def pool_kind(state, pool):
-    """The kind of a pool: SMALL_KIND, GENERAL_KIND or the one size that it serves."""
+    """The kind of a pool, SMALL_KIND and so on."""
     return peek(peek(state, POOLS), pool * POOL_ROW + P_KIND)
 
 
@@ -219,20 +219,18 @@ def _choose(state, stream, size):
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         return pool, best_fit(state, pool, size) if pool >= 0 else 0
-    # segments of this very size are left from observing: their holes come first
-    pool = find_pool(state, stream, size, peek(state, EXACT) == 1)
-    if pool >= 0:
-        found = best_fit(state, pool, size)
-        if found != 0:
-            return pool, found
-        if peek(state, EXACT) == 1:
-            # what is left of the arena of a plan that was given up comes before new segments
-            general = find_pool(state, stream, GENERAL_KIND, False)
-            found = best_fit(state, general, size) if general >= 0 else 0
-            return (general if found != 0 else pool), found
-    # also for an exact request when the table of pools is full
+    if peek(state, LASTING) == 1:
+        pool = find_pool(state, stream, LASTING_KIND, True)
+        if pool >= 0:
+            return pool, best_fit(state, pool, size)
     pool = find_pool(state, stream, GENERAL_KIND, True)
-    return pool, best_fit(state, pool, size) if pool >= 0 else 0
+    found = best_fit(state, pool, size) if pool >= 0 else 0
+    if found == 0:  # holes among what lasts come before a new segment
+        lasting = find_pool(state, stream, LASTING_KIND, False)
+        hole = best_fit(state, lasting, size) if lasting >= 0 else 0
+        if hole != 0:
+            return lasting, hole
+    return pool, found
 
 
 @njit()

@@ -12,7 +12,7 @@ SLOW_FUNCTION = 9  # C function (device, reason, argument) -> 1 try again, 0 out
 DEVICE = 10
 SCRATCH = 12  # two words for the clock
 HANDING = 15  # 1: the arena has cells that several streams use, one after the other
-EXACT = 14  # 1: large requests get segments of their own size (observing); 0: they split general ones
+LASTING = 14  # 1: large requests are meant to last and get segments that hold nothing else
 PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
 
 # tables (addresses) and their fill
@@ -31,6 +31,7 @@ STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step be
 NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
 NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57  # live: without those deferred
 
+EXPECTED_PEAK = 63  # allocated at most before the plan, or what its arena holds
 SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended since the plan was put in force (or ever)
 
 # the tape
@@ -80,9 +81,10 @@ ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
 TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
 LARGEST = 1 << 47  # bytes; no device has more, and keys and kinds of pools have room for it
-SMALL_KIND, GENERAL_KIND, LEASED_KIND, FENCED_KIND = 0, 1, 2, 3  # kinds of pools: leased from the arena; fenced: what
-# lives there stays, nothing is served from there; any other kind is the one size that the pool serves,
-PRIVATE_KINDS = 1 << 50  # or, from here on, a pool that belongs to CUDA graphs
+# kinds of pools. Leased: from the arena. Fenced: what lives there stays, nothing is served from there. Lasting: its
+# segments hold only what is meant to last.
+SMALL_KIND, GENERAL_KIND, LEASED_KIND, FENCED_KIND, LASTING_KIND = range(5)
+PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
 
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
 

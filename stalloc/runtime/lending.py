@@ -324,14 +324,15 @@ def _planned_to_last(state, now):
 
 
 @njit()
-def lend(state, stream, size, requested, row):
+def lend(state, stream, size, requested, row, anything):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
-    While the program does something that is not on the tape, the plan does not need anything: all that is idle will do.
+    While the program does something that is not on the tape, the plan does not need anything: all that is idle will do,
+    as it does with `anything`, before memory runs short.
     """
     if peek(state, CELL_STREAMS) >> (stream & 63) & 1 == 0:
         return 0
-    now, lost = tape_time(state), peek(state, MISS_RUN) >= _LOST
+    now, lost = tape_time(state), anything or peek(state, MISS_RUN) >= _LOST
     lasts = peek(peek(state, LIFESPANS), row)
     if peek(state, MISS_RUN) == 0:
         lasts = max(lasts, _planned_to_last(state, now))

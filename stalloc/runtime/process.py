@@ -184,6 +184,11 @@ class Runtime:
         for controller in self.controllers:
             controller.expects_marks = True
 
+    def expect_lasting(self) -> None:
+        """What is allocated up to the next mark of a step is meant to last."""
+        for controller in self.controllers:
+            controller.expect_lasting()
+
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""
         return [report(controller) for controller in self.controllers if controller.state["NUM_ALLOCS"]]

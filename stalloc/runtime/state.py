@@ -139,7 +139,7 @@ class DeviceState:
     # --- segments
 
     def pool_kind(self, pool: int) -> int:
-        """The kind of a pool: SMALL_KIND, GENERAL_KIND or the one size in bytes that it serves."""
+        """The kind of a pool: SMALL_KIND and so on."""
         return int(self.pools[pool, layout.P_KIND])
 
     def give_segment(self, pool: int, base: int, size_bytes: int) -> bool:

@@ -67,6 +67,7 @@ class Steps:
         self.search: _Search | None = None
         self._made: dict[bytes, Layout] = {}
         self._positions: list[int] = []  # where marks are on the ring of a plan that knows one kind or cycle
+        self._places: Column = np.zeros(0, np.int64)  # where they are in one of its periods
         self._current = 0  # which of them was the last
         self._followers: dict[tuple[int, int], int] = {}  # two kinds in a row -> the one that came next
         self._before = (-1, -1)
@@ -87,6 +88,7 @@ class Steps:
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self._positions, self._watched = None, None, [], 0
+        self._places = np.zeros(0, np.int64)
         self._planned.clear()
         self._forget_record()
 
@@ -106,10 +108,14 @@ class Steps:
         for begin, end in itertools.pairwise(at.tolist()):
             self._planned.add(_name(size[begin:end], stream[begin:end]))
         # the record may show fewer periods than the ring has
-        places = np.unique((at - first) % tape.period_requests)
-        turns = np.arange(0, tape.ring_length, tape.period_requests)
-        self._positions = (turns[:, None] + places).ravel().tolist()
+        self._places = np.unique((at - first) % tape.period_requests)
+        self.unroll(tape)
         self.tapes = None
+
+    def unroll(self, tape: "Tape") -> None:
+        """The ring that is followed has got more periods."""
+        turns = np.arange(0, tape.ring_length, tape.period_requests)
+        self._positions = (turns[:, None] + self._places).ravel().tolist()
 
     # --- at a mark
 

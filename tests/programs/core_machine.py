@@ -64,7 +64,7 @@ class Intervals:
 class Machine:
     """One device of `capacity` bytes under the core, driven through the entry points that CuPy calls."""
 
-    def __init__(self, capacity: int = 1 << 40, *, exact: bool = False, memory: mmap.mmap | None = None) -> None:
+    def __init__(self, capacity: int = 1 << 40, *, lasting: bool = False, memory: mmap.mmap | None = None) -> None:
         self.capacity = capacity
         self.memory = memory
         self._start = self._next = FIRST_ADDRESS if memory is None else _address_of(memory)
@@ -81,7 +81,7 @@ class Machine:
         self.entries = cupy_entries(self.states.ctypes.data, core_entries())
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
         self._free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[1])
-        self.state.write(EXACT=int(exact))
+        self.state.write(LASTING=int(lasting))
 
     def _help(self, device: int, request: int, argument: int) -> int:
         reason = request & ((1 << layout.REASON_BITS) - 1)
