@@ -153,7 +153,7 @@ rng = random.Random(1)
 for _ in range(5000):
     x = cp.empty(rng.randrange(1000, 100_000), dtype=cp.uint8)
 report = stalloc.statistics()[0]
-print(json.dumps([report.phase, report.note, STATE["NUM_EVENTS"], STATE["EXACT"]]))
+print(json.dumps([report.phase, report.note, STATE["NUM_EVENTS"], STATE["LASTING"]]))
 """
     )
     assert phase == "serving from the heap"

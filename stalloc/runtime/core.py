@@ -122,8 +122,9 @@ def _count_alloc(state, stream, address, size, requested):
 @njit()
 def _too_much(state, size):
     """Whether a segment of so many bytes lets reserved exceed by much what was ever allocated at a time."""
-    most = max(peek(state, EXPECTED_PEAK), peek(state, SPAN_ALLOCATED_PEAK), peek(state, STEP_ALLOCATED_PEAK))
-    return peek(state, RESERVED) + size > most + (most >> _SPARE_SHIFT)
+    expected = peek(state, EXPECTED_PEAK)
+    most = max(expected, peek(state, SPAN_ALLOCATED_PEAK), peek(state, STEP_ALLOCATED_PEAK))
+    return 0 < expected and peek(state, RESERVED) + size > most + (most >> _SPARE_SHIFT)
 
 
 @njit()

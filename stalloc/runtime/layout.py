@@ -31,7 +31,7 @@ STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step be
 NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
 NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57  # live: without those deferred
 
-EXPECTED_PEAK = 63  # allocated at most before the plan, or what its arena holds
+EXPECTED_PEAK = 63  # allocated at most before the plan, or what its arena holds; 0: not known
 SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended since the plan was put in force (or ever)
 
 # the tape
