@@ -447,7 +447,7 @@ def _serve(state, arena, arena_bytes):
         NUM_REVOKED,
         PASS_BASE,
         STEP_COUNT,
-        STEP_HITS,
+        HITS_BEFORE,
         STEP_MISSES,
         STEP_UNPLANNED,
         BAD_PASSES,
@@ -569,7 +569,7 @@ def begin_step(state, begin, end, position):
         if peek(state, CURSOR) != position or peek(state, RING_START) != begin:
             go_to(state, begin, end, position)
         poke(state, MISS_RUN, 0)
-        poke(state, MATCH_RUN, max(peek(state, MATCH_RUN), SURE))
+        poke(state, LAST_MISS, min(peek(state, LAST_MISS), peek(state, HISTORY_COUNT) - SURE))
     unlock(state)
 
 

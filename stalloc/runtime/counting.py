@@ -9,40 +9,26 @@ of up to SMALL_LIMIT bytes, wherever they lie, and of the segments of small pool
 
 from stalloc.compiled import njit
 from stalloc.runtime.layout import *
-from stalloc.runtime.words import add, peek, poke, raise_to
+from stalloc.runtime.words import add, add_four, peek, poke, raise_four, raise_to
+
+
+@njit(inline="always")
+def _part(state, size):
+    """The address of the counts of small or of large requests."""
+    return state + (LARGE + (SMALL - LARGE) * (size <= SMALL_LIMIT)) * 8
 
 
 @njit(inline="always")
 def count_alloc(state, size, requested):
-    """Count a request that was served; the sizes are bytes, rounded and as asked for. No branch but for new peaks."""
-    small = int(size <= SMALL_LIMIT)
-    mask = -small
-    allocated, wanted, live = (
-        peek(state, ALLOCATED) + size,
-        peek(state, REQUESTED) + requested,
-        peek(state, NUM_LIVE) + 1,
-    )
-    poke(state, ALLOCATED, allocated)
-    poke(state, REQUESTED, wanted)
-    poke(state, NUM_LIVE, live)
-    add(state, NUM_ALLOCS, 1)
-    add(state, LARGE_BYTES_EVER + small, size)
-    add(state, LARGE_REQUESTED_EVER + small, requested)
-    small_allocated = peek(state, SMALL_ALLOCATED) + (size & mask)
-    small_wanted = peek(state, SMALL_REQUESTED) + (requested & mask)
-    small_live = peek(state, SMALL_LIVE) + small
-    poke(state, SMALL_ALLOCATED, small_allocated)
-    poke(state, SMALL_REQUESTED, small_wanted)
-    poke(state, SMALL_LIVE, small_live)
-    add(state, SMALL_ALLOCS, small)
-    raise_to(state, ALLOCATED_PEAK, allocated)
-    raise_to(state, STEP_ALLOCATED_PEAK, allocated)
-    raise_to(state, REQUESTED_PEAK, wanted)
-    raise_to(state, LIVE_PEAK, live)
-    peaks = LARGE_PEAKS + small * NUM_PEAKS
-    raise_to(state, peaks, small_allocated if small else allocated - small_allocated)
-    raise_to(state, peaks + 1, small_wanted if small else wanted - small_wanted)
-    raise_to(state, peaks + 2, small_live if small else live - small_live)
+    """Count a request that was served; the sizes are bytes, rounded and as asked for."""
+    part = _part(state, size)
+    total = state + ALLOCATED * 8
+    add_four(total, size, requested, 1, 1)
+    raise_four(total + PEAKS * 8, total)
+    add_four(part, size, requested, 1, 1)
+    raise_four(part + PEAKS * 8, part)
+    add_four(part + EVER * 8, size, requested, 0, 0)
+    raise_to(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
     if peek(state, NUM_DEFERRED) > 0:
         _raise_active(state)
 
@@ -50,13 +36,8 @@ def count_alloc(state, size, requested):
 @njit(inline="always")
 def count_free(state, size, requested):
     """Count a block whose memory is free again."""
-    mask = -int(size <= SMALL_LIMIT)
-    add(state, ALLOCATED, -size)
-    add(state, REQUESTED, -requested)
-    add(state, NUM_LIVE, -1)
-    add(state, SMALL_ALLOCATED, -(size & mask))
-    add(state, SMALL_REQUESTED, -(requested & mask))
-    add(state, SMALL_LIVE, mask)
+    add_four(state + ALLOCATED * 8, -size, -requested, -1, 0)
+    add_four(_part(state, size), -size, -requested, -1, 0)
 
 
 @njit()
@@ -90,10 +71,8 @@ def count_deferred(state, size, number):
     add(state, BYTES_DEFERRED, number * size)
     add(state, SMALL_DEFERRED, small)
     add(state, SMALL_BYTES_DEFERRED, small * size)
-    add(state, NUM_LIVE, -number)
-    add(state, ALLOCATED, -number * size)
-    add(state, SMALL_LIVE, -small)
-    add(state, SMALL_ALLOCATED, -small * size)
+    add_four(state + ALLOCATED * 8, -number * size, 0, -number, 0)
+    add_four(_part(state, size), -number * size, 0, -number, 0)
 
 
 @njit()
@@ -131,15 +110,9 @@ def begin_peaks(state):
     for word in range(ACTIVE_PEAKS, ACTIVE_PEAKS + 6):
         poke(state, word, 0)
     _raise_active(state)
-    poke(state, ALLOCATED_PEAK, peek(state, ALLOCATED))
-    poke(state, REQUESTED_PEAK, peek(state, REQUESTED))
-    poke(state, LIVE_PEAK, peek(state, NUM_LIVE))
-    poke(state, LARGE_PEAKS, peek(state, ALLOCATED) - peek(state, SMALL_ALLOCATED))
-    poke(state, LARGE_PEAKS + 1, peek(state, REQUESTED) - peek(state, SMALL_REQUESTED))
-    poke(state, LARGE_PEAKS + 2, peek(state, NUM_LIVE) - peek(state, SMALL_LIVE))
-    poke(state, SMALL_PEAKS, peek(state, SMALL_ALLOCATED))
-    poke(state, SMALL_PEAKS + 1, peek(state, SMALL_REQUESTED))
-    poke(state, SMALL_PEAKS + 2, peek(state, SMALL_LIVE))
+    for counts in (ALLOCATED, LARGE, SMALL):
+        for i in range(3):
+            poke(state, counts + PEAKS + i, peek(state, counts + i))
     poke(state, RESERVED_PEAK, peek(state, RESERVED))
     poke(state, SEGMENTS_PEAK, peek(state, SEGMENTS))
     poke(state, SEGMENT_PEAKS, peek(state, RESERVED) - peek(state, SMALL_RESERVED))

@@ -25,11 +25,10 @@ EVENTS, NUM_EVENTS, EVENTS_CAPACITY, RECORDING = 33, 34, 35, 36
 NUM_SIZABLE, CHECK_AT = 37, 38  # requests above TINY seen while recording; ask Python for a look at this many
 
 # statistics, bytes rounded up to ALIGNMENT unless said
-ALLOCATED, ALLOCATED_PEAK, RESERVED, RESERVED_PEAK = 40, 41, 42, 43  # these peaks: since the program reset them
-REQUESTED, REQUESTED_PEAK, NUM_ALLOCS = 44, 45, 46
+RESERVED, RESERVED_PEAK = 42, 43  # this peak: since the program reset it
 STEP_ALLOCATED_PEAK, STEP_RESERVED_PEAK = 48, 49  # peaks since the last step began
 NUM_SEGMENT_ALLOCS, NUM_SEGMENT_FREES, NUM_OOMS, NUM_UNKNOWN_FREES = 50, 51, 52, 53
-NUM_LIVE, NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 54, 55, 56, 57  # live: without those deferred
+NUM_RETRIES, NUM_DEFERRED, BYTES_DEFERRED = 55, 56, 57
 
 EXPECTED_PEAK = 63  # allocated at most before the plan, or what its arena holds; 0: not known
 SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended since the plan was put in force (or ever)
@@ -38,10 +37,11 @@ SPAN_ALLOCATED_PEAK, SPAN_RESERVED_PEAK = 60, 61  # over the steps that ended si
 TAPE, TAPE_LENGTH, RING_START, CURSOR = 64, 65, 66, 67
 ARENA, ARENA_BYTES, ARENA_LIVE, CELLS = 68, 69, 70, 71
 SLOTS, SLOTS_MASK = 72, 73
-HITS, MISSES, CONFLICTS, MISS_RUN, MATCH_RUN = 74, 75, 76, 77, 78
+HITS, MISSES, CONFLICTS, MISS_RUN = 74, 75, 76, 77
+LAST_MISS = 78  # HISTORY_COUNT at the last request that did not match: what it has grown by since are matches in a row
 ASK_AT_BOUNDARY = 79  # 1: enter Python when the ring begins again
 HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever became of them
-STEP_HITS, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88
+HITS_BEFORE, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88  # HITS when the step began
 OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
 SURPLUS_MISSES, ASK_AFTER_MISSES = 89, 90  # by how much misses outnumber matches; enter Python at this many
 STEP_UNPLANNED, BAD_PASSES = 91, 92  # entries without a place in this pass; passes in a row that missed much
@@ -65,16 +65,23 @@ GIVERS, RECORD_EVENT, WAIT_EVENT, IS_CAPTURING = 120, 121, 122, 123  # a word a 
 NUM_WAITS = 124  # functions; waits of a stream for an event of another
 
 # statistics as torch has them, see counting.py: bytes as allocated and as requested, ever; the part of small requests
-LARGE_BYTES_EVER, SMALL_BYTES_EVER, LARGE_REQUESTED_EVER, SMALL_REQUESTED_EVER = 128, 129, 130, 131
-SMALL_ALLOCATED, SMALL_REQUESTED, SMALL_LIVE, SMALL_ALLOCS, LIVE_PEAK = 132, 133, 134, 135, 136
-LARGE_PEAKS, SMALL_PEAKS, NUM_PEAKS = 137, 140, 3  # of allocated and requested bytes and of the number of blocks
 SMALL_BYTES_DEFERRED, SMALL_DEFERRED = 143, 144
 ACTIVE_PEAKS = 145  # while blocks were deferred: of bytes, all, large and small, and of blocks likewise
 SEGMENTS, SEGMENTS_PEAK, SEGMENTS_EVER, RESERVED_EVER = 151, 152, 153, 154  # the arena is a segment
 SMALL_SEGMENTS, SMALL_SEGMENTS_EVER, SMALL_RESERVED, SMALL_RESERVED_EVER = 155, 156, 157, 158
 SEGMENT_PEAKS = 159  # of reserved bytes, large and small, and of segments likewise
 
-STATE_WORDS = 192
+# counts that change with every request, in fours that one instruction changes together: bytes, bytes as requested,
+# blocks (live: without those deferred), requests served; all, then those above SMALL_LIMIT and those up to it
+ALLOCATED, REQUESTED, NUM_LIVE, NUM_ALLOCS = 192, 193, 194, 195
+ALLOCATED_PEAK, REQUESTED_PEAK, LIVE_PEAK = 196, 197, 198  # since the program reset them
+LARGE, SMALL = 200, 216  # the same of a part of the requests; its peaks at + PEAKS, its bytes ever at + EVER
+PEAKS, EVER = 4, 8
+SMALL_ALLOCATED, SMALL_REQUESTED, SMALL_LIVE, SMALL_ALLOCS = 216, 217, 218, 219
+LARGE_PEAKS, SMALL_PEAKS = 204, 220
+LARGE_BYTES_EVER, LARGE_REQUESTED_EVER, SMALL_BYTES_EVER, SMALL_REQUESTED_EVER = 208, 209, 224, 225
+
+STATE_WORDS = 240
 
 # --- values ----------------------------------------------------------------------------------------------------
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy

@@ -194,12 +194,18 @@ def _elsewhere(state, first, end):
     return -1
 
 
+@njit(inline="always")
+def _matches_in_a_row(state):
+    """How many requests have matched since the last one that did not."""
+    return peek(state, HISTORY_COUNT) - peek(state, LAST_MISS)
+
+
 @njit()
 def _branch(state, key):
     """The place on another tape that begins as this pass did and goes on with `key`; it is followed then. -1: none."""
     start, cursor, table = peek(state, RING_START), peek(state, CURSOR), peek(state, TAPES)
     done = cursor - start
-    if peek(state, MATCH_RUN) < done:
+    if _matches_in_a_row(state) <= done:  # this request, which is counted already, is none
         return -1
     for tape in range(peek(state, NUM_TAPES)):
         begin, end = peek(table, tape * TAPES_ROW + TP_BEGIN), peek(table, tape * TAPES_ROW + TP_END)
@@ -220,14 +226,15 @@ def _end_step(state):
     count = peek(state, STEP_COUNT)
     row = peek(state, STEP_LOG) + (count % STEP_LOG_ROWS) * STEP_ROW * 8
     poke(row, ST_TIME, now_ns(state + SCRATCH * 8))
-    poke(row, ST_HITS, peek(state, STEP_HITS))
+    hits = peek(state, HITS) - peek(state, HITS_BEFORE)
+    poke(row, ST_HITS, hits)
     poke(row, ST_MISSES, peek(state, STEP_MISSES))
     poke(row, ST_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
     poke(row, ST_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
     raise_to(state, SPAN_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
     raise_to(state, SPAN_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
     lost = peek(state, STEP_MISSES) - peek(state, STEP_UNPLANNED)
-    bad = _BAD_SHARE * lost > lost + peek(state, STEP_HITS)
+    bad = _BAD_SHARE * lost > lost + hits
     poke(state, BAD_PASSES, peek(state, BAD_PASSES) + 1 if bad else 0)
     if peek(state, BAD_PASSES) >= _BAD_PASSES:
         # some requests still match, so misses alone might never outnumber matches: let the next one ask
@@ -235,7 +242,7 @@ def _end_step(state):
     poke(state, STEP_COUNT, count + 1)
     add(state, STEPS_EVER, 1)
     add(state, CELLS_FREED, 1)  # when cells are needed next has changed
-    poke(state, STEP_HITS, 0)
+    poke(state, HITS_BEFORE, peek(state, HITS))
     poke(state, STEP_MISSES, 0)
     poke(state, STEP_UNPLANNED, 0)
     poke(state, STEP_ALLOCATED_PEAK, peek(state, ALLOCATED))
@@ -248,7 +255,7 @@ def at_boundary(state, key):
     start = peek(state, RING_START)
     if peek(state, CURSOR) != start or _key_at(state, start) != key:
         return False
-    return peek(state, MATCH_RUN) >= min(peek(state, TAPE_LENGTH) - start, SURE)
+    return _matches_in_a_row(state) >= min(peek(state, TAPE_LENGTH) - start, SURE)
 
 
 @njit()
@@ -284,10 +291,9 @@ def follow(state, key, requested):
             add(state, STEP_MISSES, 1)
             add(state, SURPLUS_MISSES, 1)
             add(state, MISS_RUN, 1)
-            poke(state, MATCH_RUN, 0)
+            poke(state, LAST_MISS, count + 1)
             return 0
     poke(state, MISS_RUN, 0)
-    add(state, MATCH_RUN, 1)
     if peek(state, SURPLUS_MISSES) > 0:
         add(state, SURPLUS_MISSES, -1)
     following = position + 1
@@ -314,5 +320,4 @@ def follow(state, key, requested):
     poke(slot, S_STATE, BLOCK_LIVE)
     add(state, ARENA_LIVE, 1)
     add(state, HITS, 1)
-    add(state, STEP_HITS, 1)
     return peek(state, ARENA) + offset

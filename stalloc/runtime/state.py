@@ -232,7 +232,7 @@ class DeviceState:
             CURSOR=cursor,
             HISTORY_COUNT=0,
             MISS_RUN=0,
-            MATCH_RUN=0,
+            LAST_MISS=0,
             SURPLUS_MISSES=0,
             ASK_AT_BOUNDARY=0,
             MODE=layout.MODE_FOLLOW,

@@ -58,11 +58,12 @@ class Report:
 def _planned_steps(controller: "Controller") -> list[Step]:
     """The whole passes over the ring, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
-    seen = state["STEP_HITS"] + state["STEP_MISSES"]
+    hits = state["HITS"] - state["HITS_BEFORE"]
+    seen = hits + state["STEP_MISSES"]
     length = state["TAPE_LENGTH"] - state["RING_START"]
     if state["CURSOR"] == state["RING_START"] and seen >= length > 0:
         peaks = state["STEP_ALLOCATED_PEAK"], state["STEP_RESERVED_PEAK"]
-        steps.append(Step(0, state["STEP_HITS"], state["STEP_MISSES"], *peaks))
+        steps.append(Step(0, hits, state["STEP_MISSES"], *peaks))
     return steps
 
 

@@ -46,6 +46,38 @@ def poke(typingctx, address, index, value):
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+def _four(builder, address):
+    return builder.inttoptr(address, ir.VectorType(_WORD, 4).as_pointer())
+
+
+@intrinsic
+def add_four(typingctx, address, a, b, c, d):
+    """Add to four words in a row at once; `address` is a multiple of 32."""
+
+    def codegen(context, builder, signature, args):
+        amounts = ir.Constant(ir.VectorType(_WORD, 4), ir.Undefined)
+        for i in range(4):
+            amounts = builder.insert_element(amounts, args[i + 1], ir.IntType(32)(i))
+        pointer = _four(builder, args[0])
+        builder.store(builder.add(builder.load(pointer, align=32), amounts), pointer, align=32)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def raise_four(typingctx, peaks, now):
+    """Let each of four words in a row be at least what the one of four others is; addresses are multiples of 32."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _four(builder, args[0])
+        old, new = builder.load(pointer, align=32), builder.load(_four(builder, args[1]), align=32)
+        builder.store(builder.select(builder.icmp_signed(">", new, old), new, old), pointer, align=32)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _count_zeros(builder, word, end):
     """LLVM's count of the zeros below the lowest (`cttz`) or above the highest (`ctlz`) bit of a word that is not 0."""
     kind = ir.FunctionType(_WORD, [_WORD, ir.IntType(1)])
