@@ -125,7 +125,7 @@ def test_what_lasts_does_not_keep_other_memory_from_going_back() -> None:
     machine.state.write(LASTING=0)
     machine.free(gone[0])
     machine.give_back_segments()
-    assert machine.taken == 60 * MIB  # three in each segment of 20 MiB
+    assert machine.taken <= 62 * MIB, "segments of what lasts alone, cut to its size"
     machine.free(kept.pop())
     before = machine.taken
     machine.allocate(4 * MIB)

@@ -123,6 +123,10 @@ class _OfflineController(Controller):
             memory = self.device.malloc(size_bytes)
         return memory
 
+    def free_bytes(self) -> int:
+        free, _ = self.device.memory_info()
+        return int(free)
+
     def release_unused(self, idle_passes: int = 0) -> None:
         for base in self.state.take_free_segments(idle_passes):
             memory = self._segments.pop(base)

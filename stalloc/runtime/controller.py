@@ -47,6 +47,7 @@ _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan
 _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
 _MOST_UNROLLED = 2_000  # requests in such a ring
+_DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -236,9 +237,20 @@ class Controller:
         the device when the plan takes over.
         """
         with self._lock:
+            self._building = False
             if self.phase is Phase.OBSERVING and self.settings.plan and not self.state["LASTING"]:
                 self.release_unused()
                 self.state.write(LASTING=1)
+
+    def _is_built(self) -> bool:
+        """Whether a program that has only made what lasts (a model) goes on with something else.
+
+        It does so once it has an optimizer, marks steps, or frees what it allocates.
+        """
+        state = self.state
+        served = state["NUM_ALLOCS"] - state["SMALL_ALLOCS"]
+        freed = served - (state["NUM_LIVE"] - state["SMALL_LIVE"])
+        return self.expects_marks or bool(self.marks) or freed > max(4, served // 8)
 
     def _end_lasting(self) -> None:
         if self.state["LASTING"]:
@@ -342,6 +354,10 @@ class Controller:
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
+        if self._building and self._is_built():
+            self._building = False
+            self._end_lasting()
+            return True  # the core asks again for what it wants now
         wanted, least = segment_bytes(self.state.pool_kind(pool), size_bytes), round_up(size_bytes)
         if self.phase is Phase.PLANNED and self.state.pool_kind(pool) == layout.GENERAL_KIND:
             wanted = least  # what the plan does not serve is the exception: it gets no more than it needs
@@ -430,7 +446,8 @@ class Controller:
         self._arena_lacks_room = False
         self._reserved_start = self.state["RESERVED"]
         self._settled = False
-        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, LASTING=0, CHECK_AT=64)
+        self._building = self.settings.plan and self.state["NUM_ALLOCS"] == 0
+        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, LASTING=int(self._building), CHECK_AT=64)
 
     def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
@@ -657,6 +674,8 @@ class Controller:
         if self.ask_for_room(round_up(plan.peak_bytes)):
             self._making = making  # the tape is followed on, and the boundary after the next mark tries again
             return
+        if self._has_room(round_up(plan.peak_bytes)) and self._is_dearer(plan):
+            return
         if self._begin(plan, ring_only=True):
             return
         several = len(np.unique(plan.tape_stream[plan.tape_offset >= 0])) > 1
@@ -670,6 +689,22 @@ class Controller:
                 f"an arena of {plan.peak_bytes} bytes does not fit beside the {self.state['RESERVED']} bytes "
                 "that hold live blocks"
             )
+
+    def _is_dearer(self, plan: "Plan") -> bool:
+        """Whether the switch would hold far more than was needed so far; the heap then goes on serving.
+
+        What the steps hand on lies beside the arena until the next one is over, and keeps its segments. A part of them
+        is usual; where it is nearly all, the plan gains nothing.
+        """
+        assert self.observed is not None
+        needed, held = self.state["RESERVED"] + round_up(plan.peak_bytes), self.observed.reserved_peak_bytes
+        segments = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True))
+        needed -= segments.get(self._old_arena, 0)  # it is taken over
+        if needed <= _DEARER * held + _DEARER_BYTES:
+            return False
+        self._settled = True  # what the heap holds has served so far
+        self.rest(f"on the plan {needed} bytes would be reserved, without it no more than {held} were")
+        return True
 
     def _begin(self, plan: "Plan", *, ring_only: bool) -> bool:
         """Take the arena and serve a plan from now on; False if the device has no room for the arena."""

@@ -124,7 +124,7 @@ def _too_much(state, size):
     """Whether a segment of so many bytes lets reserved exceed by much what was ever allocated at a time."""
     expected = peek(state, EXPECTED_PEAK)
     most = max(expected, peek(state, SPAN_ALLOCATED_PEAK), peek(state, STEP_ALLOCATED_PEAK))
-    return expected > 0 and peek(state, RESERVED) + size > most + (most >> _SPARE_SHIFT)
+    return expected > 0 and peek(state, HEALING) == 0 and peek(state, RESERVED) + size > most + (most >> _SPARE_SHIFT)
 
 
 @njit()
@@ -448,6 +448,9 @@ def _serve(state, arena, arena_bytes):
         PASS_BASE,
         STEP_COUNT,
         HITS_BEFORE,
+        CONFLICTS_BEFORE,
+        HEALING,
+        HEAL_AFTER,
         STEP_MISSES,
         STEP_UNPLANNED,
         BAD_PASSES,

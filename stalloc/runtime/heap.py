@@ -225,11 +225,11 @@ def _choose(state, stream, size):
             return pool, best_fit(state, pool, size)
     pool = find_pool(state, stream, GENERAL_KIND, True)
     found = best_fit(state, pool, size) if pool >= 0 else 0
-    if found == 0:  # holes among what lasts come before a new segment
-        lasting = find_pool(state, stream, LASTING_KIND, False)
-        hole = best_fit(state, lasting, size) if lasting >= 0 else 0
-        if hole != 0:
-            return lasting, hole
+    # holes among what lasts are in segments that stay anyhow
+    lasting = find_pool(state, stream, LASTING_KIND, False)
+    hole = best_fit(state, lasting, size) if lasting >= 0 else 0
+    if hole != 0 and (found == 0 or before(state, hole, found)):
+        return lasting, hole
     return pool, found
 
 

@@ -58,6 +58,8 @@ KEYS, KEYS_MASK, PLACES = 109, 110, 111  # where on the tapes each key stands: P
 # what is known of idle cells: the streams that have any (a bit for each index modulo 64), and the last search in vain,
 # which holds until cells are given back again
 CELL_STREAMS, CELLS_FREED, VAIN_SIZE, VAIN_LASTS, VAIN_STREAM, VAIN_AT = 113, 114, 115, 116, 117, 118
+# planned requests whose places are taken displace others in turn: a pass in which they may take more memory ends that
+CONFLICTS_BEFORE, HEALING, HEAL_AFTER = 128, 129, 130  # CONFLICTS when the pass began; 1: in this pass; not before
 MOST_LIVE = 112  # LIVE_MASK of the largest table of live blocks
 
 # memory that passes from one stream to another, see handing.py

@@ -18,6 +18,8 @@ _CONTEXT = 4  # requests in a row that find their place anywhere on the tape
 _WIDE_EVERY = 8  # misses between two searches of the whole tape
 SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
+_HEAL_SHARE = 64  # a pass in which one request in so many was displaced is followed by one that heals
+_HEAL_EVERY = 64  # passes
 _BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 _HASH = 0x1E3779B97F4A7C15
 
@@ -233,8 +235,15 @@ def _end_step(state):
     poke(row, ST_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
     raise_to(state, SPAN_ALLOCATED_PEAK, peek(state, STEP_ALLOCATED_PEAK))
     raise_to(state, SPAN_RESERVED_PEAK, peek(state, STEP_RESERVED_PEAK))
-    lost = peek(state, STEP_MISSES) - peek(state, STEP_UNPLANNED)
+    unplanned = peek(state, STEP_UNPLANNED)
+    lost = peek(state, STEP_MISSES) - unplanned
     bad = _BAD_SHARE * lost > lost + hits
+    displaced = peek(state, CONFLICTS) - peek(state, CONFLICTS_BEFORE) - unplanned
+    heal = _HEAL_SHARE * displaced > displaced + hits and peek(state, STEPS_EVER) >= peek(state, HEAL_AFTER)
+    poke(state, HEALING, heal)
+    if heal:
+        poke(state, HEAL_AFTER, peek(state, STEPS_EVER) + _HEAL_EVERY)
+    poke(state, CONFLICTS_BEFORE, peek(state, CONFLICTS))
     poke(state, BAD_PASSES, peek(state, BAD_PASSES) + 1 if bad else 0)
     if peek(state, BAD_PASSES) >= _BAD_PASSES:
         # some requests still match, so misses alone might never outnumber matches: let the next one ask

@@ -4,11 +4,13 @@ Contract: a segment is a multiple of 2 MiB, the granularity in which the driver 
 counted as reserved is what the device really gives up.
 """
 
-from stalloc.runtime.layout import GENERAL_KIND, PRIVATE_KINDS, SMALL_KIND, SMALL_LIMIT
+from stalloc.runtime.layout import GENERAL_KIND, LASTING_KIND, PRIVATE_KINDS, SMALL_KIND, SMALL_LIMIT
 
 GRANULE = 2 << 20  # bytes
 _GENERAL = 20 << 20  # bytes; general segments for requests below half of this
 _LARGE = 10 << 20  # bytes; from here on a request gets a segment of its own
+_SLAB = 32 << 20  # bytes; the largest segment for several requests that last
+_WASTE = 0.01  # share of such a segment that may be lost to rounding before it is made for more of them
 
 
 def round_up(size_bytes: int) -> int:
@@ -22,4 +24,11 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
         kind = SMALL_KIND if size_bytes <= SMALL_LIMIT else GENERAL_KIND
     if kind == SMALL_KIND:
         return GRANULE
-    return _GENERAL if size_bytes < _LARGE else round_up(size_bytes)
+    if size_bytes >= _LARGE:
+        return round_up(size_bytes)
+    if kind != LASTING_KIND:
+        return _GENERAL
+    counts = range(1, _SLAB // size_bytes + 1)
+    slabs = [(1 - n * size_bytes / round_up(n * size_bytes), n) for n in counts]
+    _, count = next((slab for slab in slabs if slab[0] <= _WASTE), min(slabs))
+    return round_up(count * size_bytes)
