@@ -262,7 +262,8 @@ def lifespan_row(state, size):
     """The row of a request of this size, at this place in the pass, in the table of lifespans."""
     start = peek(state, RING_START)
     length = peek(state, TAPE_LENGTH) - start
-    place = min(max(peek(state, CURSOR) - start, 0) * LIFESPAN_PLACES // max(length, 1), LIFESPAN_PLACES - 1)
+    shift = max(last_bit(length | 1) - LIFESPAN_PLACES_BITS + 1, 0)  # a division takes long
+    place = min(max(peek(state, CURSOR) - start, 0) >> shift, LIFESPAN_PLACES - 1)
     units = size >> 9
     octave = max(last_bit(units) - 1, 0)
     return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave

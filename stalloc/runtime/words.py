@@ -171,17 +171,20 @@ def as_pointer(typingctx, address):
 _sched_yield = types.ExternalFunction("sched_yield", types.intc())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.voidptr))
 _CLOCK_MONOTONIC = 1
+_MOST_PAUSES = 64  # between two looks at a lock that is held, after which other threads are let on
 
 
 @njit(inline="always")
 def lock(address):
     """Take the spin lock at `address`. The holder never waits for anything, the GIL least of all."""
-    spins = 0
+    pauses = 1
     while _exchange(address, 1) != 0:
         while _load_relaxed(address) != 0:
-            _spin_hint()
-            spins += 1
-            if spins & 255 == 0:
+            for _ in range(pauses):
+                _spin_hint()
+            if pauses < _MOST_PAUSES:
+                pauses *= 2
+            else:
                 _sched_yield()
 
 
