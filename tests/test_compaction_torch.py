@@ -71,6 +71,7 @@ print(json.dumps([nothing, results]))
 )
 
 
+@pytest.mark.slow
 def test_a_training_that_moves_every_step_ends_with_the_same_parameters(run_checks: Any) -> None:
     ways = ["reference", "within", "flat"]
     if importlib.util.find_spec("triton") is not None:
@@ -276,6 +277,7 @@ print(json.dumps([nothing, texts, refused, moved, rest.numel() == most, full]))
     assert full == [True, 0]
 
 
+@pytest.mark.slow
 def test_adopting_never_exceeds_the_cap_and_packs_what_lives(run_checks: Any) -> None:
     allocated, reserved, peak, cap, moved, host, refused = run_checks(
         _PROLOGUE

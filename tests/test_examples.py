@@ -55,6 +55,7 @@ def losses_on_cpu(tmp_path: Path, *arguments: object) -> list[float]:
     return [float.fromhex(loss) for loss in json.loads(file.read_text())]
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_training_on_the_cpu_learns_and_repeats_to_the_last_bit(tmp_path: Path) -> None:
     arguments = ("--steps", 40, "--batch", 8, "--lr", 3e-3, "--deterministic")

@@ -126,6 +126,7 @@ def out_of_memory(tmp_path, device_free, wanted):
     return write(tmp_path / "oom.pickle", events, [segment(0, (8 * MIB, 8 * MIB, LIVE), (12 * MIB, 0, FREE))])
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_error_with_enough_in_all_is_fragmentation(tmp_path, capsys):
     file = out_of_memory(tmp_path, device_free=10 * MIB, wanted=22 * MIB)
     assert main(["explain", str(file), "--json", "-"]) == 0

@@ -85,6 +85,7 @@ def test_streams_share_where_a_region_for_each_does_not_fit(run_checks: Any) -> 
     assert found["hits"] == 50
 
 
+@pytest.mark.slow
 def test_a_plan_file_with_hand_overs_is_followed_and_refused_without_them(
     run_checks: Any, run_program: Any, tmp_path: Path
 ) -> None:

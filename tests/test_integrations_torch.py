@@ -87,6 +87,7 @@ show(STATE["NUM_OOMS"], torch.cuda.memory_reserved() // MIB)
     ) == [0, 1900]
 
 
+@pytest.mark.slow
 def test_statistics_are_what_the_native_allocator_says() -> None:
     answers = []
     for mode in ("native", "stalloc"):
@@ -101,6 +102,7 @@ def test_statistics_are_what_the_native_allocator_says() -> None:
     assert ours["left"] <= 1.25 * native["left"]
 
 
+@pytest.mark.slow
 def test_functions_of_torch_answer_as_with_its_own_allocator() -> None:
     answers = []
     for mode in ("native", "stalloc"):
@@ -441,6 +443,7 @@ os._exit(0)  # torch's own threads may abort at the end after an error in backwa
     assert seen.count(True) == len(seen) - 6 >= 11, "the last finaliser may still be to come"
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter_is_quiet(run_program: Any) -> None:
     endings = {
         "live tensors": """
@@ -603,6 +606,7 @@ show(dataclasses.asdict(stalloc.statistics()[0]), allocated[3:])
     assert report["unknown_frees"] == report["out_of_memory_errors"] == 0
 
 
+@pytest.mark.slow
 def test_training_with_an_optimizer_goes_on_after_its_shapes_change_for_good(run_checks: Any) -> None:
     first, second = run_checks(
         _PROLOGUE

@@ -277,6 +277,7 @@ print(os.waitstatus_to_exitcode(status), found(stalloc.step)[:18])
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_without_the_variable_requests_reach_the_core_directly(run_checks: Any) -> None:
     for value in (None, "0"):
         direct = run_checks(

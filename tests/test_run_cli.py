@@ -114,6 +114,7 @@ def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> N
     assert again["plan_peak_bytes"] <= 1.01 * again["lower_bound_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
 def test_compare_native_puts_the_caching_allocator_beside(tmp_path: Path) -> None:
     result = run(tmp_path, "--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
