@@ -373,6 +373,10 @@ class Controller:
         self._explain_out_of_memory(size_bytes)
         return False
 
+    def _segment_bytes(self, base: int) -> int:
+        """The size of the segment at an address; 0 if there is none."""
+        return dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(base, 0)
+
     def take_lacking(self) -> tuple[int, bool]:
         """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
 
@@ -390,8 +394,10 @@ class Controller:
         if self._arena_lacks_room or not self.may_move or not (self.marks or self.step_times_ns):
             self._arena_lacks_room = False
             return False
-        kept = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(self._old_arena, 0)
-        if self._has_room(arena_bytes) or max(kept, self.state["ARENA_BYTES"]) >= arena_bytes:
+        if (
+            self._has_room(arena_bytes)
+            or max(self._segment_bytes(self._old_arena), self.state["ARENA_BYTES"]) >= arena_bytes
+        ):
             return False
         self._lacking_bytes, self._arena_lacks_room = max(self._lacking_bytes, arena_bytes), True
         return True
@@ -698,8 +704,7 @@ class Controller:
         """
         assert self.observed is not None
         needed, held = self.state["RESERVED"] + round_up(plan.peak_bytes), self.observed.reserved_peak_bytes
-        segments = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True))
-        needed -= segments.get(self._old_arena, 0)  # it is taken over
+        needed -= self._segment_bytes(self._old_arena)  # it is taken over
         if needed <= _DEARER * held + _DEARER_BYTES:
             return False
         self._settled = True  # what the heap holds has served so far
@@ -798,7 +803,7 @@ class Controller:
     def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
         base, self._old_arena = self._old_arena, 0
-        size_bytes = dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(base, 0)
+        size_bytes = self._segment_bytes(base)
         if base not in self._segments or size_bytes < arena_bytes:
             return False
         if not self.state.take_over_segment(base, size_bytes, tape, begins):

@@ -163,11 +163,8 @@ NO_STREAM = -1
 NOBODY = -1  # a giver: an entry whose event is recorded, or nobody yet, or from here down: a stream without an event
 GIVEN_UNRECORDED = -2
 
-LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = (
-    6,
-    64,
-    64,
-)  # parts of a pass, and classes of sizes, for which lifespans are learnt
+# parts of a pass, and classes of sizes, for which lifespans are learnt
+LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64
 
 STEP_ROW = 8
 STEP_LOG_ROWS = 4096

@@ -27,7 +27,7 @@ from stalloc.runtime.heap import (
     take_row,
 )
 from stalloc.runtime.layout import *
-from stalloc.runtime.words import add, last_bit, peek, poke
+from stalloc.runtime.words import add, first_at_least, last_bit, peek, poke
 
 _MOST_LEASES = 4096
 _LEAST_LEASE = 2 << 20  # bytes; small requests share a lease of this size
@@ -105,26 +105,14 @@ def _needed_next(state, index, now):
     if uses == 0:
         return now + 1
     low, end = peek(starts, index), peek(starts, index + 1)
-    first, high = low, end
-    position = now - peek(state, PASS_BASE)
-    while low < high:
-        middle = (low + high) >> 1
-        if peek(uses, middle) < position:
-            low = middle + 1
-        else:
-            high = middle
+    first = low
+    low = first_at_least(uses, first, end, now - peek(state, PASS_BASE))
     time = _FAR
     if low < end and peek(uses, low) < peek(state, TAPE_LENGTH):
         time = peek(state, PASS_BASE) + peek(uses, low)
     elif first < end and peek(uses, end - 1) >= peek(state, RING_START):
         # in the next pass, if it is one of the same tape: the first use that belongs to the ring
-        low, high = first, end
-        while low < high:
-            middle = (low + high) >> 1
-            if peek(uses, middle) < peek(state, RING_START):
-                low = middle + 1
-            else:
-                high = middle
+        low = first_at_least(uses, first, end, peek(state, RING_START))
         if peek(uses, low) < peek(state, TAPE_LENGTH):
             time = peek(state, PASS_BASE) + peek(uses, low) + peek(state, TAPE_LENGTH) - peek(state, RING_START)
     _set_cell(state, index, CI_NEXT, time)

@@ -10,7 +10,7 @@ each entry of the tape, so a request that is on no tape costs next to nothing.
 from stalloc.compiled import njit
 from stalloc.runtime.layout import *
 from stalloc.runtime.lending import call_back, cells_empty, flip_cells, go_to
-from stalloc.runtime.words import add, now_ns, peek, poke, raise_to
+from stalloc.runtime.words import add, first_at_least, now_ns, peek, poke, raise_to
 
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
 _WINDOW = 64  # entries looked ahead for the last two requests in a row
@@ -71,19 +71,6 @@ def _places(state, key):
         i = (i + 1) & mask
 
 
-@njit(inline="always")
-def _first_from(state, first, end, position):
-    """The first of the places [first, end) that lies at `position` or behind it."""
-    places = peek(state, PLACES)
-    while first < end:
-        middle = (first + end) >> 1
-        if peek(places, middle) < position:
-            first = middle + 1
-        else:
-            end = middle
-    return first
-
-
 @njit()
 def _matches_history(state, position):
     """Whether the last requests, this one included, are the tape's entries up to `position`."""
@@ -136,7 +123,7 @@ def _pair_ahead(state, first, end):
     """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
     cursor, start, length = peek(state, CURSOR), peek(state, RING_START), peek(state, TAPE_LENGTH)
     before = peek(state, HISTORY + ((peek(state, HISTORY_COUNT) - 2) & 3))
-    i = _first_from(state, first, end, cursor + 1)
+    i = first_at_least(peek(state, PLACES), first, end, cursor + 1)
     while i < end:
         position = peek(peek(state, PLACES), i)
         if position > cursor + _WINDOW or position >= length:
@@ -146,7 +133,7 @@ def _pair_ahead(state, first, end):
         i += 1
     around = cursor + _WINDOW - length + 1  # entries of the window that lie beyond the end of the ring
     if around > 0:
-        i = _first_from(state, first, end, start)
+        i = first_at_least(peek(state, PLACES), first, end, start)
         while i < end:
             position = peek(peek(state, PLACES), i)
             if position >= start + around or position > max(cursor, start):
@@ -162,7 +149,7 @@ def _anywhere(state, first, end):
     """The place of the last four requests on the tape that is followed, the next one from the cursor on; -1: none."""
     cursor, start, length = peek(state, CURSOR), peek(state, RING_START), peek(state, TAPE_LENGTH)
     for low, high in ((cursor, length), (start, cursor)):
-        i = _first_from(state, first, end, low)
+        i = first_at_least(peek(state, PLACES), first, end, low)
         while i < end:
             position = peek(peek(state, PLACES), i)
             if position >= high:
@@ -179,7 +166,7 @@ def _elsewhere(state, first, end):
     count, table = peek(state, HISTORY_COUNT), peek(state, TAPES)
     for tape in range(peek(state, NUM_TAPES) if peek(state, NUM_TAPES) > 1 else 0):
         tape_begin, tape_end = peek(table, tape * TAPES_ROW + TP_BEGIN), peek(table, tape * TAPES_ROW + TP_END)
-        i = _first_from(state, first, end, tape_begin + _CONTEXT - 1)
+        i = first_at_least(peek(state, PLACES), first, end, tape_begin + _CONTEXT - 1)
         while i < end:
             position = peek(peek(state, PLACES), i)
             if position >= tape_end:

@@ -175,6 +175,18 @@ _MOST_PAUSES = 64  # between two looks at a lock that is held, after which other
 
 
 @njit(inline="always")
+def first_at_least(table, low, high, value):
+    """The first row of [low, high) whose word is at least `value`, in a table of ascending words; `high` if none is."""
+    while low < high:
+        middle = (low + high) >> 1
+        if peek(table, middle) < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(inline="always")
 def lock(address):
     """Take the spin lock at `address`. The holder never waits for anything, the GIL least of all."""
     pauses = 1
