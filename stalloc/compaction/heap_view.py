@@ -55,14 +55,14 @@ def heap_view(device: Any) -> HeapView | None:
     live = live[live[:, layout.L_ADDRESS] != 0]
     live = live[np.argsort(live[:, layout.L_ADDRESS])]
     rows = state.blocks[live[:, layout.L_BLOCK]]
-    kinds = state.pools[rows[:, layout.B_POOL], layout.P_KIND]
+    kinds = state.pools[state.chunks[rows[:, layout.B_CHUNK], layout.C_POOL], layout.P_KIND]
     own = (rows[:, layout.B_STATE] == layout.BLOCK_LIVE) & (kinds < layout.PRIVATE_KINDS)
     return HeapView(
         controller,
         chunks[:, layout.C_BASE].copy(),
         chunks[:, layout.C_SIZE].copy(),
         live[:, layout.L_ADDRESS].copy(),
-        rows[:, layout.B_ROUNDED].copy(),
+        (rows[:, layout.B_REQUESTED] + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT,
         own,
         (state["ARENA"], state["ARENA"] + state["ARENA_BYTES"]),
     )

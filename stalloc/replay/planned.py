@@ -344,7 +344,8 @@ class Planned:
                 size, index = key >> layout.STREAM_BITS, key & (layout.MAX_STREAMS - 1)
             else:
                 block = state.blocks[int(core.find_live(state.address, address))]
-                size, index = int(block[layout.B_SIZE]), int(state.pools[block[layout.B_POOL], layout.P_STREAM])
+                pool = state.pools[state.chunks[block[layout.B_CHUNK], layout.C_POOL]]
+                size, index = int(block[layout.B_SIZE]), int(pool[layout.P_STREAM])
             out.append((address, size, int(row), int(state.streams[index])))
         return sorted(out)
 

@@ -18,7 +18,7 @@ from stalloc.runtime.counting import (
     count_parted,
     count_segment,
 )
-from stalloc.runtime.free_blocks import block, largest_block
+from stalloc.runtime.free_blocks import block, largest_block, pool_of
 from stalloc.runtime.handing import note_giver, part_streams, planned_entry, record_free, wait_for_givers
 from stalloc.runtime.heap import (
     add_segment,
@@ -28,6 +28,7 @@ from stalloc.runtime.heap import (
     heap_desperate,
     heap_free,
     home,
+    rounded_bytes,
     take_free_segments,
     unpin_pools,
 )
@@ -272,7 +273,7 @@ def _size(state, slot, index):
     """The bytes of what lives in a slot or a block, rounded up."""
     if slot != 0:
         return peek(planned_entry(state, slot), T_KEY) >> STREAM_BITS
-    return block(state, index, B_ROUNDED)
+    return rounded_bytes(state, index)
 
 
 @njit()
@@ -287,8 +288,8 @@ def _release(state, address, slot, index):
         size, requested = peek(entry, T_KEY) >> STREAM_BITS, peek(slot, S_REQUESTED)
         stream = peek(entry, T_KEY) & (MAX_STREAMS - 1)
     else:
-        size, requested = block(state, index, B_ROUNDED), block(state, index, B_REQUESTED)
-        stream = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_STREAM)
+        size, requested = rounded_bytes(state, index), block(state, index, B_REQUESTED)
+        stream = peek(peek(state, POOLS), pool_of(state, index) * POOL_ROW + P_STREAM)
         if block(state, index, B_BORN) >= 0 and peek(state, MODE) == MODE_REPLAY:
             note_death(state, index)
         heap_free(state, index)
@@ -536,7 +537,7 @@ def unfence_segment(state, base):
     lock(state)
     chunk = find_chunk(state, base)
     if chunk != 0:
-        pool = block(state, peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST), B_POOL)
+        pool = peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_POOL)
         if peek(peek(state, POOLS), pool * POOL_ROW + P_KIND) == FENCED_KIND:
             relabel(state, chunk, GENERAL_KIND)
     unlock(state)
@@ -636,7 +637,7 @@ def count_inactive(state):
         if peek(row, C_BASE) == 0 or (peek(row, C_LIVE) == 0 and peek(row, C_HIGH) == 0):
             continue
         index = peek(row, C_FIRST)
-        small = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_KIND) == SMALL_KIND
+        small = peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_KIND) == SMALL_KIND
         while index != 0:
             if block(state, index, B_STATE) == BLOCK_FREE:
                 size, number = size + block(state, index, B_SIZE), number + 1

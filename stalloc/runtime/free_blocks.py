@@ -1,10 +1,13 @@
-"""The free blocks of a pool: the smallest that is large enough, at the lowest address, in a few steps.
+"""The free blocks of a pool: the smallest that is large enough, in a few steps.
 
-Contract: every function runs with the state's lock held. Free blocks are ordered by (size, address). They sit in bins
-of near-equal sizes, one for each multiple of 512 bytes below 64 KiB and 64 an octave from there on, with a bit for
-each bin that holds any (Masmano, Ripoll, Crespo and Real, "TLSF: a new dynamic memory allocator for real-time
-systems", ECRTS 2004). A bin is a treap (Seidel and Aragon, "Randomized search trees", Algorithmica 1996), so that the
-best fit is found exactly, not only the bin of a good one. A pool that serves one size is a single treap.
+Contract: every function runs with the state's lock held. Free blocks sit in bins of near-equal sizes, one for each
+multiple of 512 bytes below 64 KiB and 64 an octave from there on, with a bit for each bin that holds any (Masmano,
+Ripoll, Crespo and Real, "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004), so that the best
+fit is found exactly:
+- a bin of one size is a list; a block enters it before the first if its address is lower, else after it, so that
+  low addresses come up sooner without a search;
+- a bin of several sizes is a treap ordered by (size, address), of which the lowest fit is taken (Seidel and Aragon,
+  "Randomized search trees", Algorithmica 1996). A pool that serves one size is a single treap.
 """
 
 # ruff: noqa: F403, F405  (the names of layout are constants to the compiler)
@@ -28,6 +31,12 @@ def block(state, index, field):
 def set_block(state, index, field, value):
     """Write a field of a block."""
     poke(peek(state, BLOCKS), index * BLOCK_ROW + field, value)
+
+
+@njit(inline="always")
+def pool_of(state, index):
+    """The pool of a block: that of its chunk."""
+    return peek(peek(state, CHUNKS), block(state, index, B_CHUNK) * CHUNK_ROW + C_POOL)
 
 
 @njit(inline="always")
@@ -100,22 +109,44 @@ def give_bins(state, pool):
         poke(peek(state, POOLS), pool * POOL_ROW + P_BINS, peek(state, BINS) + used * BINS_ROW * 8)
 
 
-# --- free blocks ---------------------------------------------------------------------------------------------------
+# --- a bin of one size: a list ---------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _is_list(nth):
+    return nth < _FINE
+
+
+@njit(inline="always")
+def _enter_list(state, link, index):
+    """Add a block to the list that begins at `link`."""
+    previous, following = 0, peek(link, 0)
+    if following != 0 and block(state, following, B_ADDRESS) < block(state, index, B_ADDRESS):
+        previous, link = following, _link(state, following, B_RIGHT)
+        following = peek(link, 0)
+    poke(link, 0, index)
+    set_block(state, index, B_LEFT, previous)
+    set_block(state, index, B_RIGHT, following)
+    if following != 0:
+        set_block(state, following, B_LEFT, index)
+
+
+@njit(inline="always")
+def _leave_list(state, first, index):
+    """Take a block out of the list whose first block is at the address `first`."""
+    previous, following = block(state, index, B_LEFT), block(state, index, B_RIGHT)
+    poke(first if previous == 0 else _link(state, previous, B_RIGHT), 0, following)
+    if following != 0:
+        set_block(state, following, B_LEFT, previous)
+
+
+# --- a bin of several sizes: a treap ---------------------------------------------------------------------------------
 
 
 @njit()
-def insert_free(state, index):
-    """Add a free block to those of its pool."""
+def _enter_tree(state, link, index):
+    """Add a block to the treap whose root is at `link`."""
     x = _priority(index)
-    pool = block(state, index, B_POOL)
-    bins = _bins(state, pool)
-    if bins == 0:
-        link = peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
-    else:
-        nth = _bin(block(state, index, B_SIZE))
-        link = bins + nth * 8
-        if peek(link, 0) == 0:
-            _mark_bin(bins, nth, True)
     current = peek(link, 0)
     while current != 0 and _priority(current) >= x:
         link = _link(state, current, B_LEFT if before(state, index, current) else B_RIGHT)
@@ -136,16 +167,8 @@ def insert_free(state, index):
 
 
 @njit()
-def remove_free(state, index):
-    """Take a free block out of those of its pool."""
-    pool = block(state, index, B_POOL)
-    bins, nth = _bins(state, pool), 0
-    if bins == 0:
-        root = peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8
-    else:
-        nth = _bin(block(state, index, B_SIZE))
-        root = bins + nth * 8
-    link = root
+def _leave_tree(state, link, index):
+    """Take a block out of the treap whose root is at `link`."""
     current = peek(link, 0)
     while current != index:
         link = _link(state, current, B_LEFT if before(state, index, current) else B_RIGHT)
@@ -161,7 +184,44 @@ def remove_free(state, index):
             link = _link(state, b, B_LEFT)
             b = peek(link, 0)
     poke(link, 0, a if a != 0 else b)
-    if bins != 0 and peek(root, 0) == 0:
+
+
+# --- the free blocks of a pool ---------------------------------------------------------------------------------------
+
+
+@njit()
+def insert_free(state, index):
+    """Add a free block to those of its pool."""
+    pool = pool_of(state, index)
+    bins = _bins(state, pool)
+    if bins == 0:
+        _enter_tree(state, peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8, index)
+        return
+    nth = _bin(block(state, index, B_SIZE))
+    root = bins + nth * 8
+    if peek(root, 0) == 0:
+        _mark_bin(bins, nth, True)
+    if _is_list(nth):
+        _enter_list(state, root, index)
+    else:
+        _enter_tree(state, root, index)
+
+
+@njit()
+def remove_free(state, index):
+    """Take a free block out of those of its pool."""
+    pool = pool_of(state, index)
+    bins = _bins(state, pool)
+    if bins == 0:
+        _leave_tree(state, peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8, index)
+        return
+    nth = _bin(block(state, index, B_SIZE))
+    root = bins + nth * 8
+    if _is_list(nth):
+        _leave_list(state, root, index)
+    else:
+        _leave_tree(state, root, index)
+    if peek(root, 0) == 0:
         _mark_bin(bins, nth, False)
 
 
@@ -177,17 +237,23 @@ def _fit_under(state, root, size):
     return best
 
 
+@njit(inline="always")
+def _fit_in_bin(state, bins, nth, size):
+    """The best fit in a bin; 0 if there is none."""
+    return peek(bins, nth) if _is_list(nth) else _fit_under(state, peek(bins, nth), size)
+
+
 @njit()
 def best_fit(state, pool, size):
-    """The smallest free block of a pool with `size` bytes, the lowest of several; 0 if there is none."""
+    """The smallest free block of a pool with `size` bytes; 0 if there is none."""
     bins = _bins(state, pool)
     if bins == 0:
         return _fit_under(state, peek(peek(state, POOLS), pool * POOL_ROW + P_ROOT), size)
     nth = _bin(size)
-    best = _fit_under(state, peek(bins, nth), size)
+    best = _fit_in_bin(state, bins, nth, size)
     if best == 0:
         nth = _next_bin(bins, nth)
-        best = _fit_under(state, peek(bins, nth), size) if nth >= 0 else 0
+        best = _fit_in_bin(state, bins, nth, size) if nth >= 0 else 0
     return best
 
 
@@ -201,7 +267,10 @@ def largest_block(state, pool):
         if words == 0:
             return 0
         word = last_bit(words)
-        current = peek(bins, (word << 6) + last_bit(peek(bins, BN_BITS + word)))
+        nth = (word << 6) + last_bit(peek(bins, BN_BITS + word))
+        current = peek(bins, nth)
+        if _is_list(nth):
+            return block(state, current, B_SIZE)
     largest = 0
     while current != 0:
         largest, current = block(state, current, B_SIZE), block(state, current, B_RIGHT)

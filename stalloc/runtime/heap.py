@@ -11,7 +11,7 @@ memory nobody else gets as long as the graph can be replayed.
 
 from stalloc.compiled import njit
 from stalloc.runtime.counting import count_segment
-from stalloc.runtime.free_blocks import before, best_fit, block, give_bins, insert_free, remove_free, set_block
+from stalloc.runtime.free_blocks import before, best_fit, block, give_bins, insert_free, pool_of, remove_free, set_block
 from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import peek, poke
 
@@ -144,9 +144,15 @@ def pool_kind(state, pool):
     return peek(peek(state, POOLS), pool * POOL_ROW + P_KIND)
 
 
+@njit(inline="always")
+def rounded_bytes(state, index):
+    """The bytes that a block which is not free was asked for, rounded up."""
+    return (block(state, index, B_REQUESTED) + (ALIGNMENT - 1)) & -ALIGNMENT
+
+
 @njit()
-def new_chunk(state, base, size, first):
-    """A row for a chunk whose first block is `first`; 0 if the table is full."""
+def new_chunk(state, pool, base, size, first):
+    """A row for a chunk of a pool whose first block is `first`; 0 if the table is full."""
     spare, table = peek(state, CHUNKS_FREE), peek(state, CHUNKS)
     if spare != 0:
         chunk = spare
@@ -158,6 +164,7 @@ def new_chunk(state, base, size, first):
         poke(state, CHUNKS_USED, chunk + 1)
     row = table + chunk * CHUNK_ROW * 8
     poke(row, C_BASE, base)
+    poke(row, C_POOL, pool)
     poke(row, C_SIZE, size)
     poke(row, C_LIVE, 0)
     poke(row, C_FIRST, first)
@@ -180,13 +187,12 @@ def drop_chunk(state, chunk):
 
 
 @njit()
-def set_up_block(state, index, address, size, pool, chunk, held):
+def set_up_block(state, index, address, size, chunk, held):
     """Fill the row of a block without neighbours."""
     set_block(state, index, B_ADDRESS, address)
     set_block(state, index, B_SIZE, size)
     set_block(state, index, B_PREVIOUS, 0)
     set_block(state, index, B_NEXT, 0)
-    set_block(state, index, B_POOL, pool)
     set_block(state, index, B_CHUNK, chunk)
     set_block(state, index, B_STATE, held)
     set_block(state, index, B_BORN, -1)
@@ -198,11 +204,11 @@ def add_segment(state, pool, base, size):
     index = take_row(state)
     if index == 0:
         return 0
-    chunk = new_chunk(state, base, size, index)
+    chunk = new_chunk(state, pool, base, size, index)
     if chunk == 0:
         give_row(state, index)
         return 0
-    set_up_block(state, index, base, size, pool, chunk, BLOCK_FREE)
+    set_up_block(state, index, base, size, chunk, BLOCK_FREE)
     insert_free(state, index)
     return chunk
 
@@ -237,7 +243,7 @@ def _choose(state, stream, size):
 def take(state, index, size, requested):
     """Make a free block live, giving back what it has too much; its address."""
     remove_free(state, index)
-    kind = pool_kind(state, block(state, index, B_POOL))
+    kind = pool_kind(state, pool_of(state, index))
     rest = block(state, index, B_SIZE) - size
     if rest > (_SPLIT_LIMIT if kind == GENERAL_KIND else 0):
         other = take_row(state)
@@ -247,7 +253,6 @@ def take(state, index, size, requested):
             set_block(state, other, B_SIZE, rest)
             set_block(state, other, B_PREVIOUS, index)
             set_block(state, other, B_NEXT, following)
-            set_block(state, other, B_POOL, block(state, index, B_POOL))
             set_block(state, other, B_CHUNK, block(state, index, B_CHUNK))
             set_block(state, other, B_STATE, BLOCK_FREE)
             if following != 0:
@@ -256,7 +261,6 @@ def take(state, index, size, requested):
             set_block(state, index, B_SIZE, size)
             insert_free(state, other)
     set_block(state, index, B_STATE, BLOCK_LIVE)
-    set_block(state, index, B_ROUNDED, size)
     set_block(state, index, B_REQUESTED, requested)
     set_block(state, index, B_BORN, -1)
     address = block(state, index, B_ADDRESS)
@@ -364,7 +368,7 @@ def take_free_segments(state, bases, sizes, limit, used_before):
         if peek(row, C_USED) >= used_before:
             continue
         index = peek(row, C_FIRST)
-        pool = peek(state, POOLS) + block(state, index, B_POOL) * POOL_ROW * 8
+        pool = peek(state, POOLS) + peek(row, C_POOL) * POOL_ROW * 8
         if peek(pool, P_USED) in (POOL_PINNED, POOL_FENCED):
             continue
         count_segment(state, peek(pool, P_KIND), -peek(row, C_SIZE))

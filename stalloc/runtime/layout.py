@@ -102,11 +102,12 @@ WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a requ
 REASON_BITS = 3
 
 # --- rows ------------------------------------------------------------------------------------------------------
-BLOCK_ROW = 16
-# what a neighbour that merges has to look at comes first, in one line of the cache
-B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_LEFT, B_RIGHT, B_STATE, B_POOL = range(8)
-B_CHUNK, B_ROUNDED, B_REQUESTED = 8, 9, 10
-B_BORN, B_CLASS = 11, 12  # tape time of an unplanned request, -1: not known; its row in the table of lifespans
+BLOCK_ROW = 8  # one line of the cache
+B_ADDRESS, B_SIZE, B_PREVIOUS, B_NEXT, B_STATE, B_CHUNK = range(6)
+B_LEFT, B_RIGHT = 6, 7  # of a free block: those below it among the free blocks of its pool
+# of a block that is not free: bytes requested; of an unplanned request the tape time when it was made << LIFESPAN_BITS
+# | its row in the table of lifespans, else -1
+B_REQUESTED, B_BORN = 6, 7
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
     0,
     1,
@@ -115,10 +116,12 @@ BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
 )  # shared: other streams use it; deferred: freed, but they may not be done
 
 CHUNK_ROW = 16
-C_BASE, C_SIZE, C_LIVE, C_FIRST = range(4)
+# what allocating and freeing look at comes first, in one line of the cache
+C_BASE, C_POOL, C_LIVE, C_FIRST = range(4)
 C_LOW, C_HIGH, C_UNTIL = 4, 5, 6  # a lease: its cells [C_LOW, C_HIGH), C_HIGH 0: none; tape time when they are needed
-C_GROUP = 7  # chunks of one group (0: none) came from the device as one piece, and go back as one
-C_USED = 8  # STEPS_EVER when the last block was taken from it
+C_USED = 7  # STEPS_EVER when the last block was taken from it
+C_SIZE = 8
+C_GROUP = 9  # chunks of one group (0: none) came from the device as one piece, and go back as one
 
 POOL_ROW = 8
 P_USED, P_STREAM, P_KIND, P_ROOT, P_BINS = range(5)  # the root of its free blocks, or the address of its bins (0: none)
@@ -165,6 +168,7 @@ GIVEN_UNRECORDED = -2
 
 # parts of a pass, and classes of sizes, for which lifespans are learnt
 LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64
+LIFESPAN_BITS = 12  # of a row in their table
 
 STEP_ROW = 8
 STEP_LOG_ROWS = 4096

@@ -260,15 +260,15 @@ def lifespan_row(state, size):
 @njit()
 def note_birth(state, index, row):
     """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
-    set_block(state, index, B_BORN, tape_time(state))
-    set_block(state, index, B_CLASS, row)
+    set_block(state, index, B_BORN, tape_time(state) << LIFESPAN_BITS | row)
 
 
 @njit()
 def note_death(state, index):
     """Learn from an unplanned request how long the next one like it will live: the longest counts, and fades."""
-    lived = tape_time(state) - block(state, index, B_BORN) + 1
-    row = peek(state, LIFESPANS) + block(state, index, B_CLASS) * 8
+    born = block(state, index, B_BORN)
+    lived = tape_time(state) - (born >> LIFESPAN_BITS) + 1
+    row = peek(state, LIFESPANS) + (born & ((1 << LIFESPAN_BITS) - 1)) * 8
     known = peek(row, 0)
     if lived > 0:
         poke(row, 0, max(lived, known - (known >> 3)))
@@ -380,7 +380,7 @@ def lend(state, stream, size, requested, row, anything):
 
 
 @njit()
-def _append(state, chunk, pool, previous, address, size, held):
+def _append(state, chunk, previous, address, size, held):
     """Append a block to a chunk that is being made, or let the free block before it grow; the last block's row."""
     if held == BLOCK_FREE and previous != 0 and block(state, previous, B_STATE) == BLOCK_FREE:
         remove_free(state, previous)
@@ -388,7 +388,7 @@ def _append(state, chunk, pool, previous, address, size, held):
         insert_free(state, previous)
         return previous
     index = take_row(state)
-    set_up_block(state, index, address, size, pool, chunk, held)
+    set_up_block(state, index, address, size, chunk, held)
     _link(state, chunk, previous, index)
     if held == BLOCK_FREE:
         insert_free(state, index)
@@ -439,7 +439,7 @@ def dissolve_region(state, first, end, group):
     arena = peek(state, ARENA)
     pool = find_pool(state, cell(state, first, CI_STREAM), GENERAL_KIND, True)
     begin = cell(state, first, CI_OFFSET)
-    chunk = new_chunk(state, arena + begin, cell(state, end, CI_OFFSET) - begin, 0)
+    chunk = new_chunk(state, pool, arena + begin, cell(state, end, CI_OFFSET) - begin, 0)
     row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
     previous, gap, live, i = 0, begin, 0, first
     while i <= end:
@@ -448,7 +448,7 @@ def dissolve_region(state, first, end, group):
             i += 1
             continue
         if at > gap:
-            previous = _append(state, chunk, pool, previous, arena + gap, at - gap, BLOCK_FREE)
+            previous = _append(state, chunk, previous, arena + gap, at - gap, BLOCK_FREE)
         if i == end:
             break
         lease = cell(state, i, CI_LEASE)
@@ -462,9 +462,8 @@ def dissolve_region(state, first, end, group):
                     address, size = block(state, index, B_ADDRESS), block(state, index, B_SIZE)
                     remove_free(state, index)
                     give_row(state, index)
-                    previous = _append(state, chunk, pool, previous, address, size, BLOCK_FREE)
+                    previous = _append(state, chunk, previous, address, size, BLOCK_FREE)
                 else:
-                    set_block(state, index, B_POOL, pool)
                     set_block(state, index, B_CHUNK, chunk)
                     set_block(state, index, B_NEXT, 0)
                     _link(state, chunk, previous, index)
@@ -475,8 +474,7 @@ def dissolve_region(state, first, end, group):
             slot = find_slot(state, arena + at)
             entry = peek(state, TAPE) + peek(slot, S_ENTRY) * TAPE_ROW * 8
             size = peek(entry, T_KEY) >> STREAM_BITS
-            previous = _append(state, chunk, pool, previous, arena + at, size, peek(slot, S_STATE))
-            set_block(state, previous, B_ROUNDED, size)
+            previous = _append(state, chunk, previous, arena + at, size, peek(slot, S_STATE))
             set_block(state, previous, B_REQUESTED, peek(slot, S_REQUESTED))
             add_live(state, arena + at, previous)
             i, live = peek(entry, T_CELL_HIGH), live + 1
@@ -514,17 +512,19 @@ def find_chunk(state, base):
 @njit()
 def relabel(state, chunk, kind):
     """Let the blocks of a segment belong to another kind of pool of their stream; False if there is no such pool."""
-    index = peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST)
-    stream = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_STREAM)
-    pool = find_pool(state, stream, kind, True)
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    pool = find_pool(state, peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_STREAM), kind, True)
     if pool < 0:
         return False
+    index = peek(row, C_FIRST)
     while index != 0:
-        free = block(state, index, B_STATE) == BLOCK_FREE
-        if free:
+        if block(state, index, B_STATE) == BLOCK_FREE:
             remove_free(state, index)
-        set_block(state, index, B_POOL, pool)
-        if free:
+        index = block(state, index, B_NEXT)
+    poke(row, C_POOL, pool)
+    index = peek(row, C_FIRST)
+    while index != 0:
+        if block(state, index, B_STATE) == BLOCK_FREE:
             insert_free(state, index)
         index = block(state, index, B_NEXT)
     return True
@@ -543,8 +543,9 @@ def _run_end(state, index):
 @njit()
 def can_reclaim(state, chunk, arena):
     """Whether what lives in a fenced segment can be kept in leases of the cells that are in place now."""
-    first = peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST)
-    stream = peek(peek(state, POOLS), block(state, first, B_POOL) * POOL_ROW + P_STREAM)
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    first = peek(row, C_FIRST)
+    stream = peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_STREAM)
     if find_pool(state, stream, LEASED_KIND, True) < 0:
         return False
     for i in range(peek(state, NUM_CELLS)):
@@ -566,8 +567,9 @@ def can_reclaim(state, chunk, arena):
 @njit()
 def reclaim(state, chunk, arena):
     """Turn a fenced segment into the arena: what lives there is kept in leases, the rest belongs to the plan."""
-    index = peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST)
-    stream = peek(peek(state, POOLS), block(state, index, B_POOL) * POOL_ROW + P_STREAM)
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    index = peek(row, C_FIRST)
+    stream = peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_STREAM)
     pool = find_pool(state, stream, LEASED_KIND, True)
     while index != 0:
         if block(state, index, B_STATE) == BLOCK_FREE:
@@ -580,12 +582,11 @@ def reclaim(state, chunk, arena):
         begin = block(state, index, B_ADDRESS)
         end = block(state, last, B_ADDRESS) + block(state, last, B_SIZE)
         following = block(state, last, B_NEXT)
-        lease = new_chunk(state, begin, end - begin, index)
+        lease = new_chunk(state, pool, begin, end - begin, index)
         set_block(state, index, B_PREVIOUS, 0)
         set_block(state, last, B_NEXT, 0)
         live = 0
         while index != 0:
-            set_block(state, index, B_POOL, pool)
             set_block(state, index, B_CHUNK, lease)
             live += 1
             index = block(state, index, B_NEXT)

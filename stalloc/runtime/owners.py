@@ -6,7 +6,8 @@ Contract: only reads. It is for the slow ways (STALLOC_POISON); nothing on the f
 # ruff: noqa: F403, F405  (the names of layout are constants to the compiler)
 
 from stalloc.compiled import njit
-from stalloc.runtime.heap import block, find_live, pool_kind
+from stalloc.runtime.free_blocks import block, pool_of
+from stalloc.runtime.heap import find_live, pool_kind, rounded_bytes
 from stalloc.runtime.layout import *
 from stalloc.runtime.lending import find_slot
 from stalloc.runtime.words import lock, peek, unlock
@@ -31,8 +32,8 @@ def find_owner(state, address, row):
         index = find_live(state, address)
         found = index != 0
         if found:
-            pool = block(state, index, B_POOL)
-            row[ROUNDED] = block(state, index, B_ROUNDED)
+            pool = pool_of(state, index)
+            row[ROUNDED] = rounded_bytes(state, index)
             row[RAW_STREAM] = peek(peek(state, STREAMS), peek(peek(state, POOLS), pool * POOL_ROW + P_STREAM))
             row[HELD] = block(state, index, B_STATE)
             row[GRAPHS] = pool_kind(state, pool) >= PRIVATE_KINDS

@@ -162,6 +162,7 @@ def segments(state: DeviceState) -> list[Segment]:
     found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
     for chunk in chunks[1:].tolist():
         base, size, row = chunk[layout.C_BASE], chunk[layout.C_SIZE], chunk[layout.C_FIRST]
+        pool = pools[chunk[layout.C_POOL]]
         if base == 0:
             continue
         inside = []
@@ -170,7 +171,7 @@ def segments(state: DeviceState) -> list[Segment]:
             held, live = int(entry[layout.B_STATE]), entry[layout.B_STATE] != layout.BLOCK_FREE
             requested = int(entry[layout.B_REQUESTED]) if live else 0
             inside.append(Block(int(entry[layout.B_ADDRESS]), int(entry[layout.B_SIZE]), requested, held))
-            pool, row = pools[entry[layout.B_POOL]], int(entry[layout.B_NEXT])
+            row = int(entry[layout.B_NEXT])
         if chunk[layout.C_HIGH]:
             leased += inside
             continue
