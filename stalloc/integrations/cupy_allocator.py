@@ -5,19 +5,19 @@ are called as by CuPy's pool, for arrays that are made while a hook is in force.
 """
 
 import contextlib
+import ctypes
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stalloc.integrations.cupy_pool import Pool
+from stalloc.integrations.cupy_pool import call_outside, hand_out, take_back
 from stalloc.runtime import Runtime, entry, layout
 
 _PER_THREAD = 2  # cudaStreamPerThread
 
 _previous: Any = None
 _installed: Any = None
-_own_pool_function: Any = None
-_pool: Pool | None = None
 
 
 def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
@@ -27,10 +27,14 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     """
     from cupy.cuda import get_current_stream
     from cupy.cuda.device import get_device_id
-    from cupy.cuda.memory import CFunctionAllocatorMemory, MemoryPointer, OutOfMemoryError
+    from cupy.cuda.memory import CFunctionAllocatorMemory, Memory, MemoryPointer, OutOfMemoryError
     from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
 
     malloc, free = entry.cupy_entries(runtime.states.ctypes.data, runtime.entries)
+    free_now = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(free)
+
+    def rounded(nbytes: int) -> int:
+        return (nbytes + layout.ALIGNMENT - 1) & -layout.ALIGNMENT
 
     def current_stream() -> int:
         """The current stream's handle; for the default stream of a thread, whose handle all threads share, a name.
@@ -40,30 +44,49 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         handle = get_current_stream().ptr
         return threading.get_ident() << 4 | handle if handle == _PER_THREAD else handle
 
-    class HookedMemory(CFunctionAllocatorMemory):
-        """Memory whose end the hooks hear of."""
+    class PoolMemory(CFunctionAllocatorMemory):
+        """Memory as of CuPy's pool: it knows its rounded size, it can be freed by hand, and hooks hear of its end."""
 
-        rounded_bytes = 0
+        __slots__ = ()
 
-        def __del__(self) -> None:
-            if self.ptr and _has_memory_hooks():
-                facts = {"mem_size": self.rounded_bytes, "mem_ptr": self.ptr, "pmem_id": id(self)}
-                for hook in get_memory_hooks().values():
-                    hook.free_preprocess(device_id=self.device_id, **facts)
-                    hook.free_postprocess(device_id=self.device_id, **facts)
+        def free(self) -> None:
+            """Free it now; nothing happens the second time."""
+            memory: Any = self  # the attributes are CuPy's
+            address, memory.ptr = memory.ptr, 0
+            if not address:
+                return
+            hooks = list(get_memory_hooks().values()) if _has_memory_hooks() else ()
+            facts = {"device_id": memory.device_id, "mem_size": memory.size, "mem_ptr": address, "pmem_id": id(self)}
+            try:
+                for hook in hooks:
+                    hook.free_preprocess(**facts)
+            finally:
+                free_now(None, address, memory.device_id)
+                for hook in hooks:
+                    hook.free_postprocess(**facts)
 
-    def allocate(nbytes: int) -> Any:
-        if _has_memory_hooks():
-            return allocate_with_hooks(nbytes)
-        memory = CFunctionAllocatorMemory(nbytes, current_stream(), malloc, free, get_device_id())
-        if memory.ptr == 0 and nbytes > 0:
+    def tell_hooks() -> None:
+        """Let hooks hear of the end of memory from now on, of such too that is there already."""
+        PoolMemory.__del__ = lambda memory: memory.free() if _has_memory_hooks() else None
+
+    before_first_hook(tell_hooks)
+
+    def allocate(nbytes: int, heard: bool = False) -> Any:
+        if _has_memory_hooks() and not heard:
+            return allocate_with_hooks(operator.index(nbytes))
+        memory = PoolMemory(nbytes, current_stream(), malloc, free, get_device_id())
+        if memory.ptr == 0:
+            if nbytes == 0:
+                return MemoryPointer(Memory(0), 0)
             raise out_of_memory(nbytes)
+        if nbytes & (layout.ALIGNMENT - 1):
+            memory.size = rounded(nbytes)
         return MemoryPointer(memory, 0)
 
     def out_of_memory(nbytes: int) -> Exception:
-        state = runtime.controllers[get_device_id()].state
-        error = OutOfMemoryError(nbytes, state["ALLOCATED"])
-        error.args = (state.out_of_memory_text,)
+        controller = runtime.controllers[get_device_id()]
+        error = OutOfMemoryError(nbytes, controller.state["RESERVED"], controller.pool.get_limit())
+        error.args = (controller.state.out_of_memory_text,)
         return error
 
     @contextlib.contextmanager
@@ -78,28 +101,24 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
             hooks.update(kept)
 
     def allocate_with_hooks(nbytes: int) -> Any:
-        device, hooks = get_device_id(), list(get_memory_hooks().values())
-        rounded = (nbytes + layout.ALIGNMENT - 1) & -layout.ALIGNMENT
+        device, hooks, size = get_device_id(), list(get_memory_hooks().values()), rounded(nbytes)
         state = runtime.controllers[device].state
         for hook in hooks:
-            hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=rounded)
-        address, memory = 0, None
+            hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
+        memory = None
         num_segments, reserved = state["NUM_SEGMENT_ALLOCS"], state["RESERVED"]
         try:
             with without_hooks():
-                memory = HookedMemory(nbytes, current_stream(), malloc, free, device)
-            if memory.ptr == 0 and nbytes > 0:
-                raise out_of_memory(nbytes)
-            memory.rounded_bytes, address = rounded, memory.ptr
+                memory = allocate(nbytes, heard=True).mem
             if state["NUM_SEGMENT_ALLOCS"] > num_segments:  # it came from the device just now
-                taken = max(rounded, state["RESERVED"] - reserved)
+                taken = max(size, state["RESERVED"] - reserved)
                 for hook in hooks:
                     hook.alloc_preprocess(device_id=device, mem_size=taken)
-                    hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=address)
+                    hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=memory.ptr)
         finally:
-            facts = {"mem_size": rounded, "mem_ptr": address, "pmem_id": id(memory) if address else 0}
+            address, identity = (memory.ptr, id(memory)) if memory is not None else (0, 0)
             for hook in hooks:
-                hook.malloc_postprocess(device_id=device, size=nbytes, **facts)
+                hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=size, mem_ptr=address, pmem_id=identity)
         return MemoryPointer(memory, 0)
 
     def allocate_and_tell(nbytes: int) -> Any:
@@ -110,30 +129,49 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     return allocate if runtime.watch is None else allocate_and_tell
 
 
+def before_first_hook(function: Callable[[], None]) -> None:
+    """Call a function before the first memory hook of this process is in force.
+
+    Programs without hooks do not pay for them, and no interruption of theirs is lost in a finaliser.
+    """
+    from cupy.cuda.memory_hook import MemoryHook, _has_memory_hooks
+
+    if _has_memory_hooks():
+        function()
+        return
+    enter = MemoryHook.__enter__
+
+    def call_and_enter(hook: Any) -> Any:
+        MemoryHook.__enter__ = enter
+        function()
+        return enter(hook)
+
+    MemoryHook.__enter__ = call_and_enter
+
+
 def install(runtime: Runtime) -> None:
-    """Make stalloc CuPy's allocator, and its default pool the one that answers for it."""
-    global _previous, _installed, _own_pool_function, _pool
+    """Make stalloc CuPy's allocator, and its default pool the one that answers for it.
+
+    A thread that is inside `cupy.cuda.using_allocator` keeps the allocator that it chose.
+    """
+    global _previous, _installed
     import cupy
 
     if _installed is not None:
         return
-    _previous, _own_pool_function = cupy.cuda.get_allocator(), cupy.get_default_memory_pool
-    _installed = make_allocator(runtime)
-    _pool = pool = Pool(runtime, _installed, _own_pool_function())
-    cupy.cuda.set_allocator(_installed)
-    cupy.get_default_memory_pool = lambda: pool
+    _previous, _installed = call_outside(cupy.cuda.get_allocator), make_allocator(runtime)
+    hand_out().serve(runtime, _installed)
+    call_outside(cupy.cuda.set_allocator, _installed)
 
 
 def uninstall() -> None:
     """Give CuPy back the allocator that it had; arrays made meanwhile stay valid."""
-    global _previous, _installed, _own_pool_function, _pool
+    global _previous, _installed
     import cupy
 
     if _installed is None:
         return
-    if cupy.cuda.get_allocator() is _installed:
-        cupy.cuda.set_allocator(_previous)
-    cupy.get_default_memory_pool = _own_pool_function
-    if _pool is not None:
-        _pool.installed = False
-    _previous = _installed = _own_pool_function = _pool = None
+    if call_outside(cupy.cuda.get_allocator) is _installed:
+        call_outside(cupy.cuda.set_allocator, _previous)
+    take_back()
+    _previous = _installed = None

@@ -5,39 +5,65 @@ pool still holds from before; limits and releases concern both. Uninstalled, onl
 program may keep the object.
 """
 
-from typing import Any
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from stalloc.runtime import Controller, Runtime, layout
-from stalloc.runtime.statistics import segments
+if TYPE_CHECKING:
+    from stalloc.runtime import Controller, Runtime
+
+
+_pool: "Pool | None" = None
+_own_function: Any = None
 
 
 class Pool:
     """The methods of cupy.cuda.MemoryPool, for the current device."""
 
-    def __init__(self, runtime: Runtime, allocate: Any, own: Any) -> None:
-        self._runtime = runtime
-        self._allocate = allocate
-        self._own = own  # CuPy's default pool
-        self.installed = True
+    def __init__(self, own: Any, before_first: Callable[[], object] | None) -> None:
+        """`own` is CuPy's default pool, which serves until stalloc does; `before_first` is called once before."""
+        self._own = own
+        self._allocate = own.malloc
+        self._before_first = before_first
+        self._runtime: Runtime | None = None
 
-    def _controller(self) -> Controller:
+    def serve(self, runtime: "Runtime", allocate: Any) -> None:
+        """Answer for `runtime`, within the limits that were set on CuPy's pool."""
+        import cupy
+
+        self._runtime, self._allocate, self._before_first = runtime, allocate, None
+        for controller in runtime.controllers:
+            with cupy.cuda.Device(controller.device.index):
+                self._own.free_all_blocks()  # nobody asks there any more
+                limits = [limit for limit in (self._own.get_limit(), controller.pool.get_limit()) if limit]
+                controller.pool.set_limit(size=min(limits, default=0))
+
+    def leave(self) -> None:
+        """Answer for CuPy's own pool alone."""
+        self._runtime, self._allocate = None, self._own.malloc
+
+    def _controller(self) -> "Controller | None":
         from cupy.cuda.device import get_device_id
 
-        return self._runtime.controllers[get_device_id()]
+        return self._runtime.controllers[get_device_id()] if self._runtime is not None else None
 
     def malloc(self, size: int) -> Any:
         """A MemoryPointer of `size` bytes on the current device and stream."""
-        return (self._allocate if self.installed else self._own.malloc)(size)
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
+        return self._allocate(size)
 
     def used_bytes(self) -> int:
         """Bytes that are allocated now, rounded up to 512 each."""
-        used = self._controller().state["ALLOCATED"] if self.installed else 0
-        return used + self._own.used_bytes()
+        controller = self._controller()
+        return self._own.used_bytes() + (controller.state["ALLOCATED"] if controller is not None else 0)
 
     def total_bytes(self) -> int:
         """Bytes taken from the device, used or not."""
-        total = self._controller().state["RESERVED"] if self.installed else 0
-        return total + self._own.total_bytes()
+        controller = self._controller()
+        return self._own.total_bytes() + (controller.state["RESERVED"] if controller is not None else 0)
 
     def free_bytes(self) -> int:
         """Bytes taken from the device that nobody uses now."""
@@ -45,23 +71,26 @@ class Pool:
 
     def n_free_blocks(self) -> int:
         """How many free ranges there are."""
-        free = 0
-        if self.installed:
+        controller, free = self._controller(), 0
+        if controller is not None:
+            from stalloc.runtime import layout
+            from stalloc.runtime.statistics import segments
+
             free = sum(
-                block.state == layout.BLOCK_FREE
-                for segment in segments(self._controller().state)
-                for block in segment.blocks
+                block.state == layout.BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks
             )
         return free + self._own.n_free_blocks()
 
     def free_all_blocks(self, stream: Any = None) -> None:
         """Give unused memory back to the device: of all streams, stalloc parts segments by stream already."""
-        if self.installed:
-            self._controller().release_unused()
+        controller = self._controller()
+        if controller is not None:
+            controller.release_unused()
         self._own.free_all_blocks(stream)
 
     def free_all_free(self) -> None:
         """The old name of free_all_blocks."""
+        warnings.warn("free_all_free is deprecated: use free_all_blocks.", DeprecationWarning, stacklevel=2)
         self.free_all_blocks()
 
     def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
@@ -70,9 +99,44 @@ class Pool:
         Raises ValueError if both are given or one is out of range.
         """
         self._own.set_limit(size=size, fraction=fraction)
-        if self.installed:
-            self._controller().pool.set_limit(size=self._own.get_limit())
+        controller = self._controller()
+        if controller is not None:
+            controller.pool.set_limit(size=self._own.get_limit())
 
     def get_limit(self) -> int:
         """The limit in bytes; 0: none."""
-        return int(self._controller().pool.get_limit() if self.installed else self._own.get_limit())
+        controller = self._controller()
+        return int(controller.pool.get_limit() if controller is not None else self._own.get_limit())
+
+
+def hand_out(before_first: Callable[[], object] | None = None) -> Pool:
+    """Let `cupy.get_default_memory_pool()` be a Pool, the same one each time, and return it."""
+    global _pool, _own_function
+    import cupy
+
+    if _own_function is None:
+        _own_function = cupy.get_default_memory_pool
+        pool = _pool = _pool or Pool(_own_function(), before_first)
+        cupy.get_default_memory_pool = lambda: pool
+    assert _pool is not None
+    return _pool
+
+
+def take_back() -> None:
+    """Let it be CuPy's own again; a Pool that the program keeps answers for that one."""
+    global _own_function
+    import cupy
+
+    if _own_function is not None and _pool is not None:
+        cupy.get_default_memory_pool = _own_function
+        _own_function = None
+        _pool.leave()
+
+
+def call_outside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function as from outside of any `cupy.cuda.using_allocator`, which binds the thread that is in it."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)), name="stalloc set-up")
+    thread.start()
+    thread.join()
+    return results[0]

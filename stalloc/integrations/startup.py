@@ -32,6 +32,7 @@ _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 _lock = threading.RLock()
 _armed = False
 _tried = False
+_cupy_allocators: tuple[Any, ...] = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
 def _say(sentence: str) -> None:
@@ -130,7 +131,13 @@ def _watch_torch(kind: str) -> None:
 
 
 def _watch_cupy(kind: str) -> None:
-    """Install at CuPy's first allocation."""
+    """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
+    global _cupy_allocators
+    from stalloc.integrations.cupy_pool import hand_out
+    from stalloc.integrations.installing import current
+
+    if current() is not None:
+        return
     cupy: Any = sys.modules["cupy"]
     own = cupy.cuda.get_allocator()
 
@@ -141,10 +148,18 @@ def _watch_cupy(kind: str) -> None:
         allocate = cupy.cuda.get_allocator()
         return own(num_bytes) if allocate is install_and_allocate else allocate(num_bytes)
 
-    from stalloc.integrations.installing import current
+    pool = hand_out(lambda: _install(kind) if _serve_cupy() else None)
+    _cupy_allocators = install_and_allocate, own, pool.malloc
+    cupy.cuda.set_allocator(install_and_allocate)
 
-    if current() is None:
-        cupy.cuda.set_allocator(install_and_allocate)
+
+def _serve_cupy() -> bool:
+    """Whether the program has left CuPy's allocator to us."""
+    if not _cupy_allocators:
+        return True
+    from stalloc.integrations.cupy_pool import call_outside
+
+    return call_outside(sys.modules["cupy"].cuda.get_allocator) in _cupy_allocators
 
 
 def _install(kind: str) -> None:
@@ -178,6 +193,7 @@ def _install_with_cache(kind: str) -> None:
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
+        cupy=_serve_cupy(),
         settings=Settings(streams=streams[0], handover_bytes=streams[1]),
         known_plans=cache.load() if cache is not None else None,
     )
