@@ -44,7 +44,11 @@ print(json.dumps([CONTROLLER.phase.name, moved, CONTROLLER.note, STATE["ALLOCATE
 
 @pytest.mark.parametrize(
     ("allowed", "marks", "phase"),
-    [("allowed", "marks", "PLANNED"), ("forbidden", "marks", "RESTING"), ("allowed", "none", "RESTING")],
+    [
+        ("allowed", "marks", "PLANNED"),
+        pytest.param("forbidden", "marks", "RESTING", marks=pytest.mark.slow),
+        pytest.param("allowed", "none", "RESTING", marks=pytest.mark.slow),
+    ],
 )
 def test_room_is_made_for_an_arena_at_a_mark_if_that_is_allowed(
     run_checks: Any, allowed: str, marks: str, phase: str
@@ -56,6 +60,7 @@ def test_room_is_made_for_an_arena_at_a_mark_if_that_is_allowed(
     assert (allocated, errors) == (300, 0)
 
 
+@pytest.mark.slow
 def test_after_a_refusal_the_next_mark_makes_room_and_no_move_happens_between_marks(run_checks: Any) -> None:
     found = run_checks(
         _PROLOGUE
@@ -99,6 +104,7 @@ print(json.dumps(results))
     assert found[7:] == [True, True, [], True, 0, 0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_room_for_is_a_note_and_moves_nothing(run_checks: Any) -> None:
     same, refusals, relocations, stopped = run_checks(
         _PROLOGUE
@@ -129,6 +135,7 @@ print(json.dumps([same, refusals, relocations, before == [t.data_ptr() for t in 
     assert stopped
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_program_counts_like_the_end_of_the_device(run_checks: Any) -> None:
     refused, served, limit, reserved = run_checks(
         _PROLOGUE

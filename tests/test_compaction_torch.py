@@ -133,7 +133,7 @@ print(json.dumps([found == expected, nothing, moved, elsewhere, phase, STATE["NU
 """
 
 
-@pytest.mark.parametrize("way", ["reference", "interpreter"])
+@pytest.mark.parametrize("way", ["reference", pytest.param("interpreter", marks=pytest.mark.slow)])
 def test_bytes_on_the_device_that_move_every_step_stay_what_they_are(run_checks: Any, way: str) -> None:
     if way == "interpreter" and importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")

@@ -34,6 +34,7 @@ def test_build_is_kept_and_found_again(run_program, tmp_path):
     assert [path.name for path in Path(cache).iterdir()] == [Path(built).name]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_build_at_once(run_program, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -81,7 +81,14 @@ def test_accumulating_and_autocast_train_too(tmp_path: Path) -> None:
 
 
 @needs("torch")
-@pytest.mark.parametrize("option", ["--checkpoint", "--autocast", "--deterministic"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--checkpoint",
+        pytest.param("--autocast", marks=pytest.mark.slow),
+        pytest.param("--deterministic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_7b_step_runs_on_the_virtual_gpu(option: str) -> None:
     printed = run_example("train_gpt.py", "--size", "7b", "--steps", 2, option)
     assert len(re.findall(r"^step +\d+  loss ", printed, flags=re.MULTILINE)) == 2

@@ -131,6 +131,7 @@ def run_ranks(widths: list[int]) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output, _ in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 def test_ranks_that_are_alike_plan_once() -> None:
     reports = run_ranks([256, 256])

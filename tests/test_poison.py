@@ -197,6 +197,7 @@ print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.num_plans
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_writes_only_what_it_owns_never_hears_of_it(run_program: Any) -> None:
     done = _run(run_program, _CLEAN)
     assert done.returncode == 0, done.stderr
@@ -306,6 +307,7 @@ stalloc.step()
     assert "STALLOC_POISON finds nothing on a virtual GPU" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_gpus_way_through_kernels_or_the_host_counts_as_the_hosts_does(run_checks: Any) -> None:
     same, way = run_checks(
         _PROLOGUE
@@ -340,6 +342,7 @@ print(json.dumps([same and STATE["NUM_ALLOCS"] == allocs, "stalloc.kernels.launc
     assert way == (importlib.util.find_spec("triton") is not None)
 
 
+@pytest.mark.slow
 def test_a_check_by_kernel_takes_nothing_from_the_allocator_that_it_checks(run_checks: Any) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
