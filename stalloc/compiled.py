@@ -9,16 +9,55 @@ compiled anew.
 import contextlib
 import os
 import re
+import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import sigutils
+from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
 
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
+
+
+class _Waiting(event.Listener):
+    """Says on a terminal, once, why a program stands still while stalloc is compiled for the first time."""
+
+    _PATIENCE = 1.0  # seconds of compiling, before anything is said
+
+    def __init__(self) -> None:
+        self._depth = 0  # functions that are compiled for each other
+        self._began = self._seconds = 0.0
+        self._told = not (sys.stderr and sys.stderr.isatty())
+
+    def on_start(self, started: event.Event) -> None:
+        """A function is about to be compiled, which the cache on disk does not hold."""
+        if self._told or not _is_ours(started):
+            return
+        now = time.monotonic()
+        if self._depth == 0:
+            self._began = now
+        self._depth += 1
+        if self._seconds + now - self._began > self._PATIENCE:
+            self._told = True
+            print("stalloc: compiling for this machine, up to a minute; the result is kept.", file=sys.stderr)
+
+    def on_end(self, ended: event.Event) -> None:
+        """It is compiled."""
+        if self._depth > 0 and _is_ours(ended):
+            self._depth -= 1
+            if self._depth == 0:
+                self._seconds += time.monotonic() - self._began
+
+
+def _is_ours(seen: event.Event) -> bool:
+    return str(seen.data["dispatcher"].py_func.__module__).startswith("stalloc.")
+
+
+event.register("numba:compile", _Waiting())
 
 
 @cache
