@@ -21,6 +21,7 @@ from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
@@ -155,8 +156,7 @@ class Controller:
             if reason == layout.NEED_SEGMENT:
                 return self._add_segment(request >> layout.REASON_BITS, argument)
             if reason == layout.REFUSED:
-                self._explain_out_of_memory(argument)
-                return False
+                return self._help_refused(request >> layout.REASON_BITS, argument)
             if reason == layout.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == layout.CHECK:
@@ -369,9 +369,38 @@ class Controller:
             gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
             if self._take_segment(pool, least):
                 return True
+        full = state.full_table()
+        if full:
+            self.release_unused()  # segments without blocks take rows too
+            if self._take_segment(pool, least):
+                return True
+            state.set_out_of_memory_text(full_table_text(state, full, size_bytes))
+            return False
         self._lacking_bytes = max(self._lacking_bytes, size_bytes)
         self._explain_out_of_memory(size_bytes)
         return False
+
+    def _help_refused(self, table: int, size_bytes: int) -> bool:
+        """Make room in the table that is full, or say why the request of `size_bytes` is not served."""
+        if table == layout.FULL_STREAMS and self._forget_streams():
+            return True
+        if table:
+            self.state.set_out_of_memory_text(full_table_text(self.state, FULL_TABLES[table], size_bytes))
+        else:
+            self._explain_out_of_memory(size_bytes)
+        return False
+
+    def _forget_streams(self) -> bool:
+        """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
+        if self.state["PRIVATE"]:
+            return False  # a capture must not wait for what the streams were at
+        if self.phase in (Phase.PLANNED, Phase.PLANNING):
+            self._drop_plan("the program uses ever new streams")
+        elif self.phase is Phase.OBSERVING:
+            self._steps.forget()
+            self._observe()
+        self.release_unused()
+        return self.state.forget_streams() > 0
 
     def _segment_bytes(self, base: int) -> int:
         """The size of the segment at an address; 0 if there is none."""

@@ -64,16 +64,20 @@ _SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-s
 @njit()
 def _new_stream(state, stream):
     table, count = peek(state, STREAMS), peek(state, NUM_STREAMS)
-    index = count
+    index, spare = -1, count
     for i in range(count):
-        if peek(table, i) == stream:
+        handle = peek(table, i)
+        if handle == stream:
             index = i
             break
-    if index == count:
-        if count == MAX_STREAMS:
+        if handle == NO_HANDLE and spare == count:
+            spare = i
+    if index < 0:
+        if spare == MAX_STREAMS:
             return -1
-        poke(table, count, stream)
-        poke(state, NUM_STREAMS, count + 1)
+        index = spare
+        poke(table, index, stream)
+        poke(state, NUM_STREAMS, max(count, index + 1))
     poke(state, LAST_STREAM, stream)
     poke(state, LAST_STREAM_INDEX, index)
     return index
@@ -186,7 +190,10 @@ def allocate_on(state, requested, raw_stream):
     while True:
         lock(state)
         stream = _stream_index(state, raw_stream)
-        address = _try_allocate(state, stream, size, requested, way) if stream >= 0 else 0
+        if stream >= 0:
+            address = _try_allocate(state, stream, size, requested, way)
+        else:
+            address = -(REFUSED | FULL_STREAMS << REASON_BITS)
         if address > 0:
             _count_alloc(state, stream, address, size, requested)
             unlock(state)
@@ -201,7 +208,7 @@ def allocate_on(state, requested, raw_stream):
             helped = call3(peek(state, SLOW_FUNCTION), peek(state, DEVICE), -address, size) == 1
         if reason in (AT_BOUNDARY, POLL, CHECK):
             way = WAY_AFTER_ASKING  # the tape has not moved yet
-        elif reason == STALE or helped:
+        elif reason == STALE or (helped and (reason != REFUSED or way != WAY_HEAP)):
             way = WAY_HEAP  # the tape has moved past this request
         else:
             return _last_resort(state, stream, size, requested)
@@ -394,6 +401,25 @@ def general_pool(state, stream):
     pool = find_pool(state, stream, GENERAL_KIND, True)
     unlock(state)
     return pool
+
+
+@njit()
+def forget_streams(state, kept):
+    """Forget streams that hold no segment and are not marked in `kept`, a word for each; how many."""
+    lock(state)
+    for chunk in range(1, peek(state, CHUNKS_USED)):
+        row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+        if peek(row, C_BASE) != 0:
+            kept[peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_STREAM)] = 1
+    table, count = peek(state, STREAMS), 0
+    for index in range(1, peek(state, NUM_STREAMS)):
+        if kept[index] == 0 and peek(table, index) != NO_HANDLE:
+            poke(table, index, NO_HANDLE)
+            count += 1
+    poke(state, LAST_STREAM, 0)
+    poke(state, LAST_STREAM_INDEX, 0)
+    unlock(state)
+    return count
 
 
 @njit()

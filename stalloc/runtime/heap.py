@@ -273,13 +273,21 @@ def take(state, index, size, requested):
 
 @njit()
 def heap_allocate(state, stream, size, requested):
-    """Serve a request of `size` (rounded) bytes: its address, -(reason | pool << REASON_BITS) for help, 0 if full."""
+    """Serve a request of `size` (rounded) bytes: its address, -(reason | pool or table << REASON_BITS) for help."""
     pool, index = _choose(state, stream, size)
-    if pool < 0 or 2 * peek(state, LIVE_COUNT) > peek(state, LIVE_MASK):
-        return 0
+    if pool < 0:
+        return -(REFUSED | FULL_POOLS << REASON_BITS)
+    if live_is_full(state):
+        return -(REFUSED | FULL_LIVE << REASON_BITS)
     if index == 0:
         return -(NEED_SEGMENT | pool << REASON_BITS)
     return take(state, index, size, requested)
+
+
+@njit(inline="always")
+def live_is_full(state):
+    """Whether the largest table of live blocks is half full: beyond that looking things up takes long."""
+    return 2 * peek(state, LIVE_COUNT) > peek(state, LIVE_MASK)
 
 
 @njit()
@@ -288,6 +296,8 @@ def heap_desperate(state, stream, size, requested):
 
     A capture gets only what is private to it: others would reuse a block that its graph goes on writing to.
     """
+    if live_is_full(state):
+        return 0
     private = peek(state, PRIVATE)
     if private != 0:
         pool = find_pool(state, stream, private, False)

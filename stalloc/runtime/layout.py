@@ -100,6 +100,8 @@ MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape with
 NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(1, 8)  # why the core enters Python
 WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a request is still to be gone
 REASON_BITS = 3
+FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
+NO_HANDLE = -1  # in the table of streams: a row whose stream was forgotten
 
 # --- rows ------------------------------------------------------------------------------------------------------
 BLOCK_ROW = 8  # one line of the cache

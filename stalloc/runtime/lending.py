@@ -21,6 +21,7 @@ from stalloc.runtime.heap import (
     find_pool,
     give_row,
     home,
+    live_is_full,
     new_chunk,
     set_up_block,
     take,
@@ -319,7 +320,7 @@ def lend(state, stream, size, requested, row, anything):
     While the program does something that is not on the tape, the plan does not need anything: all that is idle will do,
     as it does with `anything`, before memory runs short.
     """
-    if peek(state, CELL_STREAMS) >> (stream & 63) & 1 == 0:
+    if peek(state, CELL_STREAMS) >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
     now, lost = tape_time(state), anything or peek(state, MISS_RUN) >= _LOST
     lasts = peek(peek(state, LIFESPANS), row)

@@ -33,12 +33,12 @@ from stalloc.runtime.layout import (
 
 Column = NDArray[np.int64]
 
-_BLOCKS = 1 << 20
+_BLOCKS = 1 << 22
 _CHUNKS = 1 << 17
-_POOLS = 1 << 12
+_POOLS = 1 << 13
 _BINS = 1 << 8  # pools that keep free blocks in bins
 _LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows has twice as many
-_MOST_LIVE = 1 << 21
+_MOST_LIVE = 1 << 22
 _EVENTS = 1 << 22
 _MOST_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
 _MOST_KEPT = 1 << 16  # blocks that may live in an arena when it is taken over
@@ -155,6 +155,21 @@ class DeviceState:
             taken.update(zip(bases[:count].tolist(), sizes[:count].tolist(), strict=True))
             if count < len(bases):
                 return taken
+
+    def full_table(self) -> str:
+        """The table whose being full keeps the heap from taking a segment; empty if there is room."""
+        if not self["BLOCKS_SPARE"] and self["BLOCKS_USED"] >= self["BLOCKS_CAPACITY"]:
+            return "blocks"
+        if not self["CHUNKS_FREE"] and self["CHUNKS_USED"] >= self["CHUNKS_CAPACITY"]:
+            return "segments"
+        return ""
+
+    def forget_streams(self) -> int:
+        """Forget the streams that hold no memory and are on no tape in force; how many."""
+        kept = np.zeros(MAX_STREAMS, np.int64)
+        if self["MODE"] != layout.MODE_HEAP or self["ARENA_BYTES"]:
+            kept[self.tape_entries()[:, layout.T_KEY] & (MAX_STREAMS - 1)] = 1
+        return int(core.forget_streams(self.address, kept))
 
     # --- the tape
 

@@ -1,0 +1,41 @@
+"""What an out-of-memory error says where memory was not what was lacking.
+
+Contract: the text names the table of the runtime that is full, how much it holds, and what makes room in it.
+"""
+
+from typing import TYPE_CHECKING
+
+from stalloc.runtime import layout
+
+if TYPE_CHECKING:
+    from stalloc.runtime.state import DeviceState
+
+FULL_TABLES = {layout.FULL_STREAMS: "streams", layout.FULL_POOLS: "pools", layout.FULL_LIVE: "live blocks"}
+
+_ADVICE = {
+    "streams": "it holds {most:,}, which all have memory: free what was allocated on streams that are done with",
+    "pools": (
+        "it holds {most:,}, some for each stream and some for each pool of CUDA graphs: "
+        "use the same streams again, and let graphs share a pool"
+    ),
+    "live blocks": "{live:,} blocks are live: free some, or allocate fewer and larger ones",
+    "blocks": (
+        "it holds {most:,}, with {live:,} blocks that are live and the free ones between them: "
+        "free some, or allocate fewer and larger ones"
+    ),
+    "segments": "it holds {most:,}: free what is no longer used, so that segments go back to the device",
+}
+
+
+def full_table_text(state: "DeviceState", name: str, size_bytes: int) -> str:
+    """The sentence for a request of `size_bytes` that the table called `name` has no row for."""
+    most = {
+        "streams": layout.MAX_STREAMS,
+        "pools": state["POOLS_USED"],
+        "blocks": state["BLOCKS_CAPACITY"],
+        "segments": state["CHUNKS_CAPACITY"],
+    }.get(name, 0)
+    return (
+        f"stalloc: a request of {size_bytes} bytes on device {state.device} was not served, since stalloc's table of "
+        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state['LIVE_COUNT'])}."
+    )
