@@ -189,17 +189,22 @@ def _leave_tree(state, link, index):
 # --- the free blocks of a pool ---------------------------------------------------------------------------------------
 
 
-@njit()
-def insert_free(state, index):
-    """Add a free block to those of its pool."""
+@njit(inline="always")
+def _home(state, index):
+    """Where a free block belongs: the address of the first or the root, the bins (0: none), and which of them."""
     pool = pool_of(state, index)
     bins = _bins(state, pool)
     if bins == 0:
-        _enter_tree(state, peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8, index)
-        return
+        return peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8, bins, _FINE
     nth = _bin(block(state, index, B_SIZE))
-    root = bins + nth * 8
-    if peek(root, 0) == 0:
+    return bins + nth * 8, bins, nth
+
+
+@njit()
+def insert_free(state, index):
+    """Add a free block to those of its pool."""
+    root, bins, nth = _home(state, index)
+    if bins != 0 and peek(root, 0) == 0:
         _mark_bin(bins, nth, True)
     if _is_list(nth):
         _enter_list(state, root, index)
@@ -210,18 +215,12 @@ def insert_free(state, index):
 @njit()
 def remove_free(state, index):
     """Take a free block out of those of its pool."""
-    pool = pool_of(state, index)
-    bins = _bins(state, pool)
-    if bins == 0:
-        _leave_tree(state, peek(state, POOLS) + (pool * POOL_ROW + P_ROOT) * 8, index)
-        return
-    nth = _bin(block(state, index, B_SIZE))
-    root = bins + nth * 8
+    root, bins, nth = _home(state, index)
     if _is_list(nth):
         _leave_list(state, root, index)
     else:
         _leave_tree(state, root, index)
-    if peek(root, 0) == 0:
+    if bins != 0 and peek(root, 0) == 0:
         _mark_bin(bins, nth, False)
 
 
