@@ -1,6 +1,8 @@
 """Steps that programs mark: which kinds there are is learnt while they recur, and each is planned soon."""
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import _make_controller
 from stalloc.runtime import core
 from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
+from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20
 
@@ -74,7 +77,7 @@ class Program:
         self.controller.expect_lasting()
         self.weights += [self.allocate(21 * MIB) for _ in range(count)]
 
-    def step(self, *parts: Callable[[], None]) -> tuple[int, int]:
+    def step(self, *parts: Callable[[], None], waits: bool = True) -> tuple[int, int]:
         """One step, with a mark at its end: requests that the plan served, and that it did not."""
         plans, before = self.controller.num_plans, self.counts()
         for part in parts:
@@ -82,7 +85,7 @@ class Program:
         after = self.counts() if plans == self.controller.num_plans else before
         self.controller.mark(MARK_STEP, "")
         search = self.controller._steps.search
-        if search is not None:  # equal runs, equal figures: what runs beside the program is waited for
+        if search is not None and waits:  # equal runs, equal figures: what runs beside the program is waited for
             assert search.done.wait(60)
         return after[0] - before[0], after[1] - before[1]
 
@@ -136,6 +139,27 @@ def test_a_kind_that_was_not_recorded_when_it_came_first_is_planned_by_its_third
         if number > 28:  # the first steps on the new plan find blocks of the old one
             assert served == (50 if number % 12 == 11 else 37, 0)
     assert program.controller.phase is Phase.PLANNED
+
+
+def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch may be over by then, and its record gone."""
+    go_on = threading.Event()
+
+    def plan_late(*arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return plan_steps(*arguments)
+
+    program = Program()
+    for _ in range(10):
+        program.step(lambda: program.train(2000))
+    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    for number in range(100):
+        program.step(lambda width=(2000, 2000, 2500)[number % 3]: program.train(width), waits=False)
+    go_on.set()
+    for number in range(60):
+        served = program.step(lambda width=(2000, 2500, 3000)[number % 3]: program.train(width))
+        if number > 15:
+            assert served == (37, 0)
 
 
 def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:

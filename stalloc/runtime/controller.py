@@ -225,7 +225,10 @@ class Controller:
             if self.state["RECORDING"] or not self.marks:
                 self.marks.append((self.state["NUM_EVENTS"], kind, name))
             if kind == MARK_STEP:
-                self._steps.at_mark()
+                try:
+                    self._steps.at_mark()
+                except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+                    self.rest(f"following the steps failed: {type(error).__name__}: {error}")
                 self.look()
                 if self.poison is not None:
                     self.poison.check()

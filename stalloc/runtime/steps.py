@@ -304,7 +304,10 @@ class Steps:
         self.tapes, self._positions = tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
-        controller.state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+        if controller.state["NUM_EVENTS"]:
+            controller.state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+        else:
+            self._begin_record()  # planning took long: what was recorded is gone
 
 
 def _name(size: "Column", stream: "Column") -> bytes:
@@ -329,6 +332,8 @@ def _look(search: _Search, trace: "Trace") -> None:
             kinds = [again.get(kind.key, kind) for kind in search.known] + fresh
             kinds.sort(key=lambda kind: -kind.times_seen)
             search.tapes = plan_steps(kinds[:_MOST_KINDS], search.made)
+    except Exception:  # these kinds are not planned then; the program must not see it
+        search.tapes = None
     finally:
         search.done.set()
         trim()
