@@ -67,15 +67,16 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
     rng = np.random.default_rng(3)
     ring = Ring(rng, 40)
     ring.size[:] = ring.size // 32
-    done, switches = threading.Event(), 0
-    worker = threading.Thread(
-        target=lambda: (
-            hammer_in_threads(machine, [ring.size] * 2, order=True, streams=[0, 0], operations=2_000_000),
-            done.set(),
-        )
-    )
+    enough, whole, switches = threading.Event(), threading.Event(), 0
+
+    def work() -> None:
+        while not enough.is_set():
+            hammer_in_threads(machine, [ring.size] * 2, order=True, streams=[0, 0], operations=100_000)
+        whole.set()
+
+    worker = threading.Thread(target=work)
     worker.start()
-    while not done.is_set() and worker.is_alive():
+    while switches < 50 and worker.is_alive():
         if machine.state["ARENA_BYTES"] == 0:
             machine.install(ring)
             switches += 1
@@ -85,10 +86,10 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
             if machine.state.forget_arena():
                 machine.give_back(base)
         machine.give_back_segments()
+    enough.set()
     worker.join()
-    assert done.is_set()
-    print(f"{switches} plans were put in place")
-    assert switches > 1
+    assert whole.is_set()
+    assert switches == 50
 
 
 def test_recording_in_threads_holds_every_event(machine: Machine) -> None:
