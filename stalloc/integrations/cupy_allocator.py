@@ -23,12 +23,14 @@ _installed: Any = None
 def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     """A CuPy allocator: bytes -> MemoryPointer on the current device and stream.
 
-    It raises cupy.cuda.memory.OutOfMemoryError when the device has no memory left.
+    It raises cupy.cuda.memory.OutOfMemoryError when the device has no memory left, CUDARuntimeError when the driver
+    fails.
     """
     from cupy.cuda import get_current_stream
     from cupy.cuda.device import get_device_id
     from cupy.cuda.memory import CFunctionAllocatorMemory, Memory, MemoryPointer, OutOfMemoryError
     from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
+    from cupy.cuda.runtime import CUDARuntimeError
 
     malloc, free = entry.cupy_entries(runtime.states.ctypes.data, runtime.entries)
     free_now = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(free)
@@ -52,12 +54,12 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         def free(self) -> None:
             """Free it now; nothing happens the second time."""
             memory: Any = self  # the attributes are CuPy's
+            hooks = list(get_memory_hooks().values()) if _has_memory_hooks() else ()
+            facts = {"device_id": memory.device_id, "mem_size": memory.size, "mem_ptr": memory.ptr, "pmem_id": id(self)}
             address, memory.ptr = memory.ptr, 0
             if not address:
                 return
-            hooks = list(get_memory_hooks().values()) if _has_memory_hooks() else ()
-            facts = {"device_id": memory.device_id, "mem_size": memory.size, "mem_ptr": address, "pmem_id": id(self)}
-            try:
+            try:  # no call comes before it, so no interruption
                 for hook in hooks:
                     hook.free_preprocess(**facts)
             finally:
@@ -85,6 +87,9 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
 
     def out_of_memory(nbytes: int) -> Exception:
         controller = runtime.controllers[get_device_id()]
+        status = controller.state["FAILED"]
+        if status:
+            return CUDARuntimeError(status)
         error = OutOfMemoryError(nbytes, controller.state["RESERVED"], controller.pool.get_limit())
         error.args = (controller.state.out_of_memory_text,)
         return error

@@ -16,6 +16,7 @@ from stalloc.integrations import torch_answers
 from stalloc.runtime import Runtime, entry
 
 _keep: list[Any] = []  # what torch holds addresses of
+_INT = 0x7FFF_FFFF  # the bits of a C int in a word
 
 
 def check_untouched() -> None:
@@ -91,36 +92,40 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
     """What torch asks for besides memory; all of it rare, so it may be Python."""
     controllers = runtime.controllers
 
-    def record_stream(address: int | None, stream: int | None) -> None:
-        if address:
-            for controller in controllers:
-                controller.share(address, stream or 0)
+    def record_stream(address: int, stream: int, _: int) -> int:
+        for controller in controllers if address else ():
+            controller.share(address, stream)
+        return 1
 
-    def empty_cache() -> None:
+    def empty_cache(*_: int) -> int:
         for controller in controllers:
             controller.release_unused()
+        return 1
 
-    def begin_capture(device: int, first: int, second: int, stream_filter: int | None) -> None:
-        controllers[device].begin_capture((first, second))
+    def begin_capture(device: int, first: int, second: int) -> int:
+        controllers[device & _INT].begin_capture((first, second))
+        return 1
 
-    def end_capture(device: int, first: int, second: int) -> None:
-        controllers[device].end_capture()
+    def end_capture(device: int, *_: int) -> int:
+        controllers[device & _INT].end_capture()
+        return 1
 
-    def release_capture(device: int, first: int, second: int) -> None:
-        controllers[device].release_capture((first, second))
+    def release_capture(device: int, first: int, second: int) -> int:
+        controllers[device & _INT].release_capture((first, second))
+        return 1
 
     def limit(fraction: float, device: int) -> None:
         controllers[device].limit(fraction)
 
-    integer, pointer, pool_id = ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong
-    for setter, function, arguments in (
-        (allocator.set_record_stream_fn, record_stream, (pointer, pointer)),
-        (allocator.set_reset_fn, empty_cache, ()),
-        (allocator.set_begin_allocate_to_pool, begin_capture, (integer, pool_id, pool_id, pointer)),
-        (allocator.set_end_allocate_to_pool_fn, end_capture, (integer, pool_id, pool_id)),
-        (allocator.set_release_pool, release_capture, (integer, pool_id, pool_id)),
-        (allocator.set_memory_fraction_fn, limit, (ctypes.c_double, integer)),
+    # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
+    for setter, function in (
+        (allocator.set_record_stream_fn, record_stream),
+        (allocator.set_reset_fn, empty_cache),
+        (allocator.set_begin_allocate_to_pool, begin_capture),
+        (allocator.set_end_allocate_to_pool_fn, end_capture),
+        (allocator.set_release_pool, release_capture),
     ):
-        callback = ctypes.CFUNCTYPE(None, *arguments)(function)
-        _keep.append(callback)
-        setter(ctypes.cast(callback, ctypes.c_void_p).value)
+        setter(entry.lasting_entry(function))
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
+    _keep.append(callback)
+    allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)

@@ -18,6 +18,7 @@ _STATES = {
     layout.BLOCK_LIVE: "active_allocated",
     layout.BLOCK_SHARED: "active_allocated",
     layout.BLOCK_DEFERRED: "active_pending_free",
+    layout.BLOCK_HANDED: "active_pending_free",
 }
 
 

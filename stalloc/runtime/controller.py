@@ -23,6 +23,7 @@ from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
+from stalloc.runtime.interruptions import is_interruption, start_thread
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.steps import Steps
@@ -127,6 +128,7 @@ class Controller:
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
         self._deferred = Deferred(self.state.address, device.index)
@@ -179,16 +181,25 @@ class Controller:
             elif reason == layout.NEED_SEGMENT:
                 self.state.set_out_of_memory_text(
                     f"stalloc: a request of {argument} bytes was not served, since the way to memory failed "
-                    f"({type(error).__name__}: {error}): try it again."
+                    f"({type(error).__name__}: {error}): try it again.",
+                    _driver_status(error),
                 )
             elif reason not in (layout.REFUSED, layout.POLL):
-                self.state.drop_tape()
-                self._making = None
-                self._steps.forget()
-                self.phase, self.note = Phase.RESTING, f"{type(error).__name__}: {error}"
-                self._match_segments()
-                self.rest(self.note)
+                self._give_up(error)
             self._match_segments()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
+        goes_on = (is_interruption(error) or isinstance(error, RecursionError)) and self.phase is not Phase.RESTING
+        self.state.drop_tape()
+        self._making = None
+        self._steps.forget()
+        self._match_segments()
+        if goes_on and self.settings.plan:
+            self._drop_tape()
+            self._observe()
+        else:
+            self.rest(f"{type(error).__name__}: {error}")
 
     def _find_deferred(self) -> None:
         """Know of freed blocks of which an interruption kept the word back."""
@@ -228,6 +239,8 @@ class Controller:
                 try:
                     self._steps.at_mark()
                 except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+                    if is_interruption(error):
+                        raise
                     self.rest(f"following the steps failed: {type(error).__name__}: {error}")
                 self.look()
                 if self.poison is not None:
@@ -287,16 +300,25 @@ class Controller:
         self.phase, self.note = Phase.RESTING, "this process is a fork, which is not watched"
 
     # --- CUDA graphs
+    #
+    # A call that an interruption ends is made again. Python handles signals only at calls and loops, so lines without
+    # any are done together, and what has been counted is known.
 
     def begin_capture(self, graph_pool: tuple[int, int]) -> None:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until end_capture."""
+        me = threading.get_ident()
         with self._lock:
             kind, users = self._private.get(graph_pool, (0, 0))
-            if users == 0:
-                unused = layout.PRIVATE_KINDS + len(self._private)
-                kind = self._spare_kinds.pop() if self._spare_kinds else unused
-            self._private[graph_pool] = kind, users + 1
+            if not self._counted.get(me):
+                if users == 0:
+                    unused = layout.PRIVATE_KINDS + len(self._private)
+                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
+                if users == 0 and self._spare_kinds:
+                    del self._spare_kinds[-1]
+                self._private[graph_pool] = kind, users + 1
+                self._counted[me] = True
             self.state["PRIVATE"] = kind
+        self._counted[me] = False
 
     def end_capture(self) -> None:
         """The capture is over; what it allocated stays where it is."""
@@ -304,14 +326,18 @@ class Controller:
 
     def release_capture(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""
+        me = threading.get_ident()
         with self._lock:
             kind, users = self._private.get(graph_pool, (0, 0))
-            if users > 1:
-                self._private[graph_pool] = kind, users - 1
-            elif users == 1:
-                del self._private[graph_pool]
-                core.release_private(self.state.address, kind)
-                self._spare_kinds.append(kind)
+            if not self._counted.get(me):
+                if users > 1:
+                    self._private[graph_pool] = kind, users - 1
+                elif users == 1:
+                    core.release_private(self.state.address, kind)
+                    del self._private[graph_pool]
+                    self._spare_kinds += (kind,)
+                self._counted[me] = True
+        self._counted[me] = False
 
     # --- memory from the device
 
@@ -545,6 +571,8 @@ class Controller:
         try:
             self._start_planning(num_steps)
         except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+            if is_interruption(error) or isinstance(error, RecursionError):
+                raise
             self.rest(f"looking for a repeating step failed: {type(error).__name__}: {error}")
 
     def _start_planning(self, num_steps: int) -> None:
@@ -629,7 +657,7 @@ class Controller:
     def _begin_making(self, making: _Making) -> None:
         self._making = making
         work = making, self._observed_trace
-        threading.Thread(target=self._make_plan, args=work, name="stalloc planner", daemon=True).start()
+        start_thread(self._make_plan, *work)
 
     @staticmethod
     def _make_plan(making: _Making, observed: KeptTrace | None) -> None:
@@ -898,6 +926,13 @@ class Controller:
                 self.rest("the plan was dropped on request")
             self.phase = Phase.RESTING
             self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, LASTING=0)
+
+
+def _driver_status(error: BaseException) -> int:
+    """What the driver says, if the error is one of it."""
+    import cupy
+
+    return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
 
 
 def _longer_rings(tape: "Tape") -> "Iterator[Tape]":

@@ -339,7 +339,7 @@ def _hand_over(state, address, slot, index):
     entry = planned_entry(state, slot) if slot != 0 else 0
     recorded = False
     if entry != 0 and peek(entry, T_GIVES) == 1 and peek(state, PRIVATE) == 0:
-        poke(slot, S_STATE, BLOCK_DEFERRED)
+        poke(slot, S_STATE, BLOCK_HANDED)
         unlock(state)
         recorded = record_free(state, entry)
         lock(state)

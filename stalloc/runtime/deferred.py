@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stalloc.runtime import core
+import numpy as np
+
+from stalloc.runtime import core, layout, owners
 
 
 @dataclass(eq=False)
@@ -39,7 +41,7 @@ class Deferred:
 
     def share(self, address: int, stream: int) -> None:
         """Note a stream that uses the live block at `address`; an address that is not stalloc's is left alone."""
-        if address in self._streams or core.share(self._state, address):
+        if core.share(self._state, address) or self._held(address) == layout.BLOCK_SHARED:
             self._streams.setdefault(address, set()).add(stream)
 
     def add(self, address: int, *, capturing: bool) -> None:
@@ -47,6 +49,8 @@ class Deferred:
 
         While a CUDA graph is captured the events wait for its end: one recorded in a capture can never be asked.
         """
+        if self._held(address) != layout.BLOCK_DEFERRED:
+            return  # it was found before its word came, and may live again, shared with others
         streams = self._streams.get(address)
         if streams is None and address in self._waiting:
             return  # told again after an interruption
@@ -54,6 +58,11 @@ class Deferred:
         self._streams.pop(address, None)
         if not capturing:
             freed.events = self._record(freed.streams)
+
+    def _held(self, address: int) -> int:
+        """The BLOCK_ state of what lives at an address."""
+        row = np.zeros(4, np.int64)
+        return int(row[owners.HELD]) if owners.find_owner(self._state, address, row) else layout.BLOCK_FREE
 
     def _record(self, streams: list[int]) -> list[Any]:
         import cupy

@@ -10,6 +10,7 @@ LOCK = 0  # 1 while a thread is inside; alone in its cache line
 MODE = 8  # what the core does with a request, see below
 SLOW_FUNCTION = 9  # C function (device, reason, argument) -> 1 try again, 0 out of memory
 DEVICE = 10
+FAILED = 41  # what the driver said when memory was refused for that, 0: memory has run out
 SCRATCH = 12  # two words for the clock
 HANDING = 15  # 1: the arena has cells that several streams use, one after the other
 LASTING = 14  # 1: large requests are meant to last and get segments that hold nothing else
@@ -98,6 +99,7 @@ PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape without serving it; serve it
 
 NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(1, 8)  # why the core enters Python
+MARK = 0  # Python itself enters as the core does: the program marks a step
 WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a request is still to be gone
 REASON_BITS = 3
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
@@ -110,12 +112,8 @@ B_LEFT, B_RIGHT = 6, 7  # of a free block: those below it among the free blocks 
 # of a block that is not free: bytes requested; of an unplanned request the tape time when it was made << LIFESPAN_BITS
 # | its row in the table of lifespans, else -1
 B_REQUESTED, B_BORN = 6, 7
-BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED = (
-    0,
-    1,
-    2,
-    3,
-)  # shared: other streams use it; deferred: freed, but they may not be done
+# shared: other streams use it; deferred: freed, but they may not be done; handed: being freed, for another stream
+BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_HANDED = range(5)
 
 CHUNK_ROW = 16
 # what allocating and freeing look at comes first, in one line of the cache

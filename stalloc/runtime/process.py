@@ -5,6 +5,8 @@ Contract: made once, never torn down, since torch and CuPy hold addresses into i
 
 import atexit
 import contextlib
+import ctypes
+import itertools
 import os
 import threading
 import warnings
@@ -17,8 +19,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from stalloc import device as devices
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
-from stalloc.runtime import entry
+from stalloc.runtime import entry, layout
 from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
+from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.statistics import Report, report
 
 if TYPE_CHECKING:
@@ -43,7 +46,11 @@ class Runtime:
     def __init__(self, settings: Settings, plans: list[Plan] | None = None) -> None:
         """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
-        slow = entry.slow_entry(self._help)
+        slow = entry.slow_entry(self._help, self._help_again)
+        #: the same for Python code that has to be done as a whole, whatever interrupts it
+        self._enter = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(slow)
+        self._names: dict[int, str] = {}  # of marks that are being made
+        self._numbers = itertools.count()
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
         self.watch = _start_watch()
         self.controllers = [Controller(device, slow, settings, self.watch) for device in devices.devices()]
@@ -65,7 +72,6 @@ class Runtime:
         self.room_maker: Callable[[int, int, bool], None] | None = None
         #: called with (device, bytes asked for, bytes allocated, bytes free on the device) before memory is refused
         self.observers: list[Callable[[int, int, int, int], None]] = []
-        atexit.register(entry.close_slow_entries)
         entry.keep_whole_at_fork(self.states.ctypes.data, _MAX_DEVICES)
         # a thread that compiles, like the planner's, is waited for: the child could not compile anything otherwise
         compiling = global_compiler_lock
@@ -80,7 +86,6 @@ class Runtime:
         A real device cannot be used in the child of a process that used it (CUDA programming guide); the virtual one
         can. The tables are whole: see `keep_whole_at_fork`.
         """
-        entry._gate[1] = 0
         for controller in self.controllers:
             controller.begin_in_child()
         if self.watch is not None:
@@ -118,37 +123,45 @@ class Runtime:
             if controller.phase is Phase.RESTING:
                 _watch_anew(controller)
 
-    def _help(self, device: int, request: int, argument: int) -> int:
-        try:
-            if self._cannot_serve():
-                self.controllers[device].state.set_out_of_memory_text(_FORKED)
-                return 0
-            helped = self.controllers[device].help(request, argument)
-            if not helped:
-                self._tell_observers(device, argument)
-            return int(helped)
-        except BaseException as error:
-            return self._after(error, device, request, argument)
+    def _help(self, device: int, request: int, argument: int, tell: bool = True) -> int:
+        if self._cannot_serve():
+            self.controllers[device].state.set_out_of_memory_text(_FORKED)
+            return 0
+        controller = self.controllers[device]
+        if request & ((1 << layout.REASON_BITS) - 1) == layout.MARK:
+            name = self._names.pop(argument, None)
+            if name is not None:  # else it was interrupted in the middle
+                controller.mark(request >> layout.REASON_BITS, name)
+            return 1
+        helped = controller.help(request, argument)
+        if not helped and tell:
+            self._tell_observers(device, argument)
+        return int(helped)
 
-    def _after(self, error: BaseException, device: int, request: int, argument: int) -> int:
-        """The slow path failed: leave the allocator usable, and let the program hear of it."""
+    def _help_again(self, device: int, request: int, argument: int, errors: list[BaseException]) -> int:
+        """An error stopped the slow path: leave the allocator usable, and let the program hear of it.
+
+        An interruption stays in `errors`, to be raised where the program goes on; the request is served all the same.
+        """
+        error = errors[-1]
         controller = self.controllers[device]
         with contextlib.suppress(Exception):
             controller.recover(request, argument, error)
-        if isinstance(error, Exception):
-            with contextlib.suppress(Exception):
-                warnings.warn(
-                    f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
-                    "serving without a plan.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return 0
-        # an interruption would vanish in the C code that called: serve the request, and raise it where Python runs
-        helped = 0
+        if isinstance(error, RecursionError) and len(errors) == 1:
+            helped = self._help(device, request, argument)  # with more room this time
+            errors.pop()
+            return helped
+        if is_interruption(error):
+            return self._help(device, request, argument, tell=False)  # an observer may have raised it
         with contextlib.suppress(Exception):
-            helped = int(controller.help(request, argument))
-        return helped | entry.INTERRUPTED
+            warnings.warn(
+                f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
+                "serving without a plan.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        errors[:] = [one for one in errors if is_interruption(one)]
+        return 0
 
     def _tell_observers(self, device: int, size_bytes: int) -> None:
         if self.observers:
@@ -164,7 +177,9 @@ class Runtime:
         """
         for controller in self.controllers:
             if controller.state["NUM_ALLOCS"]:
-                controller.mark(kind, name)
+                number = next(self._numbers)
+                self._names[number] = name
+                self._enter(controller.device.index, layout.MARK | kind << layout.REASON_BITS, number)
                 if kind == MARK_STEP and self.room_maker is not None and not controller.state["PRIVATE"]:
                     lacking, for_arena = controller.take_lacking()
                     if lacking:

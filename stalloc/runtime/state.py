@@ -126,15 +126,15 @@ class DeviceState:
         """Let the peaks that the program asks for begin anew (torch.cuda.reset_peak_memory_stats)."""
         core.reset_peaks(self.address)
 
-    def set_out_of_memory_text(self, text: str) -> None:
-        """What the next out-of-memory error says."""
+    def set_out_of_memory_text(self, text: str, driver_status: int = 0) -> None:
+        """What the next out-of-memory error says; with a status of the driver it is no lack of memory."""
         self.out_of_memory_text = text
         data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
         # of one size, so that a thread which reads an old address and a new length stays inside
         buffer = np.full(_TEXT_BYTES, ord(" "), np.uint8)
         buffer[: len(data)] = data
         self._texts = [*self._texts[-7:], buffer]  # another thread may still be reading one of the last few
-        self.write(OOM_TEXT=buffer.ctypes.data, OOM_TEXT_LENGTH=len(data))
+        self.write(OOM_TEXT=buffer.ctypes.data, OOM_TEXT_LENGTH=len(data), FAILED=driver_status)
 
     # --- segments
 
@@ -375,7 +375,7 @@ class DeviceState:
         rows = self.live[self.live[:, layout.L_ADDRESS] != 0]
         held = self.blocks[rows[:, layout.L_BLOCK], layout.B_STATE]
         found = rows[held == layout.BLOCK_DEFERRED, layout.L_ADDRESS].tolist()
-        if self["ARENA_BYTES"] and not self["HANDING"]:  # a hand-over marks what it frees in the same way
+        if self["ARENA_BYTES"]:
             slots = self._tape[2]
             waiting = (slots[:, layout.S_ENTRY] >= 0) & (slots[:, layout.S_STATE] == layout.BLOCK_DEFERRED)
             found += (self["ARENA"] + slots[waiting, layout.S_OFFSET]).tolist()

@@ -125,7 +125,7 @@ class Block:
     address: int
     size_bytes: int
     requested_bytes: int  #: 0 if it is free
-    state: int  #: BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED or BLOCK_DEFERRED of the layout
+    state: int  #: BLOCK_FREE and so on of the layout
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from stalloc.runtime import core
 from stalloc.runtime.host_memory import trim
+from stalloc.runtime.interruptions import start_thread
 from stalloc.runtime.layout import MODE_REPLAY
 from stalloc.runtime.segments import round_up
 from stalloc.trace import MARK_STEP
@@ -275,7 +276,7 @@ class Steps:
     def _start_search(self, trace: "Trace") -> None:
         known = self.tapes.kinds if self.tapes is not None else []
         self.search = _Search(known, self._recurring() - self._refused, self._made)
-        threading.Thread(target=_look, args=(self.search, trace), name="stalloc planner", daemon=True).start()
+        start_thread(_look, self.search, trace)
 
     def _put_in_force(self, search: _Search, tapes: "Tapes") -> None:
         from stalloc.runtime.controller import Phase

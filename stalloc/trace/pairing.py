@@ -11,6 +11,9 @@ import numpy as np
 from stalloc.errors import BadInputError
 from stalloc.trace.record import Action, Column
 
+# NumPy asks an enumeration what it can do, and drops an interruption (Ctrl-C) that comes while it answers
+_ALLOC, _REQUESTED, _COMPLETED = int(Action.ALLOC), int(Action.FREE_REQUESTED), int(Action.FREE_COMPLETED)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pairs:
@@ -36,7 +39,7 @@ def pair_events(action: Column, address: Column, size: Column, stream: Column, w
     Raises BadInputError when an address is allocated twice or freed twice with nothing between.
     """
     num_events = len(action)
-    events = np.flatnonzero(action <= Action.FREE_COMPLETED)
+    events = np.flatnonzero(action <= _COMPLETED)
     order = events[np.argsort(address[events], kind="stable")]
     kind, place = action[order], address[order]
     if not len(order):
@@ -51,18 +54,18 @@ def pair_events(action: Column, address: Column, size: Column, stream: Column, w
             event_request=np.full(num_events, -1, np.int64),
         )
     new_address = np.concatenate([[True], place[1:] != place[:-1]])
-    after_free = np.concatenate([[False], kind[:-1] == Action.FREE_COMPLETED]) & ~new_address
-    _refuse(after_free & (kind != Action.ALLOC), order, place, where, "freed twice")
-    _refuse((kind == Action.ALLOC) & ~new_address & ~after_free, order, place, where, "allocated twice")
+    after_free = np.concatenate([[False], kind[:-1] == _COMPLETED]) & ~new_address
+    _refuse(after_free & (kind != _ALLOC), order, place, where, "freed twice")
+    _refuse((kind == _ALLOC) & ~new_address & ~after_free, order, place, where, "allocated twice")
 
-    first = new_address | (kind == Action.ALLOC)
+    first = new_address | (kind == _ALLOC)
     group = np.cumsum(first) - 1  # request of each sorted event, in order of (address, time)
     heads = order[first]
     num_requests = len(heads)
-    start = np.where(action[heads] == Action.ALLOC, heads, -1)
+    start = np.where(action[heads] == _ALLOC, heads, -1)
     end = np.full(num_requests, num_events, np.int64)
     free_requested = np.full(num_requests, num_events, np.int64)
-    done, asked = kind == Action.FREE_COMPLETED, kind == Action.FREE_REQUESTED
+    done, asked = kind == _COMPLETED, kind == _REQUESTED
     end[group[done]] = order[done]
     free_requested[group[asked][::-1]] = order[asked][::-1]  # the first one asked counts
     free_requested = np.minimum(free_requested, end)  # a source without free_requested events asks when it frees

@@ -1,0 +1,41 @@
+"""Which errors are the program's own: raised where it was interrupted, not by what it was interrupted in.
+
+Contract: signals are handled wherever the main thread is, in the middle of stalloc too; what their handlers raise is
+meant for the program, and reaches it.
+"""
+
+import _thread
+import signal
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether it is no failure of what was being done: KeyboardInterrupt and the like, or from a handler of signals."""
+    if not isinstance(error, Exception):
+        return True
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def start_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a thread of its own, which nobody waits for when the program ends.
+
+    An interruption of `threading.Thread.start` may leave a thread that ends at once, with a message.
+    """
+    _thread.start_new_thread(function, arguments)
+
+
+def _code(handler: Any) -> CodeType | None:
+    """What a handler of signals runs; None if that is no Python code."""
+    function = getattr(handler, "func", handler)  # of functools.partial
+    function = getattr(function, "__func__", function)  # of a method
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)

@@ -1,0 +1,165 @@
+"""The end of a program: its own exit code and no word of stalloc's, whatever its threads are at."""
+
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cupy_installed")
+
+_PROLOGUE = """
+import atexit, gc, os, signal, sys, threading, time
+from stalloc.device import VirtualGPU
+import stalloc
+def late():
+    '''Registered before stalloc is there, so that it runs after whatever stalloc does at the end.'''
+    for action in at_end:
+        action()
+at_end = []
+atexit.register(late)
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
+CONTROLLER = RUNTIME.controllers[0]
+STATE = CONTROLLER.state
+import cupy as cp
+MIB = 1 << 20
+alloc = cp.cuda.alloc
+entered = threading.Event()
+def observer(*facts):
+    entered.set()
+    time.sleep(0.7)
+class Slow:
+    '''Python's end takes a while.'''
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+def in_thread(function):
+    def work():
+        while True:
+            try:
+                function()
+            except cp.cuda.memory.OutOfMemoryError:
+                pass
+    threading.Thread(target=work, daemon=True).start()
+def steps(count):
+    for _ in range(count):
+        held = [alloc(MIB + 4096 * i) for i in range(8)]
+        del held
+        stalloc.step()
+"""
+
+_ENDINGS = {
+    "a thread that is inside for long": """
+RUNTIME.observers.append(observer)
+in_thread(lambda: alloc(1 << 40))
+entered.wait()
+sys.slow = Slow()
+""",
+    "a planner that never ends": """
+from stalloc.runtime.process import plan_with
+plan_with(lambda tape, **options: time.sleep(1e6))
+CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+steps(6)
+assert CONTROLLER.phase.value == "planning"
+sys.slow = Slow()
+""",
+    "a thread that waits for such a planner": """
+from stalloc.runtime.process import plan_with
+plan_with(lambda tape, **options: (entered.set(), time.sleep(1e6)))
+in_thread(lambda: steps(1))
+entered.wait()
+time.sleep(0.1)
+sys.slow = Slow()
+""",
+    "a planner at work": """
+CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+for _ in range(4):
+    for i in range(3000):
+        block = alloc(600 + 512 * (i % 700))
+    stalloc.step()
+""",
+    "threads that allocate, share and mark steps": """
+streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+def work():
+    block = alloc(3 * MIB)
+    CONTROLLER.share(block.ptr, streams[0].ptr)
+in_thread(work)
+in_thread(lambda: steps(1))
+in_thread(CONTROLLER.release_unused)
+steps(10)
+sys.slow = Slow()
+""",
+    "handlers at exit that go on as before": """
+def go_on():
+    before = STATE["NUM_OOMS"]
+    held = [alloc(70 * MIB) for _ in range(3)]
+    held.clear()
+    steps(10)
+    CONTROLLER.release_unused()
+    assert STATE["NUM_OOMS"] == before, "memory was refused"
+at_end.append(go_on)
+""",
+    "what is freed and asked for while modules go": """
+stream = cp.cuda.Stream(non_blocking=True)
+class Late:
+    def __init__(self):
+        self.blocks = [alloc(i * MIB) for i in range(1, 6)]
+        for block in self.blocks:
+            CONTROLLER.share(block.ptr, stream.ptr)
+    def __del__(self):
+        self.blocks.clear()
+sys.late = Late()
+late_one = Late()
+late_one.itself = late_one
+""",
+}
+
+
+@pytest.mark.parametrize("name", _ENDINGS)
+def test_a_program_ends_by_itself(run_program: Any, name: str) -> None:
+    begin = time.monotonic()
+    done = run_program(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert time.monotonic() - begin < 120, "it hangs"
+
+
+def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
+    """A fork in the middle of planning, by a thread, while others allocate: the child allocates, and ends."""
+    codes = run_checks(
+        _PROLOGUE
+        + """
+import json
+from stalloc.runtime.process import plan_with
+plan_with(lambda tape, **options: time.sleep(1e6))
+CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+steps(6)
+assert CONTROLLER.phase.value == "planning"
+stop = False
+def work():
+    while not stop:
+        alloc(3 * MIB)
+threading.Thread(target=work, daemon=True).start()
+codes = []
+def fork():
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            code = 1
+            try:
+                held = [alloc(i * MIB) for i in range(1, 30)]
+                spans = sorted((block.ptr, block.ptr + block.mem.size) for block in held)
+                assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
+                del held
+                steps(5)
+                CONTROLLER.release_unused()
+                code = 0
+            finally:
+                os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+forking = threading.Thread(target=fork)
+forking.start()
+forking.join()
+stop = True
+print(json.dumps(codes))
+"""
+    )
+    assert codes == [0] * 4
