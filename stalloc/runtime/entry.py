@@ -8,6 +8,7 @@ a visit to Python from the middle of somebody else's error handling.
 
 import builtins
 import ctypes
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,9 +96,10 @@ define i64 @slow(i64 %device, i64 %request, i64 %argument) personality ptr @__gc
 entry:
   %initialized = inttoptr i64 {Py_IsInitialized} to ptr
   %there = call i32 %initialized()
-  %tid.function = inttoptr i64 {gettid} to ptr
+  %system = inttoptr i64 {syscall} to ptr
   %pid.function = inttoptr i64 {getpid} to ptr
-  %tid = call i32 %tid.function()
+  %tid.long = call i64 (i64, ...) %system(i64 {number})
+  %tid = trunc i64 %tid.long to i32
   %pid = call i32 %pid.function()
   %main = icmp eq i32 %tid, %pid
   %state.function = inttoptr i64 {PyGILState_GetThisThreadState} to ptr
@@ -332,7 +334,7 @@ def slow_entry(handler: _Handler, again: _Again | None = None) -> int:
     process = ctypes.CDLL(None)
     llvm.add_symbol("__gcc_personality_v0", _address(ctypes.CDLL("libgcc_s.so.1").__gcc_personality_v0))
     functions = {name: _address(getattr(api, name)) for name in _OF_PYTHON}
-    functions |= {name: _address(getattr(process, name)) for name in ("gettid", "getpid", "pause")}
+    functions |= {name: _address(getattr(process, name)) for name in ("syscall", "getpid", "pause")}
     source = _SLOW.format(
         **functions,
         handler=id(handler),
@@ -341,6 +343,7 @@ def slow_entry(handler: _Handler, again: _Again | None = None) -> int:
         format_first=ctypes.addressof(_FORMATS[0]),
         format=ctypes.addressof(_FORMATS[1]),
         **{name: id(getattr(builtins, name)) for name in ("BaseException", "RecursionError")},
+        number=178 if platform.machine() == "aarch64" else 186,  # gettid, which the C library has from 2.30 on only
         most=_MOST_FAILURES,
         room=_MORE_ROOM,
     )
