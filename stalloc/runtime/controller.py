@@ -24,7 +24,7 @@ from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import is_interruption, start_thread
-from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.steps import Steps
 from stalloc.trace.packing import KeptTrace
@@ -50,6 +50,7 @@ _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
 _MOST_UNROLLED = 2_000  # requests in such a ring
 _DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
+_STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -256,6 +257,8 @@ class Controller:
             self._building = False
             if self.phase is Phase.OBSERVING and self.settings.plan and not self.state["LASTING"]:
                 self.release_unused()
+                if self.free_bytes() < _STATE_SHARE * self.state["ALLOCATED"]:
+                    self._save_memory()
                 self.state.write(LASTING=1)
 
     def _is_built(self) -> bool:
@@ -387,8 +390,11 @@ class Controller:
             self._building = False
             self._end_lasting()
             return True  # the core asks again for what it wants now
-        wanted, least = segment_bytes(self.state.pool_kind(pool), size_bytes), round_up(size_bytes)
-        if self.phase is Phase.PLANNED and self.state.pool_kind(pool) == layout.GENERAL_KIND:
+        kind = state.pool_kind(pool)
+        wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
+        if state["TIGHT"] and kind == layout.GENERAL_KIND:
+            wanted = tight_segment_bytes(size_bytes)
+        if self.phase is Phase.PLANNED and kind == layout.GENERAL_KIND:
             wanted = least  # what the plan does not serve is the exception: it gets no more than it needs
         if self.phase is Phase.PLANNED:
             state["ASK_AT_BOUNDARY"] = 1  # to give it back when it is no longer used
@@ -461,6 +467,8 @@ class Controller:
         return True
 
     def _take_segment(self, pool: int, size_bytes: int) -> bool:
+        if not self._has_room(size_bytes):
+            self._save_memory()
         memory = self._malloc(size_bytes)
         if memory is None:
             return False
@@ -496,6 +504,11 @@ class Controller:
             self._arena = None
         with cupy.cuda.Device(self.device.index):
             self.pool.free_all_blocks()
+
+    def _save_memory(self) -> None:
+        """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
+        if not self.state["TIGHT"] and self.phase is not Phase.PLANNED:
+            self.state.write(TIGHT=1)
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text
@@ -791,7 +804,7 @@ class Controller:
         A plan that is found later takes it over.
         """
         state = self.state
-        if self._settled:
+        if self._settled or state["TIGHT"]:
             return
         self._settled = True
         events = state.recorded()
@@ -844,7 +857,7 @@ class Controller:
             core.reserve(state.address, arena_bytes)
             state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
-        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes)
+        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
         self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True

@@ -139,7 +139,7 @@ def _serve_unplanned(state, stream, size, requested):
     if address != 0:
         add(state, NUM_LENT, 1)
         return address
-    address = heap_allocate(state, stream, size, requested)
+    address = heap_allocate(state, stream, size, requested, WAY_FIRST)
     if address < 0 and _too_much(state, size):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits
         other = lend(state, stream, size, requested, row, True)
@@ -175,7 +175,7 @@ def _try_allocate(state, stream, size, requested, way):
         elif way == WAY_FIRST and peek(state, NUM_SIZABLE) >= peek(state, CHECK_AT) > 0:
             poke(state, CHECK_AT, 0)
             return -CHECK
-    return heap_allocate(state, stream, size, requested)
+    return heap_allocate(state, stream, size, requested, way)
 
 
 @njit()

@@ -16,7 +16,7 @@ from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.words import peek, poke
 
 _HASH = 0x1E3779B97F4A7C15
-_SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder, or it would crumble
+_SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder of a large request, or it would crumble
 
 
 # --- live blocks: address -> block, linear probing ---------------------------------------------------------------
@@ -214,29 +214,58 @@ def add_segment(state, pool, base, size):
 
 
 @njit()
-def _choose(state, stream, size):
-    """The pool that serves a request and its best block; block 0 if the pool needs a segment."""
+def _choose(state, stream, size, way):
+    """The pool that serves a request and its best block; block 0 if the pool needs a segment.
+
+    Where memory is short, all holes are used, and a free segment that is much too large is left to go back to the
+    device, unless Python was asked already.
+    """
     private = peek(state, PRIVATE)
     if private != 0:
         pool = find_pool(state, stream, private, True)
         if pool >= 0:  # the kind may have served graphs before that are gone
             poke(peek(state, POOLS), pool * POOL_ROW + P_USED, POOL_PINNED)
         return pool, best_fit(state, pool, size) if pool >= 0 else 0
+    lasts, tight = peek(state, LASTING) == 1, peek(state, TIGHT) == 1 and way != WAY_HEAP
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
-        return pool, best_fit(state, pool, size) if pool >= 0 else 0
-    if peek(state, LASTING) == 1:
-        pool = find_pool(state, stream, LASTING_KIND, True)
-        if pool >= 0:
-            return pool, best_fit(state, pool, size)
-    pool = find_pool(state, stream, GENERAL_KIND, True)
-    found = best_fit(state, pool, size) if pool >= 0 else 0
+        found = best_fit(state, pool, size) if pool >= 0 else 0
+        if found == 0 and pool >= 0 and tight:
+            return _sliver(state, stream, pool, size)
+        return pool, found
+    lasting = find_pool(state, stream, LASTING_KIND, lasts)
+    lasts = lasts and lasting >= 0
+    pool = find_pool(state, stream, GENERAL_KIND, not lasts)
+    found = best_fit(state, pool, size) if pool >= 0 and (tight or not lasts) else 0
+    if tight and found != 0 and _is_cut_for_more(state, found, size):
+        found = 0
     # holes among what lasts are in segments that stay anyhow
-    lasting = find_pool(state, stream, LASTING_KIND, False)
     hole = best_fit(state, lasting, size) if lasting >= 0 else 0
     if hole != 0 and (found == 0 or before(state, hole, found)):
         return lasting, hole
-    return pool, found
+    return lasting if lasts and found == 0 else pool, found
+
+
+@njit()
+def _sliver(state, stream, pool, size):
+    """What is left over in segments of large requests and too small for those, with its pool; else `pool` and 0."""
+    for kind in (LASTING_KIND, GENERAL_KIND):
+        other = find_pool(state, stream, kind, False)
+        found = best_fit(state, other, size) if other >= 0 else 0
+        if found != 0 and block(state, found, B_SIZE) < GRANULE:
+            return other, found
+    return pool, 0
+
+
+@njit()
+def _is_cut_for_more(state, index, size):
+    """Whether a free block is a whole segment, and one that is cut for requests of `size` bytes would be smaller."""
+    if block(state, index, B_PREVIOUS) != 0 or block(state, index, B_NEXT) != 0:
+        return False
+    alone = (size + (GRANULE - 1)) & -GRANULE
+    if (alone - size) << WASTE_SHIFT > alone:
+        return block(state, index, B_SIZE) > MOST_FOR_SEVERAL
+    return block(state, index, B_SIZE) > alone + (alone >> 3)
 
 
 @njit()
@@ -245,7 +274,7 @@ def take(state, index, size, requested):
     remove_free(state, index)
     kind = pool_kind(state, pool_of(state, index))
     rest = block(state, index, B_SIZE) - size
-    if rest > (_SPLIT_LIMIT if kind == GENERAL_KIND else 0):
+    if rest > (_SPLIT_LIMIT if kind == GENERAL_KIND and size > SMALL_LIMIT else 0):
         other = take_row(state)
         if other != 0:
             following = block(state, index, B_NEXT)
@@ -272,9 +301,9 @@ def take(state, index, size, requested):
 
 
 @njit()
-def heap_allocate(state, stream, size, requested):
+def heap_allocate(state, stream, size, requested, way):
     """Serve a request of `size` (rounded) bytes: its address, -(reason | pool or table << REASON_BITS) for help."""
-    pool, index = _choose(state, stream, size)
+    pool, index = _choose(state, stream, size, way)
     if pool < 0:
         return -(REFUSED | FULL_POOLS << REASON_BITS)
     if live_is_full(state):

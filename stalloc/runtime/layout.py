@@ -14,6 +14,7 @@ FAILED = 41  # what the driver said when memory was refused for that, 0: memory 
 SCRATCH = 12  # two words for the clock
 HANDING = 15  # 1: the arena has cells that several streams use, one after the other
 LASTING = 14  # 1: large requests are meant to last and get segments that hold nothing else
+TIGHT = 11  # 1: memory is short: segments are cut to what is asked for and holes of all pools are used
 PRIVATE = 62  # the kind of the pool that serves everything while a CUDA graph is captured, else 0
 
 # tables (addresses) and their fill
@@ -90,6 +91,9 @@ STATE_WORDS = 240
 ALIGNMENT = 512  # bytes; every size is rounded up to it, as by torch and CuPy
 TINY = 512  # bytes; requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # bytes; requests up to this size share segments
+GRANULE = 2 << 20  # bytes; segments are multiples of it
+# where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
+WASTE_SHIFT, MOST_FOR_SEVERAL = 5, 64 << 20
 LARGEST = 1 << 47  # bytes; no device has more, and keys and kinds of pools have room for it
 # kinds of pools. Leased: from the arena. Fenced: what lives there stays, nothing is served from there. Lasting: its
 # segments hold only what is meant to last.

@@ -4,9 +4,17 @@ Contract: a segment is a multiple of 2 MiB, the granularity in which the driver 
 counted as reserved is what the device really gives up.
 """
 
-from stalloc.runtime.layout import GENERAL_KIND, LASTING_KIND, PRIVATE_KINDS, SMALL_KIND, SMALL_LIMIT
+from stalloc.runtime.layout import (
+    GENERAL_KIND,
+    GRANULE,
+    LASTING_KIND,
+    MOST_FOR_SEVERAL,
+    PRIVATE_KINDS,
+    SMALL_KIND,
+    SMALL_LIMIT,
+    WASTE_SHIFT,
+)
 
-GRANULE = 2 << 20  # bytes
 _GENERAL = 20 << 20  # bytes; general segments for requests below half of this
 _LARGE = 10 << 20  # bytes; from here on a request gets a segment of its own
 _SLAB = 32 << 20  # bytes; the largest segment for several requests that last
@@ -28,7 +36,17 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
         return round_up(size_bytes)
     if kind != LASTING_KIND:
         return _GENERAL
-    counts = range(1, _SLAB // size_bytes + 1)
+    return _for_several(size_bytes, _SLAB, _WASTE)
+
+
+def tight_segment_bytes(size_bytes: int) -> int:
+    """The same for a large request of `size_bytes` where memory is short: as little as possible is lost to rounding."""
+    return _for_several(size_bytes, max(size_bytes, MOST_FOR_SEVERAL), 1 / (1 << WASTE_SHIFT))
+
+
+def _for_several(size_bytes: int, most_bytes: int, waste: float) -> int:
+    """The smallest segment for equal requests of which no more than `waste` is lost, else the one that loses least."""
+    counts = range(1, most_bytes // size_bytes + 1)
     slabs = [(1 - n * size_bytes / round_up(n * size_bytes), n) for n in counts]
-    _, count = next((slab for slab in slabs if slab[0] <= _WASTE), min(slabs))
+    _, count = next((slab for slab in slabs if slab[0] <= waste), min(slabs))
     return round_up(count * size_bytes)
