@@ -31,7 +31,7 @@ def exercise(machine: Machine, rng: np.random.Generator, operations: int, *, str
         if rng.random() < 0.002:
             machine.give_back_segments()
         if rng.random() < 0.001:
-            machine.state.write(LASTING=int(rng.integers(2)))
+            machine.state.write(LASTING=int(rng.integers(2)), TIGHT=int(rng.integers(2)))
             machine.check_counts()
     for address in live:
         machine.free(address)
