@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs.core_machine import Intervals
 
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import _make_controller
+from stalloc.replay.tables import FIRST_ADDRESS
 from stalloc.runtime import core
 from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
 from stalloc.runtime.tapes import plan_steps
@@ -16,32 +18,60 @@ from stalloc.runtime.tapes import plan_steps
 MIB = 1 << 20
 
 
-class Program:
-    """Steps of layers on a device of numbers: activations, gradients that are zeroed before the backward pass."""
+class Owners:
+    """Which stream had which bytes: the device never hands out an address twice, so nothing may change hands."""
 
-    def __init__(self, *, plan: bool = True, capacity_bytes: int = 0, keeps_batch: bool = False) -> None:
+    def __init__(self) -> None:
+        self._owner = np.full(1 << 20, -1, np.int8)  # by 512 bytes
+
+    def note(self, address: int, size_bytes: int, stream: int) -> None:
+        """A stream gets these bytes; an error if another one had any of them."""
+        begin, end = (address - FIRST_ADDRESS) // 512, -(-(address - FIRST_ADDRESS + size_bytes) // 512)
+        while end > len(self._owner):
+            self._owner = np.append(self._owner, np.full_like(self._owner, -1))
+        had = self._owner[begin:end]
+        assert ((had == -1) | (had == stream)).all(), f"stream {stream} gets what was {np.unique(had)}'s"
+        had[:] = stream
+
+
+class Program:
+    """Steps of layers on a device of numbers: activations, gradients that are zeroed before the backward pass.
+
+    With several streams batches come on one and workspaces are another's. Every address is checked: no two live blocks
+    overlap, and no byte passes from one stream to another.
+    """
+
+    def __init__(
+        self, *, plan: bool = True, capacity_bytes: int = 0, keeps_batch: bool = False, streams: int = 1
+    ) -> None:
         settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
         self.controller: Controller = _make_controller(capacity_bytes, settings)
         self.controller.expects_marks = True
         self.state = self.controller.state
+        self.streams = streams
+        self.live, self.owners = Intervals(), Owners()
         self.gradients: list[int] = []
         self.keeps_batch = keeps_batch  # until there is the next one
         self.batch = 0
         self.weights = [self.allocate(MIB + 512 * i) for i in range(12)]
 
-    def allocate(self, size_bytes: int) -> int:
+    def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """One request; it has to be served."""
-        address = core.allocate_on(self.state.address, size_bytes, 0)
+        stream %= self.streams
+        address = int(core.allocate_on(self.state.address, size_bytes, stream))
         assert address
-        return int(address)
+        self.live.add(address, size_bytes)
+        self.owners.note(address, size_bytes, stream)
+        return address
 
     def free(self, address: int) -> None:
         """The end of one."""
+        self.live.remove(address)
         core.free_on(self.state.address, address)
 
     def forward(self, width: int) -> list[int]:
         """A batch and activations."""
-        batch = self.allocate(width * 900)
+        batch = self.allocate(width * 900, 2)
         if self.batch:
             self.free(self.batch)
         self.batch = batch
@@ -55,7 +85,7 @@ class Program:
             self.free(address)
         self.gradients = []
         for i in reversed(range(12)):
-            workspace = self.allocate(width * 500)
+            workspace = self.allocate(width * 500, 1)
             self.gradients.append(self.allocate(MIB + 512 * i))
             self.free(workspace)
             self.free(activations.pop())
@@ -102,13 +132,69 @@ def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
         yield from rng.permutation(kinds).tolist()
 
 
+@pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_kinds_in_random_order_are_planned_by_their_third_appearance(seed: int) -> None:
-    program = Program()
+def test_kinds_in_random_order_are_planned_by_their_third_appearance(seed: int, streams: int) -> None:
+    program = Program(streams=streams)
     for number, kind in enumerate(in_rounds(seed, 3, 8)):
         served = program.step(lambda width=2000 + 500 * kind: program.train(width))
         if number >= 9:
             assert served == (37, 0)
+
+
+class MadeUpKind:
+    """A step of random requests on random streams; some are handed on, and freed early in the next step.
+
+    An unruly one frees what was handed on to it anywhere, or not at all.
+    """
+
+    def __init__(self, rng: np.random.Generator, streams: int, unruly: bool) -> None:
+        self.length = 4 * int(rng.integers(5, 15))
+        self.size = rng.choice(rng.integers(513, 4 * MIB, 8), self.length).tolist()
+        self.stream = rng.integers(0, streams, self.length).tolist()
+        place = np.arange(self.length)
+        self.end = np.minimum(place + rng.geometric(0.1, self.length), self.length).tolist()
+        self.clears = int(rng.integers(0, self.length)) if unruly else self.length // 4  # where; 0: it does not
+        chosen = (rng.random(self.length) < 0.15) & (place > self.clears) & (self.clears > 0)
+        self.hands_on = set(np.flatnonzero(chosen).tolist())
+
+    def run(self, program: Program) -> None:
+        """One step."""
+        due: dict[int, list[int]] = {}
+        handed, program.gradients = program.gradients, []
+        for i in range(self.length):
+            for address in due.pop(i, ()):
+                program.free(address)
+            if i == self.clears > 0:
+                for address in handed:
+                    program.free(address)
+                handed = []
+            address = program.allocate(self.size[i], self.stream[i])
+            if i in self.hands_on:
+                program.gradients.append(address)
+            else:
+                due.setdefault(self.end[i], []).append(address)
+        for addresses in due.values():
+            for address in addresses:
+                program.free(address)
+        program.gradients += handed
+
+
+@pytest.mark.parametrize("unruly", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_made_up_kinds_on_several_streams_are_served_and_never_share_a_byte(seed: int, unruly: bool) -> None:
+    """`Program.allocate` checks every address."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    program = Program(streams=4)
+    kinds = [MadeUpKind(rng, 4, unruly) for _ in range(4)]
+    hits = missed = 0
+    for number, kind in enumerate(rng.integers(0, 4, 60).tolist()):
+        served = program.step(lambda kind=kinds[kind]: kind.run(program))
+        if number >= 30:
+            hits, missed = hits + served[0], missed + served[1]
+    assert program.controller.phase is Phase.PLANNED
+    assert missed <= (0.2 * hits if unruly else 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -189,11 +275,11 @@ def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
         next(kind for kind in recurring_steps(program.controller.trace()) if len(kind.size) == length)
         for length in (37, 13)
     )
-    assert len(train.handed_on) == 13  # the gradients, and the batch
-    ranks = np.flatnonzero(train.size[train.handed_on] < 1_800_000)
+    assert len(train.handed_on(0)) == 13  # the gradients, and the batch
+    ranks = np.flatnonzero(train.size[train.handed_on(0)] < 1_800_000)
     assert len(ranks) == 12
-    assert (evaluate.until[ranks] == 13).all()  # they outlive the evaluation
-    assert (train.until[ranks] == 13).all()  # and go when the forward pass is over
+    assert (evaluate.until[0][ranks] == 13).all()  # they outlive the evaluation
+    assert (train.until[0][ranks] == 13).all()  # and go when the forward pass is over
     assert (train.end > 0).all()
 
 

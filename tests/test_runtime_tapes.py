@@ -1,5 +1,7 @@
 """Several kinds of steps in one arena: their plans hold in any order, and each is known from its first requests."""
 
+import itertools
+
 import numpy as np
 import pytest
 from programs.core_machine import MIB, Machine, Ring
@@ -10,8 +12,11 @@ from stalloc.runtime.segments import round_up
 from stalloc.runtime.tapes import Tapes, plan_steps
 
 
-def made_up_kind(rng: np.random.Generator) -> StepKind:
-    """A step of random requests, of which some are handed on to the next step and some have no known end."""
+def made_up_kind(rng: np.random.Generator, streams: int = 1) -> StepKind:
+    """A step of random requests, of which some are handed on to the next step and some have no known end.
+
+    It uses some of the streams.
+    """
     length = int(rng.integers(8, 60))
     size = rng.choice(rng.integers(513, MIB, 6), length).astype(np.int64)
     place = np.arange(length)
@@ -19,24 +24,30 @@ def made_up_kind(rng: np.random.Generator) -> StepKind:
     handed = rng.random(length) < 0.15
     end[handed] = length + 1
     end[rng.random(length) < 0.05] = 0
-    # what comes from the step before is gone early, or, now and then, goes through the whole step; or was never seen
-    until = rng.integers(1, max(2, length // 3), 20)
-    until[rng.random(20) < 0.1] = length
-    until[rng.random(20) < 0.1] = -1
-    return StepKind(size=size, stream=np.zeros(length, np.int64), end=end, until=until, times_seen=2)
+    until = {}
+    for stream in range(streams):
+        # what comes from the step before is gone early, or, now and then, goes through the whole step; or was never
+        # seen
+        until[stream] = rng.integers(1, max(2, length // 3), 20)
+        until[stream][rng.random(20) < 0.1] = length
+        until[stream][rng.random(20) < 0.1] = -1
+    used = rng.permutation(streams)[: int(rng.integers(1, streams + 1))]
+    return StepKind(size=size, stream=rng.choice(used, length), end=end, until=until, times_seen=2)
 
 
 def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> int:
     """Run the kinds in a random order, as they were observed; no two live requests may share a byte."""
-    live: list[tuple[int, int, int, int]] = []  # position of death in this step, rank if handed on, low, high
+    # position of death in this step, stream and rank if handed on, low, high
+    live: list[tuple[int, tuple[int, int], int, int]] = []
     checked = 0
     for _ in range(num_steps):
         index = int(rng.integers(len(tapes.kinds)))
         kind, first = tapes.kinds[index], tapes.begins[index]
         length = len(kind.size)
-        rank_of = {int(row): rank for rank, row in enumerate(kind.handed_on)}
+        streams = np.unique(kind.stream).tolist()
+        rank_of = {int(row): (s, rank) for s in streams for rank, row in enumerate(kind.handed_on(s))}
         # nothing is known of what was never seen to be handed on to this kind: it is gone at once
-        arrives = [int(kind.until[rank]) if rank < len(kind.until) else 0 for _, rank, _, _ in live]
+        arrives = [int(kind.until[s][rank]) if rank < len(kind.until[s]) else 0 for _, (s, rank), _, _ in live]
         live = [(until, *block[1:]) for until, block in zip(arrives, live, strict=True)]
         left = [block for block in live if block[0] >= length]
         for i in range(length):
@@ -49,7 +60,7 @@ def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> i
             assert high <= tapes.peak_bytes
             for _, _, other_low, other_high in live:
                 assert high <= other_low or other_high <= offset
-            block = (int(kind.end[i]), rank_of.get(i, -1), offset, high)
+            block = (int(kind.end[i]), rank_of.get(i, (0, 0)), offset, high)
             live.append(block)
             if block[0] > length:
                 left.append(block)
@@ -58,26 +69,47 @@ def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> i
     return checked
 
 
+@pytest.mark.parametrize("streams", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_two_requests_meet_whichever_kind_follows_whichever(seed: int) -> None:
+def test_no_two_requests_meet_whichever_kind_follows_whichever(seed: int, streams: int) -> None:
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    kinds = [made_up_kind(rng) for _ in range(int(rng.integers(1, 6)))]
+    kinds = [made_up_kind(rng, streams) for _ in range(int(rng.integers(1, 6)))]
     made: dict = {}
     tapes = plan_steps(kinds, made)
-    assert tapes is not None
     assert check_any_order(tapes, rng, 40)
     assert (tapes.offset >= 0).mean() > 0.5
-    again = plan_steps([*kinds, made_up_kind(rng)], made)
-    assert again is not None
+    again = plan_steps([*kinds, made_up_kind(rng, streams)], made)
     assert check_any_order(again, rng, 40)
 
 
-def test_kinds_on_several_streams_are_left_alone() -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_every_stream_has_a_region_of_its_own_for_all_kinds(seed: int) -> None:
     """Nothing would make one stream wait for another's use of the bytes."""
-    kind = made_up_kind(np.random.default_rng(1))
-    kind.stream[1::2] = 1
-    assert plan_steps([kind], {}) is None
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    kinds = [made_up_kind(rng, 4) for _ in range(4)]
+    tapes = plan_steps(kinds, {})
+    planned = tapes.offset >= 0
+    high = tapes.offset + -(-tapes.size // 512) * 512
+    regions = []
+    for stream in np.unique(tapes.stream[planned]):
+        rows = planned & (tapes.stream == stream)
+        regions.append((int(tapes.offset[rows].min()), int(high[rows].max())))
+        alone = [
+            StepKind(
+                size=kind.size,
+                stream=kind.stream,
+                end=np.where(kind.stream == stream, kind.end, 0),
+                until=kind.until,
+                times_seen=2,
+            )
+            for kind in kinds
+        ]
+        assert regions[-1][1] - regions[-1][0] <= plan_steps(alone, {}).peak_bytes
+    regions.sort()
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(regions))
+    assert tapes.lower_bound_bytes <= tapes.peak_bytes
 
 
 def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generator]:

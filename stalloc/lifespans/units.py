@@ -2,14 +2,16 @@
 
 Contract: two steps are of one kind if they ask for the same sizes on the same streams in the same order. The clock of a
 step is the position in that sequence, as on a tape. A request that outlives its step is handed on, perhaps through
-several steps of whatever kind: those requests are ranked by size, and each kind of step knows of every rank how long
-what was handed on to it has lived in it. What lives longer than the record shows, or for very long, has no known end.
+several steps of whatever kind: those of one stream are ranked by size, and each kind of step knows of every stream and
+rank how long what was handed on to it has lived in it. What lives longer than the record shows, or for very long, has
+no known end.
 """
 
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stalloc.lifespans.periods import TINY_BYTES, sequence_rows
 from stalloc.trace import MARK_STEP, Trace
@@ -17,6 +19,8 @@ from stalloc.trace.record import Column
 
 _LOOKED_AT = 4  # occurrences of a kind whose lifespans count: the last ones
 _MOST_STEPS = 16  # through which a request may be handed on
+
+_Until = dict[int, dict[int, int]]  # stream -> rank -> position
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -26,9 +30,9 @@ class StepKind:
     size: Column  #: (n,) requested bytes
     stream: Column  #: (n,) index into the trace's streams
     end: Column  #: (n,) position after the last request that it lives beside; beyond n: handed on; 0: not known
-    until: Column
-    """(r,) for each rank of what is handed on to this step: the position before which it is gone, n if the step after
-    gets it too, -1 if that was not seen."""
+    until: dict[int, Column]
+    """By stream, (r,) for each rank of what is handed on to this step: the position before which it is gone, n if the
+    step after gets it too, -1 if that was not seen."""
     times_seen: int
 
     @property
@@ -36,10 +40,9 @@ class StepKind:
         """The same for steps of one kind."""
         return np.stack([self.size, self.stream]).tobytes()
 
-    @property
-    def handed_on(self) -> Column:
-        """Rows that outlive the step, by rank: the largest first."""
-        return _ranked(self.size, self.end)
+    def handed_on(self, stream: int) -> Column:
+        """Rows of a stream that outlive the step, by rank: the largest first."""
+        return _ranked(self.size, self.end, self.stream == stream)
 
 
 def recurring_steps(trace: Trace) -> list[StepKind]:
@@ -54,27 +57,31 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
     for step, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
         if begin < end:
             places.setdefault(np.stack([size[begin:end], stream[begin:end]]).tobytes(), []).append(step)
-    until: dict[int, dict[int, int]] = {step: {} for steps in places.values() for step in steps[:1]}
+    until: dict[int, _Until] = {step: {} for steps in places.values() for step in steps[:1]}
     first_of = {step: steps[0] for steps in places.values() for step in steps}
     ends: list[Column] = []
     for steps in places.values():
         begin, length = int(bounds[steps[0]]), int(bounds[steps[0] + 1] - bounds[steps[0]])
         told = _told(bounds, steps)
         ends.append(_ends(bounds, deaths, told, length))
-        ranked = _ranked(size[begin : begin + length], ends[-1])
-        for step in told:
-            _note_arrivals(bounds, deaths[bounds[step] + ranked], step, first_of, until)
+        own_stream = stream[begin : begin + length]
+        for name in np.unique(own_stream).tolist():
+            ranked = _ranked(size[begin : begin + length], ends[-1], own_stream == name)
+            for step in told:
+                _note_arrivals(bounds, deaths[bounds[step] + ranked], step, name, first_of, until)
     kinds: list[StepKind] = []
     for steps, end in zip(places.values(), ends, strict=True):
         own = slice(int(bounds[steps[0]]), int(bounds[steps[0] + 1]))
-        seen = until[steps[0]]
-        ranks = np.array([seen.get(rank, -1) for rank in range(max(seen, default=-1) + 1)], np.int64)
+        ranks = {
+            name: np.array([seen.get(rank, -1) for rank in range(max(seen) + 1)], np.int64)
+            for name, seen in until[steps[0]].items()
+        }
         kinds.append(StepKind(size=size[own], stream=stream[own], end=end, until=ranks, times_seen=len(steps)))
     return kinds
 
 
-def _ranked(size: Column, end: Column) -> Column:
-    rows = np.flatnonzero(end > len(size))
+def _ranked(size: Column, end: Column, chosen: NDArray[np.bool_]) -> Column:
+    rows = np.flatnonzero((end > len(size)) & chosen)
     return rows[np.argsort(-size[rows], kind="stable")]
 
 
@@ -107,9 +114,9 @@ def _ends(bounds: Column, deaths: Column, told: list[int], length: int) -> Colum
 
 
 def _note_arrivals(
-    bounds: Column, death: Column, step: int, first_of: dict[int, int], until: dict[int, dict[int, int]]
+    bounds: Column, death: Column, step: int, stream: int, first_of: dict[int, int], until: dict[int, _Until]
 ) -> None:
-    """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank."""
+    """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank of a stream."""
     last = np.where(death >= 0, _step_of(bounds, death), len(bounds) - 2)
     for after in range(step + 1, min(step + 1 + _MOST_STEPS, len(bounds) - 1)):
         kind = first_of.get(after)
@@ -119,4 +126,5 @@ def _note_arrivals(
         for rank in np.flatnonzero(last >= after).tolist():
             stays = death[rank] < 0 or last[rank] > after
             position = length if stays else int(death[rank] - bounds[after])
-            until[kind][rank] = max(until[kind].get(rank, 0), position)
+            seen = until[kind].setdefault(stream, {})
+            seen[rank] = max(seen.get(rank, 0), position)

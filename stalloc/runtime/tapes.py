@@ -1,9 +1,10 @@
 """Several kinds of steps in one arena, each with a plan of its own.
 
 Contract: whichever kind follows whichever, no two planned requests that are live together share a byte, as long as the
-steps are as they were observed. What a step hands on (gradients until they are zeroed, a batch that is replaced) has a
-place that all kinds share: handed-on requests are ranked by size, those of one rank get one place, and every kind keeps
-it free for as long as what was handed on to a step of that kind has been seen to live in it.
+steps are as they were observed; and no two streams share a byte of the arena, in which each has a region. What a step
+hands on (gradients until they are zeroed, a batch that is replaced) has a place that all kinds share: handed-on
+requests of a stream are ranked by size, those of one rank get one place, and every kind keeps it free for as long as
+what was handed on to a step of that kind has been seen to live in it.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ import numpy as np
 
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
+from stalloc.planner.ring import ring_bound
 from stalloc.runtime.layout import ALIGNMENT
 from stalloc.trace.record import Column
+
+_NOTHING: Column = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,31 +63,70 @@ class Tapes:
         )
 
 
-def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None:
-    """Plan several kinds of steps for one arena; None if they use more than one stream, whose order nothing secures.
+def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes:
+    """Plan several kinds of steps for one arena, in which every stream has a region that no other stream uses.
 
     `made` holds the layouts of earlier calls, and gets those of this one, so that a kind that is added is all there is
     to plan.
     """
     streams = np.unique(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
-    if len(streams) > 1:
-        return None
-    handed = [kind.handed_on for kind in kinds]
+    offsets = [np.full(len(kind.size), -1, np.int64) for kind in kinds]
+    planned: list[list[_Placed]] = [[] for _ in kinds]
+    peak, methods = 0, []
+    for stream in streams.tolist():
+        placed = _plan_stream(kinds, stream, made)
+        for offset, own, all_of_kind in zip(offsets, placed, planned, strict=True):
+            offset[own.rows] = peak + own.offset
+            all_of_kind.append(own)
+        peak += max(own.peak_bytes for own in placed)
+        methods += [own.method for own in placed if own.method]
+    lengths = [len(kind.size) for kind in kinds]
+    return Tapes(
+        kinds=kinds,
+        size=np.concatenate([kind.size for kind in kinds]),
+        stream=np.concatenate([kind.stream for kind in kinds]),
+        offset=np.concatenate(offsets),
+        begins=[0, *np.cumsum(lengths)[:-1].tolist()],
+        peak_bytes=peak,
+        lower_bound_bytes=max(_bound(placed, length) for placed, length in zip(planned, lengths, strict=True)),
+        method=methods[0],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """What one kind of step has of one stream: rows with their places in the region, and what they were planned with.
+
+    `start`, `end` and `size` (bytes) are those of all that is kept free there, what is handed on to the step too.
+    """
+
+    rows: Column
+    offset: Column
+    start: Column
+    end: Column
+    size: Column
+    peak_bytes: int
+    method: str
+
+
+def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) -> list[_Placed]:
+    """Plan what all kinds ask for on one stream, for one region."""
+    handed = [kind.handed_on(stream) for kind in kinds]
     num_places = max(len(rows) for rows in handed)
     place_size = np.zeros(num_places, np.int64)
     for kind, rows in zip(kinds, handed, strict=True):
         place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
-    kept = _kept_until(kinds, num_places)
-    offsets: list[Column] = [np.zeros(0, np.int64)] * len(kinds)
+    kept = _kept_until(kinds, stream, num_places)
+    placed = [_Placed(*[_NOTHING] * 5, 0, "")] * len(kinds)
     places = np.full(num_places, -1, np.int64)
-    peak = bound = 0
-    methods: list[str] = []
     # the one that needs most decides where the shared places are
-    needs = [int(_rounded(kind.size[kind.end > 0]).sum()) for kind in kinds]
+    needs = [int(_rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
     for index in np.argsort(needs, kind="stable")[::-1].tolist():
+        if needs[index] == 0:
+            continue
         kind, rows = kinds[index], handed[index]
         length = len(kind.size)
-        own = np.flatnonzero((kind.end > 0) & (kind.end <= length))
+        own = np.flatnonzero((kind.end > 0) & (kind.end <= length) & (kind.stream == stream))
         until, begin = kept[index], np.zeros(num_places, np.int64)
         fits = np.flatnonzero(rows >= until[: len(rows)])  # ranks whose place is empty when it is asked for
         begin[fits] = rows[fits]
@@ -97,36 +140,37 @@ def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes | None
             made[asked] = plan_arrays(start, end, size, alignment=ALIGNMENT, ring=(0, length), fixed=given)
         layout = made[asked]
         places = layout.offset[len(own) :]
-        offset = np.full(length, -1, np.int64)
-        offset[own], offset[rows[fits]] = layout.offset[: len(own)], places[fits]
-        offsets[index] = offset
-        peak, bound = max(peak, layout.peak_bytes), max(bound, layout.lower_bound_bytes)
-        methods.append(layout.method)
-    lengths = [len(kind.size) for kind in kinds]
-    return Tapes(
-        kinds=kinds,
-        size=np.concatenate([kind.size for kind in kinds]),
-        stream=np.concatenate([kind.stream for kind in kinds]),
-        offset=np.concatenate(offsets),
-        begins=[0, *np.cumsum(lengths)[:-1].tolist()],
-        peak_bytes=peak,
-        lower_bound_bytes=bound,
-        method=methods[0],
-    )
+        placed[index] = _Placed(
+            rows=np.concatenate([own, rows[fits]]),
+            offset=np.concatenate([layout.offset[: len(own)], places[fits]]),
+            start=start,
+            end=end,
+            size=size,
+            peak_bytes=layout.peak_bytes,
+            method=layout.method,
+        )
+    return placed
+
+
+def _bound(placed: list[_Placed], length: int) -> int:
+    """The maximum load of a kind of step of so many requests, over all streams."""
+    start, end, size = (np.concatenate([getattr(own, name) for own in placed]) for name in ("start", "end", "size"))
+    counted = start < end
+    return ring_bound(start[counted], end[counted], size[counted], 0, length) if counted.any() else 0
 
 
 def _rounded(size: Column) -> Column:
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
-def _kept_until(kinds: list[StepKind], num_places: int) -> Column:
+def _kept_until(kinds: list[StepKind], stream: int, num_places: int) -> Column:
     """(kinds, places) the position up to which a step of each kind keeps each place for what was handed on to it.
 
     Where that was not seen, the same share of the step as in the kind in which it was longest.
     """
     until = np.full((len(kinds), num_places), -1, np.int64)
     for row, kind in zip(until, kinds, strict=True):
-        seen = kind.until[:num_places]
+        seen = kind.until.get(stream, _NOTHING)[:num_places]
         row[: len(seen)] = seen
     length = np.array([[len(kind.size)] for kind in kinds])
     share = (until / length).max(axis=0)
