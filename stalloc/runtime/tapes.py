@@ -117,7 +117,7 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
     for kind, rows in zip(kinds, handed, strict=True):
         place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
     kept = _kept_until(kinds, stream, num_places)
-    placed = [_Placed(*[_NOTHING] * 5, 0, "")] * len(kinds)
+    placed = [_Placed(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, "")] * len(kinds)
     places = np.full(num_places, -1, np.int64)
     # the one that needs most decides where the shared places are
     needs = [int(_rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
