@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from programs.core_machine import MIB, Machine, Ring
+from programs.core_machine import MIB, Machine, Owners, Ring
 from programs.ring_program import DROP, INSERT, Program
 
-from stalloc.runtime import layout
+from stalloc.runtime import core, layout
 
 
 def rings(seed: int, streams: int = 1) -> tuple[Machine, Program, Ring, np.random.Generator]:
@@ -13,7 +13,7 @@ def rings(seed: int, streams: int = 1) -> tuple[Machine, Program, Ring, np.rando
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
     ring, other = Ring(rng, 60, streams=streams), Ring(rng, 60, streams=streams)
-    machine = Machine()
+    machine = Machine(owners=Owners())
     machine.install(ring)
     assert [machine.allocate(1, stream) > 0 for stream in range(streams)]
     return machine, Program(machine, ring, rng), other, rng
@@ -25,7 +25,7 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
     for _ in range(3):
         program.one_pass({7: INSERT, 30: DROP})
     live, taken = machine.state["NUM_LIVE"], machine.taken
-    assert machine.dissolve() == streams
+    assert len(machine.dissolve()) == streams
     assert machine.state["ARENA_BYTES"] == machine.state["ARENA_LIVE"] == 0
     assert machine.state["NUM_LIVE"] == live
     machine.check_counts()
@@ -55,17 +55,17 @@ def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> No
     assert machine.state["RESERVED"] == 0
 
 
-def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there() -> None:
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there(streams: int) -> None:
     for seed in range(6):
-        machine, program, other, rng = rings(10 + seed)
+        machine, program, other, rng = rings(10 + seed, streams)
         for _ in range(2):
             program.one_pass({int(at): INSERT for at in rng.integers(0, 60, 4)})
-        base = machine.state["ARENA"]
-        machine.dissolve()
+        bases = machine.dissolve()
         program.one_pass()
-        other.offset = other.offset % max(machine_room(machine, base) - int(other.size.max()) - 512, 512) // 512 * 512
+        squeeze(machine, other, bases)
         reserved = machine.state["RESERVED"]
-        assert machine.take_over(other, base)
+        assert machine.take_over(other, bases)
         assert machine.state["RESERVED"] == reserved
         after = Program(machine, other, rng)
         for _ in range(3):
@@ -81,15 +81,65 @@ def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there() -> N
         assert machine.state.forget_arena() > 0, "nothing is left in it"
 
 
-def machine_room(machine: Machine, base: int) -> int:
-    """The size of the segment at `base`."""
-    return dict(machine.segments.items())[base]
+def squeeze(machine: Machine, ring: Ring, bases: list[int]) -> None:
+    """Let what a ring has of each stream fit into the region of that stream, places being shared."""
+    rounded = -(-ring.size // 512) * 512
+    for stream, base in enumerate(bases):
+        rows = ring.stream == stream
+        room = dict(machine.segments.items())[base] - int(rounded[rows].max())
+        low = int(ring.offset[rows].min())
+        ring.offset[rows] = low + (ring.offset[rows] - low) % max(room, 512) // 512 * 512
 
 
+def test_an_arena_in_which_one_stream_has_too_little_is_not_taken_over() -> None:
+    machine, program, other, _ = rings(20, 2)
+    program.one_pass()
+    bases = machine.dissolve()
+    squeeze(machine, other, bases)
+    first = np.flatnonzero(other.stream == 0)[0]
+    other.offset[first] = other.offset[other.stream == 0].min() + dict(machine.segments.items())[bases[0]]
+    assert not machine.take_over(other, bases)
+    for _ in range(3):
+        program.one_pass()  # the segments serve on
+    machine.check_counts()
+
+
+def test_a_part_of_an_arena_is_not_taken_over() -> None:
+    machine, program, other, _ = rings(21, 2)
+    program.one_pass()
+    bases = machine.dissolve()
+    other.stream[:], other.offset[:] = 0, 0
+    assert not machine.take_over(other, bases[:1])
+    for _ in range(3):
+        program.one_pass()
+    machine.check_counts()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_fenced_arena_serves_nothing_and_goes_back_with_its_last_block(streams: int) -> None:
+    machine, program, _, rng = rings(22, streams)
+    program.one_pass()
+    bases = machine.dissolve()
+    begin, end = bases[0], bases[-1] + dict(machine.segments.items())[bases[-1]]
+    there = [address for address in machine.live.addresses() if begin <= address < end]
+    assert there
+    assert machine.state.fence(bases)
+    later = Program(machine, program.ring, rng)
+    later.one_pass()
+    assert [address for address in machine.live.addresses() if begin <= address < end] == there
+    program.end()
+    for base in bases:
+        core.unfence_segment(machine.state.address, base)
+    machine.give_back_segments()
+    assert not set(bases) & set(machine.segments.addresses())
+    machine.check_counts()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int) -> None:
-    machine, program, other, rng = rings(100 + seed, streams=1)
-    programs, base = [program, Program(machine, other, rng)], machine.state["ARENA"]
+def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int, streams: int) -> None:
+    machine, program, other, rng = rings(100 + seed, streams)
+    programs, bases = [program, Program(machine, other, rng)], []
     served = 0
     for _ in range(40):
         chosen = programs[int(rng.integers(2))]
@@ -97,9 +147,11 @@ def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int)
         chosen.one_pass(deviations)
         what = rng.integers(6)
         if what == 0 and machine.state["ARENA_BYTES"]:
-            assert machine.dissolve() == 1
-        elif what == 1 and not machine.state["ARENA_BYTES"] and chosen.ring.peak <= machine_room(machine, base):
-            assert machine.take_over(chosen.ring, base)
+            bases = machine.dissolve()
+            assert len(bases) == streams
+            squeeze(machine, other, bases)
+        elif what == 1 and not machine.state["ARENA_BYTES"]:
+            assert machine.take_over(chosen.ring, bases)
             served += 1
     print(f"{served} times taken over")
     assert served

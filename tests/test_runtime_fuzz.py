@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from programs.core_machine import Machine, Ring
+from programs.core_machine import Machine, Owners, Ring
 from programs.ring_program import Program
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "60"))
@@ -19,8 +19,9 @@ def deviate(seed: int) -> tuple[int, int]:
     rng = np.random.default_rng(seed)
     streams = int(rng.integers(1, 4))
     ring = Ring(rng, int(rng.integers(20, 60)), streams=streams, num_sizes=int(rng.integers(3, 40)))
-    machine = Machine()
-    base = machine.install(ring)
+    machine = Machine(owners=Owners())
+    machine.install(ring)
+    bases: list[int] = []
     assert all(machine.allocate(1, stream) for stream in range(streams))
     program = Program(machine, ring, rng)
     for _ in range(int(rng.integers(2, 6))):
@@ -32,9 +33,9 @@ def deviate(seed: int) -> tuple[int, int]:
             machine.give_back_segments()
         if rng.random() < 0.15:
             if machine.state["ARENA_BYTES"]:
-                machine.dissolve()
-            elif streams == 1 and base in machine.segments.addresses():
-                machine.take_over(ring, base)
+                bases = machine.dissolve()
+            elif bases and set(bases) <= set(machine.segments.addresses()):
+                machine.take_over(ring, bases)
     served = machine.state["HITS"], machine.state["MISSES"] + machine.state["CONFLICTS"]
     program.end()
     machine.check_counts()

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs.core_machine import Intervals
+from programs.core_machine import Intervals, Owners
 
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import _make_controller
-from stalloc.replay.tables import FIRST_ADDRESS
 from stalloc.runtime import core
 from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
 from stalloc.runtime.tapes import plan_steps
@@ -18,27 +17,11 @@ from stalloc.runtime.tapes import plan_steps
 MIB = 1 << 20
 
 
-class Owners:
-    """Which stream had which bytes: the device never hands out an address twice, so nothing may change hands."""
-
-    def __init__(self) -> None:
-        self._owner = np.full(1 << 20, -1, np.int8)  # by 512 bytes
-
-    def note(self, address: int, size_bytes: int, stream: int) -> None:
-        """A stream gets these bytes; an error if another one had any of them."""
-        begin, end = (address - FIRST_ADDRESS) // 512, -(-(address - FIRST_ADDRESS + size_bytes) // 512)
-        while end > len(self._owner):
-            self._owner = np.append(self._owner, np.full_like(self._owner, -1))
-        had = self._owner[begin:end]
-        assert ((had == -1) | (had == stream)).all(), f"stream {stream} gets what was {np.unique(had)}'s"
-        had[:] = stream
-
-
 class Program:
     """Steps of layers on a device of numbers: activations, gradients that are zeroed before the backward pass.
 
     With several streams batches come on one and workspaces are another's. Every address is checked: no two live blocks
-    overlap, and no byte passes from one stream to another.
+    overlap, and no byte passes from one stream to another. (The device never hands out an address twice.)
     """
 
     def __init__(
@@ -112,7 +95,9 @@ class Program:
         plans, before = self.controller.num_plans, self.counts()
         for part in parts:
             part()
-        after = self.counts() if plans == self.controller.num_plans else before
+        after = self.counts()
+        if plans != self.controller.num_plans:  # the counting begins anew with a plan
+            before = (0, 0)
         self.controller.mark(MARK_STEP, "")
         search = self.controller._steps.search
         if search is not None and waits:  # equal runs, equal figures: what runs beside the program is waited for
@@ -328,3 +313,105 @@ def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
     hits, missed = program.step(lambda: program.train(36_000))
     assert missed > hits
     assert program.state["STEP_RESERVED_PEAK"] <= before + 20 * MIB
+
+
+def test_unknown_steps_in_a_row_reserve_hardly_more_than_was_ever_allocated() -> None:
+    program = Program()
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    before = program.state["RESERVED"]
+    for width in (36_000, 39_000, 34_000, 38_000):
+        program.step(lambda width=width: program.train(width))
+        assert program.state["RESERVED"] <= before + 40 * MIB
+
+
+def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: int) -> list[tuple[int, int]]:
+    """Kinds of steps that need more are added twice; for each new plan what is reserved and the arena (bytes)."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    widths, found, plans = [20_000, 23_000], [], 0
+    for number in range(num_steps):
+        if number in (num_steps // 3, 2 * num_steps // 3):
+            widths.append(2 * max(widths))
+        program.step(lambda: work(widths[int(rng.integers(len(widths)))]))
+        if program.controller.num_plans > plans:
+            found.append((program.state["RESERVED"], program.state["ARENA_BYTES"]))
+        plans = program.controller.num_plans
+    return found
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_arena_in_which_nothing_lives_goes_back_before_a_larger_one_is_taken(seed: int, streams: int) -> None:
+    """Evaluations hand nothing on."""
+    program = Program(streams=streams)
+    found = grow(program, program.evaluate, seed, 60)
+    assert len({arena for _, arena in found}) >= 3
+    for reserved, arena in found:
+        assert reserved < arena + 40 * MIB
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_plan_waits_for_what_was_borrowed_from_the_arena_before_it(streams: int) -> None:
+    """The batch is replaced only once there is the next one, and has no place in the plan."""
+    program = Program(streams=streams, keeps_batch=True)
+    found = grow(program, program.evaluate, 1, 60)
+    assert len({arena for _, arena in found}) >= 3
+    for reserved, arena in found:
+        assert reserved < arena + 2 * 80_000 * 900 + 40 * MIB  # and batches
+
+
+def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
+    """Gradients live up to the backward pass, so that a larger arena is taken beside; nothing new is served there."""
+    program = Program(streams=3, keeps_batch=True)  # of which one is served elsewhere in every step
+    grow(program, program.train, 2, 60)
+    for _ in range(4):
+        program.step(lambda: program.train(20_000))
+    assert program.state["RESERVED"] < 1.25 * program.state["ARENA_BYTES"]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -> None:
+    """Although gradients live there, and streams have regions."""
+    program = Program(streams=streams)
+    for width in in_rounds(1, 2, 8):
+        program.step(lambda width=width: program.train(40_000 + 1000 * width))
+    plans, reserved, arena = program.controller.num_plans, program.state["RESERVED"], program.state["ARENA"]
+    for width in in_rounds(2, 3, 8):
+        served = program.step(lambda width=width: program.train(39_000 + 1000 * width))
+        assert program.state["ARENA"] == arena
+    assert served == (37, 0)
+    assert program.controller.num_plans > plans
+    assert program.state["RESERVED"] < 1.2 * reserved
+
+
+def drift(program: Program, widths: list[int], until: Callable[[], bool]) -> None:
+    """Evaluate, with these widths in turn, until something is so."""
+    for number in range(300):
+        if until():
+            return
+        program.step(lambda number=number: program.evaluate(widths[number % len(widths)]))
+    raise AssertionError("it never was so")
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: int) -> None:
+    program = Program(streams=streams)
+    controller, state = program.controller, program.state
+    drift(program, [60_000], lambda: controller.phase is Phase.PLANNED)
+    large, arena = state["ARENA_BYTES"], state["ARENA"]
+    drift(program, [20_000, 23_000], lambda: controller.phase is Phase.OBSERVING)
+    kept = program.allocate(100 * MIB)
+    assert arena <= kept < arena + large
+    drift(program, [20_000, 23_000], lambda: controller.phase is Phase.PLANNED)
+    program.step(lambda: program.evaluate(20_000))
+    assert state["ARENA_BYTES"] == large  # around what lives there
+    program.free(kept)
+    for width in [23_000, 20_000] * 3:
+        program.step(lambda width=width: program.evaluate(width))
+    assert state["ARENA_BYTES"] < 0.5 * large
+    assert state["RESERVED"] < state["ARENA_BYTES"] + 40 * MIB
+    taken = controller.device.num_allocs
+    for width in [23_000, 20_000] * 10:
+        assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)
+    assert controller.device.num_allocs == taken

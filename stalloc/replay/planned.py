@@ -128,7 +128,7 @@ class _OfflineController(Controller):
         return int(free)
 
     def release_unused(self, idle_passes: int = 0) -> None:
-        for base in self.state.take_free_segments(idle_passes):
+        for base in self._take_free_segments(idle_passes):
             memory = self._segments.pop(base)
             if memory not in self._segments.values():  # several segments may be parts of one piece of memory
                 self.device.free(memory)

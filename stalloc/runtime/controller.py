@@ -24,6 +24,7 @@ from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import is_interruption, start_thread
+from stalloc.runtime.regions import moved_into
 from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
 from stalloc.runtime.state import DeviceState
 from stalloc.runtime.steps import Steps
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
     from stalloc.runtime import poison
+    from stalloc.runtime.regions import Region
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
@@ -51,6 +53,8 @@ _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods
 _MOST_UNROLLED = 2_000  # requests in such a ring
 _DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
 _STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
+_CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
+_SHRINK_PASSES = 64  # over a plan, at whose begins it gets it if nothing lives in the arena
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
 
 
@@ -100,6 +104,15 @@ class _Making:
     error: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _InForce:
+    """A tape in force: the arguments of `put_in_force`."""
+
+    arena_bytes: int
+    tape: tuple[Any, ...]
+    begins: list[int] | None
+
+
 class Controller:
     """The watcher of one device."""
 
@@ -125,7 +138,10 @@ class Controller:
         self.step_times_ns: list[int] = []
         self._segments: dict[int, Any] = {}  # base address -> what keeps it
         self._arena: Any = None
-        self._old_arena = 0  # the base of the segment that was the arena of a plan before; 0: none
+        self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
+        self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
+        self._lendable = 0  # CELL_STREAMS, while nothing is lent
+        self._too_large: _InForce | None = None  # what the arena that was taken over serves, if that needs clearly less
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
@@ -404,6 +420,8 @@ class Controller:
             gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
             if self._take_segment(pool, least):
                 return True
+        if self._use_retired() or self._lend_again():
+            return True  # the core asks again if that was in vain
         full = state.full_table()
         if full:
             self.release_unused()  # segments without blocks take rows too
@@ -437,9 +455,10 @@ class Controller:
         self.release_unused()
         return self.state.forget_streams() > 0
 
-    def _segment_bytes(self, base: int) -> int:
-        """The size of the segment at an address; 0 if there is none."""
-        return dict(zip(*(column.tolist() for column in self.state.segments()), strict=True)).get(base, 0)
+    def _old_regions(self) -> "list[Region]":
+        """The regions of the arena of the last plan, if it is still there to be taken over."""
+        there = all(base in self._segments for base in self._old_arena)
+        return self.state.segment_regions(self._old_arena) if there else []
 
     def take_lacking(self) -> tuple[int, bool]:
         """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
@@ -460,7 +479,7 @@ class Controller:
             return False
         if (
             self._has_room(arena_bytes)
-            or max(self._segment_bytes(self._old_arena), self.state["ARENA_BYTES"]) >= arena_bytes
+            or max(sum(region.size_bytes for region in self._old_regions()), self.state["ARENA_BYTES"]) >= arena_bytes
         ):
             return False
         self._lacking_bytes, self._arena_lacks_room = max(self._lacking_bytes, arena_bytes), True
@@ -493,7 +512,7 @@ class Controller:
     def _release(self, idle_passes: int) -> None:
         import cupy
 
-        for base, size_bytes in self.state.take_free_segments(idle_passes).items():
+        for base, size_bytes in self._take_free_segments(idle_passes).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
             del self._segments[base]
@@ -509,6 +528,38 @@ class Controller:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
         if not self.state["TIGHT"] and self.phase is not Phase.PLANNED:
             self.state.write(TIGHT=1)
+
+    def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
+        """Take every segment without live blocks out of the core's tables: base -> bytes."""
+        retired = self._retired
+        self._use_retired()
+        taken = self.state.take_free_segments(idle_passes)
+        if retired and retired[0] not in taken:  # all of them go, or none
+            self._retire(retired)
+        return taken
+
+    def _retire(self, bases: list[int]) -> None:
+        """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
+        self._retired = bases if self.state.fence(bases) else []
+
+    def _use_retired(self) -> bool:
+        """Serve from an old arena again; whether there is one."""
+        bases, self._retired = self._retired, []
+        for base in bases:
+            core.unfence_segment(self.state.address, base)
+        return bool(bases)
+
+    def stop_lending(self) -> None:
+        """Lend nothing more of the arena, as long as there is memory elsewhere: it is to be empty soon."""
+        self._lendable = self.state["CELL_STREAMS"]
+        self.state.write(CELL_STREAMS=0)
+
+    def _lend_again(self) -> bool:
+        """Lend from the arena again; whether that had stopped."""
+        lendable, self._lendable = self._lendable, 0
+        if lendable and self.state["ARENA_BYTES"]:
+            self.state.write(CELL_STREAMS=lendable)
+        return lendable != 0
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text
@@ -645,7 +696,7 @@ class Controller:
         for base in bases:
             self._segments[base] = self._arena  # the memory goes back to the device with the last of them
         if bases:
-            self._old_arena = bases[0] if len(bases) == 1 else 0
+            self._old_arena = bases
             self._arena = None
 
     def _end_sharing(self) -> bool:
@@ -702,14 +753,19 @@ class Controller:
     # --- at the boundary of a step
 
     def _at_boundary(self) -> None:
+        if self.phase is Phase.PLANNED and self._steps.at_first_request():
+            return
         if self.phase is Phase.PLANNED:
+            self._shrink()
             # what the switch left behind in the old segments has died meanwhile
             self.state["ASK_AFTER_MISSES"] = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
             self._release_at_boundaries -= 1
             # and then what a step needed that deviated: segments that no pass uses any more
             self.release_unused(0 if self._release_at_boundaries > 0 else _IDLE_PASSES)
             self.state["ASK_AT_BOUNDARY"] = int(
-                self._release_at_boundaries > 0 or len(self._segments) > self._segments_kept
+                self._release_at_boundaries > -_SHRINK_PASSES * (self._too_large is not None)
+                or len(self._segments) > self._segments_kept
+                or bool(self._retired)
             )
             if self._release_at_boundaries == 0:
                 self._segments_kept = len(self._segments)
@@ -777,7 +833,9 @@ class Controller:
         """
         assert self.observed is not None
         needed, held = self.state["RESERVED"] + round_up(plan.peak_bytes), self.observed.reserved_peak_bytes
-        needed -= self._segment_bytes(self._old_arena)  # it is taken over
+        regions = self._old_regions()
+        if moved_into(regions, plan.tape_size, plan.tape_stream, plan.tape_offset) is not None:
+            needed -= sum(region.size_bytes for region in regions)  # it is taken over
         if needed <= _DEARER * held + _DEARER_BYTES:
             return False
         self._settled = True  # what the heap holds has served so far
@@ -818,7 +876,7 @@ class Controller:
         memory = self._malloc(size_bytes) if size_bytes and pool >= 0 else None
         if memory is not None:
             self._segments[memory.ptr] = memory
-            self._old_arena = memory.ptr
+            self._old_arena = [memory.ptr]
             if not state.give_segment(pool, memory.ptr, size_bytes):
                 del self._segments[memory.ptr]
 
@@ -832,19 +890,28 @@ class Controller:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
 
         `gives` are entries whose memory passes to another stream, if there are any.
-        While another plan is in force its arena is taken over if it is large enough; else the new one is taken beside
-        it, and if there is no room for both the old plan stays in force.
+        While another plan is in force its arena is taken over if every stream's part of it is large enough. Else, if
+        nothing lives in it, it goes back before the new one is taken; otherwise that is taken beside it, and if there
+        is no room for both the old plan stays in force.
         """
         state, memory = self.state, None
         expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
-        if self._arena is not None and state["ARENA_BYTES"] < arena_bytes:
+        shared = gives is not None and len(gives) > 0
+        self._lend_again()
+        if self.holds_twice(arena_bytes, tape, shared):
             memory = self._malloc(arena_bytes)
             if memory is None:
                 return False
+        elif self._arena is not None and (shared or not self._fits_arena(tape)):
+            state.drop_tape()
+            self.release_unused()
         self._drop_tape()
         if self._arena is not None:  # it could not be dissolved
             return False
-        shared = gives is not None and len(gives) > 0
+        self._too_large = None
+        self._use_retired()
+        if memory is not None and self._old_arena:
+            self._retire(self._old_arena)
         if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
             memory = memory if memory is not None else self._malloc(arena_bytes)
             if memory is None:
@@ -875,14 +942,50 @@ class Controller:
 
     def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        base, self._old_arena = self._old_arena, 0
-        size_bytes = self._segment_bytes(base)
-        if base not in self._segments or size_bytes < arena_bytes:
+        regions, bases, self._old_arena = self._old_regions(), self._old_arena, []
+        if not regions or not self.state.take_over_segments(bases, tape, begins):
             return False
-        if not self.state.take_over_segment(base, size_bytes, tape, begins):
-            return False
-        self._arena = self._segments.pop(base)
+        for base in bases:  # parts of one piece of memory
+            self._arena = self._segments.pop(base)
+        if arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
+            self._too_large = _InForce(arena_bytes, tape, begins)
         return True
+
+    def _fits_arena(self, tape: tuple[Any, ...]) -> bool:
+        """Whether the arena in place can become that of a tape."""
+        return moved_into(self.state.arena_regions(), *tape[:3]) is not None
+
+    def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
+        """Whether a tape could be put in force now only with a new arena beside the one in place."""
+        if self._arena is None or (not shared and self._fits_arena(tape)):
+            return False
+        room = self.free_bytes() + self.state["ARENA_BYTES"] >= arena_bytes
+        return not (room and core.arena_is_idle(self.state.address))
+
+    def _shrink(self) -> None:
+        """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now."""
+        state, plan = self.state, self._too_large
+        if plan is None or self._arena is None or not core.arena_is_idle(state.address):
+            return
+        begin, end, cursor = state["RING_START"], state["TAPE_LENGTH"], state["CURSOR"]
+        ask_after = state["ASK_AFTER_MISSES"]
+        state.drop_tape()
+        self.release_unused()
+        if self._arena is not None:  # another thread was quicker: something lives there now
+            state.write(MODE=layout.MODE_REPLAY, ASK_AFTER_MISSES=ask_after)
+            return
+        self._too_large = None
+        memory = self._malloc(plan.arena_bytes)
+        if memory is None:
+            self._drop_plan("another process took the memory of the arena")
+            return
+        size, stream, offset, num_prologue, _ = plan.tape
+        state.install_tape(size, stream, offset, num_prologue, cursor, begins=plan.begins)
+        core.begin_step(state.address, begin, end, cursor)
+        self._arena = memory
+        core.reserve(state.address, plan.arena_bytes)
+        state.serve_arena(memory.ptr, plan.arena_bytes)
+        state.write(ASK_AFTER_MISSES=ask_after)
 
     def use(self, plan: "Plan") -> None:
         """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""

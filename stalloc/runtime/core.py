@@ -15,6 +15,7 @@ from stalloc.runtime.counting import (
     count_alloc,
     count_deferred,
     count_free,
+    count_joined,
     count_parted,
     count_segment,
 )
@@ -36,7 +37,6 @@ from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.lending import (
     call_back_all,
     can_dissolve,
-    can_reclaim,
     cell,
     cells_empty,
     dissolve_region,
@@ -44,6 +44,7 @@ from stalloc.runtime.lending import (
     find_slot,
     flip_cells,
     go_to,
+    group_size,
     lend,
     lifespan_row,
     note_birth,
@@ -51,6 +52,7 @@ from stalloc.runtime.lending import (
     reclaim,
     region_end,
     relabel,
+    runs_to_keep,
 )
 from stalloc.runtime.matching import SURE, at_boundary, follow
 from stalloc.runtime.words import add, call3, lock, now_ns, peek, poke, unlock
@@ -152,6 +154,12 @@ def _serve_unplanned(state, stream, size, requested):
 
 
 @njit()
+def _is_asked_for(state, key):
+    """Whether Python wants to be entered before this request is served."""
+    return peek(state, ASK_AT_BOUNDARY) == AT_ANY_REQUEST or at_boundary(state, key)
+
+
+@njit()
 def _try_allocate(state, stream, size, requested, way):
     """One try with the lock held: an address, or -(reason | argument << REASON_BITS), or 0 for no memory."""
     # events must not be asked for while a graph is captured
@@ -161,7 +169,7 @@ def _try_allocate(state, stream, size, requested, way):
     if size > TINY and way != WAY_HEAP and peek(state, PRIVATE) == 0:
         if peek(state, MODE) != MODE_HEAP:
             key = size << STREAM_BITS | stream
-            if way == WAY_FIRST and peek(state, ASK_AT_BOUNDARY) == 1 and at_boundary(state, key):
+            if way == WAY_FIRST and peek(state, ASK_AT_BOUNDARY) != 0 and _is_asked_for(state, key):
                 poke(state, ASK_AT_BOUNDARY, 0)
                 return -AT_BOUNDARY
             address = follow(state, key, requested)
@@ -536,23 +544,32 @@ def _forget(state):
 
 
 @njit()
-def fence_segment(state, base, offsets):
-    """Serve nothing more from a segment; writes where its blocks begin (bytes from its base), returns how many.
+def fence_segments(state, bases, offsets):
+    """Serve nothing more from segments, which came from the device as one; `bases` (n,) are in order.
 
-    -1 if there is no such segment, it is part of a group, or it holds more blocks than `offsets` has room for.
+    Writes where their blocks begin (bytes from the first base), returns how many. -1 if there are no such segments,
+    they are not the whole of what came, or they hold more blocks than `offsets` has room for; some may be fenced then.
     """
     lock(state)
-    chunk, count = find_chunk(state, base), -1
-    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
-    if chunk != 0 and peek(row, C_GROUP) == 0:
-        index, count = peek(row, C_FIRST), 0
-        while index != 0:
-            if count < len(offsets):
-                offsets[count] = block(state, index, B_ADDRESS) - base
-            count += 1
-            index = block(state, index, B_NEXT)
-        if count > len(offsets) or not relabel(state, chunk, FENCED_KIND):
+    count = 0
+    for i in range(len(bases)):
+        chunk = find_chunk(state, bases[i])
+        row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+        group, end = peek(row, C_GROUP), bases[i] + peek(row, C_SIZE)
+        whole = group_size(state, group) == len(bases) if group != 0 else len(bases) == 1
+        if chunk == 0 or not whole or (i + 1 < len(bases) and end != bases[i + 1]):
             count = -1
+        else:
+            index = peek(row, C_FIRST)
+            while index != 0:
+                if count < len(offsets):
+                    offsets[count] = block(state, index, B_ADDRESS) - bases[0]
+                count += 1
+                index = block(state, index, B_NEXT)
+            if count > len(offsets) or not relabel(state, chunk, FENCED_KIND):
+                count = -1
+        if count < 0:
+            break
     unlock(state)
     return count
 
@@ -570,25 +587,38 @@ def unfence_segment(state, base):
 
 
 @njit()
-def serve_segment(state, base, size):
-    """Serve the tape from a fenced segment as the arena; False if what lives there does not fit between the cells."""
+def serve_segments(state, bases, size):
+    """Serve the tape from fenced segments as the arena; False if what lives there does not fit between the cells."""
     lock(state)
-    chunk = find_chunk(state, base)
-    bound = peek(state, NUM_CELLS)
-    done = chunk != 0
-    if done:
-        poke(state, ARENA, base)
-        if cell(state, bound, CI_OFFSET) < size:  # as _serve does it
-            poke(peek(state, CELL_INFO), (bound + 1) * CELL_ROW + CI_OFFSET, size)
-            poke(state, NUM_CELLS, bound + 1)
-        done = can_reclaim(state, chunk, base)
+    bound, base = peek(state, NUM_CELLS), bases[0]
+    poke(state, ARENA, base)
+    if cell(state, bound, CI_OFFSET) < size:  # as _serve does it
+        poke(peek(state, CELL_INFO), (bound + 1) * CELL_ROW + CI_OFFSET, size)
+        poke(state, NUM_CELLS, bound + 1)
+    runs = 0
+    for i in range(len(bases)):
+        chunk = find_chunk(state, bases[i])
+        more = runs_to_keep(state, chunk, base) if chunk != 0 else -1
+        runs = runs + more if runs >= 0 and more >= 0 else -1
+    done = runs >= 0 and peek(state, CHUNKS_CAPACITY) - peek(state, CHUNKS_USED) > runs
     if done:
         _serve(state, base, size)
-        reclaim(state, chunk, base)
+        for i in range(len(bases)):
+            reclaim(state, find_chunk(state, bases[i]), base)
+        count_joined(state, len(bases))
     else:
         poke(state, ARENA, 0)
     unlock(state)
     return done
+
+
+@njit()
+def arena_is_idle(state):
+    """Whether nothing lives in the arena."""
+    lock(state)
+    idle = call_back_all(state) and peek(state, ARENA_LIVE) == 0
+    unlock(state)
+    return idle
 
 
 @njit()

@@ -105,6 +105,12 @@ def count_parted(state, number):
 
 
 @njit()
+def count_joined(state, number):
+    """Count that several segments became one again."""
+    add(state, SEGMENTS, 1 - number)
+
+
+@njit()
 def begin_peaks(state):
     """Let the peaks that the program asks for begin anew."""
     for word in range(ACTIVE_PEAKS, ACTIVE_PEAKS + 6):

@@ -41,7 +41,7 @@ ARENA, ARENA_BYTES, ARENA_LIVE, CELLS = 68, 69, 70, 71
 SLOTS, SLOTS_MASK = 72, 73
 HITS, MISSES, CONFLICTS, MISS_RUN = 74, 75, 76, 77
 LAST_MISS = 78  # HISTORY_COUNT at the last request that did not match: what it has grown by since are matches in a row
-ASK_AT_BOUNDARY = 79  # 1: enter Python when the ring begins again
+ASK_AT_BOUNDARY = 79  # enter Python when the ring begins again (1), or at any request that may be planned (2)
 HISTORY, HISTORY_COUNT = 80, 84  # the keys of the last four requests, whatever became of them
 HITS_BEFORE, STEP_MISSES, STEP_LOG, STEP_COUNT = 85, 86, 87, 88  # HITS when the step began
 OOM_TEXT, OOM_TEXT_LENGTH = 58, 59  # what an out-of-memory error is to say: address and bytes
@@ -104,6 +104,7 @@ MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2  # heap only; follow the tape with
 
 NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(1, 8)  # why the core enters Python
 MARK = 0  # Python itself enters as the core does: the program marks a step
+AT_ANY_REQUEST = 2
 WAY_FIRST, WAY_AFTER_ASKING, WAY_HEAP = 0, 1, 2  # how much of the way of a request is still to be gone
 REASON_BITS = 3
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large

@@ -542,16 +542,35 @@ def _run_end(state, index):
 
 
 @njit()
-def can_reclaim(state, chunk, arena):
-    """Whether what lives in a fenced segment can be kept in leases of the cells that are in place now."""
+def group_size(state, group):
+    """How many segments came from the device as this one piece."""
+    table, count = peek(state, CHUNKS), 0
+    for chunk in range(1, peek(state, CHUNKS_USED)):
+        row = table + chunk * CHUNK_ROW * 8
+        count += peek(row, C_BASE) != 0 and peek(row, C_GROUP) == group
+    return count
+
+
+@njit()
+def runs_to_keep(state, chunk, arena):
+    """How many leases keep what lives in a fenced segment, of the cells that are in place now.
+
+    -1 if that cannot be: its blocks do not end where cells do, or its cells are another stream's.
+    """
     row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
     first = peek(row, C_FIRST)
     stream = peek(peek(state, POOLS), peek(row, C_POOL) * POOL_ROW + P_STREAM)
     if find_pool(state, stream, LEASED_KIND, True) < 0:
-        return False
-    for i in range(peek(state, NUM_CELLS)):
+        return -1
+    low, high = (
+        _cell_at(state, peek(row, C_BASE) - arena),
+        _cell_at(state, peek(row, C_BASE) + peek(row, C_SIZE) - arena),
+    )
+    if low < 0 or high < 0:
+        return -1
+    for i in range(low, high):
         if cell(state, i, CI_STREAM) != stream:
-            return False
+            return -1
     runs, index = 0, first
     while index != 0:
         if block(state, index, B_STATE) != BLOCK_FREE:
@@ -559,10 +578,10 @@ def can_reclaim(state, chunk, arena):
             index = _run_end(state, index)
             end = block(state, index, B_ADDRESS) + block(state, index, B_SIZE) - arena
             if _cell_at(state, begin) < 0 or _cell_at(state, end) < 0:
-                return False
+                return -1
             runs += 1
         index = block(state, index, B_NEXT)
-    return peek(state, CHUNKS_CAPACITY) - peek(state, CHUNKS_USED) > runs
+    return runs
 
 
 @njit()

@@ -226,7 +226,9 @@ def _end_step(state):
     lost = peek(state, STEP_MISSES) - unplanned
     bad = _BAD_SHARE * lost > lost + hits
     displaced = peek(state, CONFLICTS) - peek(state, CONFLICTS_BEFORE) - unplanned
+    missed = lost - displaced  # what borrows for these displaces others, and will again
     heal = _HEAL_SHARE * displaced > displaced + hits and peek(state, STEPS_EVER) >= peek(state, HEAL_AFTER)
+    heal = heal and _BAD_SHARE * missed <= missed + hits
     poke(state, HEALING, heal)
     if heal:
         poke(state, HEAL_AFTER, peek(state, STEPS_EVER) + _HEAL_EVERY)

@@ -30,6 +30,7 @@ from stalloc.runtime.layout import (
     STREAM_BITS,
     TAPE_ROW,
 )
+from stalloc.runtime.regions import Region, moved_into
 
 Column = NDArray[np.int64]
 
@@ -182,12 +183,14 @@ class DeviceState:
         cursor: int,
         kept: Column | None = None,
         begins: list[int] | None = None,
+        regions: list[Region] | None = None,
     ) -> None:
         """Put a tape in place and follow it from entry `cursor`, without serving it yet.
 
         The columns are (k,): bytes as requested, stream index, offset in the arena to come (-1: from the heap).
         `kept` (b,) are offsets between which blocks live already where the arena will be. `begins` are where tapes
-        begin if there are several, one after the other, each a ring of its own.
+        begin if there are several, one after the other, each a ring of its own. `regions` say whose the bytes of the
+        arena to come are already, those that the tape does not use too.
         No arena may be in place: its blocks are known by the tape that they were served from.
         """
         assert self["ARENA_BYTES"] == 0
@@ -213,7 +216,7 @@ class DeviceState:
         info[:-1, layout.CI_OFFSET] = bounds
         info[:, layout.CI_NEXT] = -1
         spans = tape[planned][:, [layout.T_CELL_LOW, layout.T_CELL_HIGH]]
-        info[:, layout.CI_STREAM] = _cell_streams(spans, stream[planned], len(info))
+        info[:, layout.CI_STREAM] = _cell_streams(spans, stream[planned], bounds, regions)
         has_cells = np.bitwise_or.reduce(1 << (np.unique(info[:, layout.CI_STREAM]) & 63))
         starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(info))
         first = [num_prologue] if begins is None else begins
@@ -305,24 +308,62 @@ class DeviceState:
         count = core.dissolve_arena(self.address, bases)
         return [int(base) for base in bases[:count]]
 
-    def take_over_segment(
-        self, base: int, size_bytes: int, tape: tuple[Any, ...], begins: list[int] | None = None
-    ) -> bool:
-        """Make a segment the arena of a tape (the arguments of `install_tape`), around what lives there.
+    def segment_regions(self, bases: list[int]) -> list[Region]:
+        """What `dissolve_arena` made of an arena, or one segment; none if a part of it is gone."""
+        rows = self.chunks[1 : self["CHUNKS_USED"]]
+        rows = rows[(rows[:, layout.C_HIGH] == 0) & np.isin(rows[:, layout.C_BASE], bases)]
+        rows = rows[np.argsort(rows[:, layout.C_BASE])]
+        if not bases or rows[:, layout.C_BASE].tolist() != bases:
+            return []
+        streams = self.pools[rows[:, layout.C_POOL], layout.P_STREAM].tolist()
+        sizes = rows[:, layout.C_SIZE].tolist()
+        return [Region(base - bases[0], size, stream) for base, size, stream in zip(bases, sizes, streams, strict=True)]
 
-        False if that cannot be: then it is a segment still. It has to be one of `dissolve_arena`, of one stream.
+    def arena_regions(self) -> list[Region]:
+        """What `dissolve_arena` would make of the arena in place; none if streams share a part of it."""
+        if not self["ARENA_BYTES"]:
+            return []
+        info = self._tape[3]
+        offset, stream = info[: self["NUM_CELLS"] + 1, layout.CI_OFFSET], info[: self["NUM_CELLS"], layout.CI_STREAM]
+        if (stream == layout.NO_STREAM).any():
+            return []
+        first = np.flatnonzero(np.append(True, stream[1:] != stream[:-1]))
+        ends = np.append(first[1:], len(stream))
+        return [
+            Region(int(offset[low]), int(offset[high] - offset[low]), int(stream[low]))
+            for low, high in zip(first.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def fence(self, bases: list[int]) -> bool:
+        """Serve nothing more from the segments that `dissolve_arena` made of an arena; False if that cannot be."""
+        fenced = core.fence_segments(self.address, np.array(bases, np.int64), np.zeros(_MOST_KEPT, np.int64)) >= 0
+        if not fenced:
+            for base in bases:
+                core.unfence_segment(self.address, base)
+        return bool(fenced)
+
+    def take_over_segments(self, bases: list[int], tape: tuple[Any, ...], begins: list[int] | None = None) -> bool:
+        """Make segments the arena of a tape (the arguments of `install_tape`), around what lives there.
+
+        False if that cannot be: then they are segments still. They have to be those that `dissolve_arena` made of an
+        arena, or one that came alone. What the tape has of a stream moves to where that stream's segment is.
         """
-        offsets = np.zeros(_MOST_KEPT, np.int64)
-        count = core.fence_segment(self.address, base, offsets)
-        if count < 0:
-            return False
+        regions = self.segment_regions(bases)
         size, stream, offset, num_prologue, cursor = tape
-        kept = np.append(offsets[:count], size_bytes)
-        self.install_tape(size, stream, offset, num_prologue, cursor, kept, begins)
-        if core.serve_segment(self.address, base, size_bytes):
-            return True
-        self.drop_tape()
-        core.unfence_segment(self.address, base)
+        moved = moved_into(regions, size, stream, offset) if regions else None
+        if moved is None:
+            return False
+        offsets, table = np.zeros(_MOST_KEPT, np.int64), np.array(bases, np.int64)
+        count = core.fence_segments(self.address, table, offsets)
+        if count >= 0:
+            size_bytes = regions[-1].begin + regions[-1].size_bytes
+            kept = np.append(offsets[:count], size_bytes)
+            self.install_tape(size, stream, moved, num_prologue, cursor, kept, begins, regions)
+            if core.serve_segments(self.address, table, size_bytes):
+                return True
+            self.drop_tape()
+        for base in bases:
+            core.unfence_segment(self.address, base)
         return False
 
     # --- reading
@@ -393,11 +434,13 @@ def _table(rows: int, words: int) -> np.ndarray:
     return data[first : first + rows * words].reshape(rows, words)
 
 
-def _cell_streams(spans: Column, stream: Column, count: int) -> Column:
-    """(count,) the stream of each cell, NO_STREAM if several use it; one that none uses goes with the one before it.
+def _cell_streams(spans: Column, stream: Column, bounds: Column, regions: list[Region] | None) -> Column:
+    """(b + 1,) the stream of each cell, NO_STREAM if several use it.
 
-    `spans` (k, 2) are the cells of each entry, `stream` (k,) its stream.
+    One that none uses belongs to its region, or goes with the one before it. `spans` (k, 2) are the cells of each
+    entry, `stream` (k,) its stream, `bounds` (b,) the offsets where cells begin.
     """
+    count = len(bounds) + 1
     owner = np.full(count, layout.NO_STREAM, np.int64)
     users = np.zeros(count, np.int64)
     for index in np.unique(stream).tolist():
@@ -410,10 +453,15 @@ def _cell_streams(spans: Column, stream: Column, count: int) -> Column:
         users += covered
     shared = users > 1
     used = np.flatnonzero(users > 0)
-    if not len(used):
+    if not len(used) and regions is None:
         return np.zeros(count, np.int64)
-    before = np.searchsorted(used, np.arange(count), side="right") - 1
-    owner = owner[used[np.maximum(before, 0)]]
+    if regions is not None:
+        place = np.searchsorted([region.begin for region in regions], bounds, side="right") - 1
+        of_region = np.array([region.stream for region in regions], np.int64)[np.append(place, len(regions) - 1)]
+        owner = np.where(users > 0, owner, of_region)
+    else:
+        before = np.searchsorted(used, np.arange(count), side="right") - 1
+        owner = owner[used[np.maximum(before, 0)]]
     owner[shared] = layout.NO_STREAM
     return owner
 

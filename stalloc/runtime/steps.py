@@ -17,8 +17,7 @@ import numpy as np
 from stalloc.runtime import core
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import start_thread
-from stalloc.runtime.layout import MODE_REPLAY
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.layout import AT_ANY_REQUEST, MODE_REPLAY
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ _MOST_KINDS = 32  # that are planned together; those seen most often
 _MOST_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
 _LEAST_STEPS = 5  # marked steps without a cycle after which kinds are looked for
+_MOST_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 _MOST_REMEMBERED = 4096  # kinds of steps that were seen
 
 
@@ -66,6 +66,8 @@ class Steps:
         self._controller = controller
         self.tapes: Tapes | None = None
         self.search: _Search | None = None
+        self._waits = 0  # steps that went by meanwhile
+        self._waiting: _Search | None = None  # its plan is to be put in force at the first request of the step
         self._made: dict[bytes, Layout] = {}
         self._positions: list[int] = []  # where marks are on the ring of a plan that knows one kind or cycle
         self._places: Column = np.zeros(0, np.int64)  # where they are in one of its periods
@@ -88,7 +90,7 @@ class Steps:
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
-        self.tapes, self.search, self._positions, self._watched = None, None, [], 0
+        self.tapes, self.search, self._waiting, self._positions, self._watched = None, None, None, [], 0
         self._places = np.zeros(0, np.int64)
         self._planned.clear()
         self._forget_record()
@@ -127,10 +129,15 @@ class Steps:
         controller, search = self._controller, self.search
         if search is not None and search.done.is_set():
             self.search = None
-            if search.tapes is not None:
-                self._put_in_force(search, search.tapes)
-            else:
+            if search.tapes is None:
                 self._refused |= search.wanted
+            elif controller.phase is Phase.PLANNED and controller.holds_twice(*search.tapes.arena):
+                # before the first request of a step less may live in the arena, if nothing is lent from it any more
+                self._waiting, self._waits = search, 0
+                controller.stop_lending()
+                controller.state["ASK_AT_BOUNDARY"] = 1
+            else:
+                self._put_in_force(search, search.tapes)
         self._note_step()
         if controller.phase is Phase.PLANNED:
             missed, share = self._missed()
@@ -139,10 +146,31 @@ class Steps:
                 controller.release_unused()  # no pass over the plan ends, after which unused segments go back
             self._watch(missed > 0)
             self._find_place()
+            if self.tapes is not None or self._waiting is not None:
+                self._ask_at_first_request()
         elif controller.phase is Phase.PLANNING:
             self._find_place()
         if controller.phase in (Phase.PLANNED, Phase.PLANNING) and not controller.settings.keep_recording:
             self._search_for_more()
+
+    def _ask_at_first_request(self) -> None:
+        """Whoever wants to hear of the begin of a ring hears of it, whichever kind of step comes."""
+        if self._controller.state["ASK_AT_BOUNDARY"]:
+            self._controller.state["ASK_AT_BOUNDARY"] = AT_ANY_REQUEST
+
+    def at_first_request(self) -> bool:
+        """The first request after a mark is asked for: whether a plan was waiting for it."""
+        search = self._waiting
+        if search is None or search.tapes is None:
+            return False
+        self._waits += 1
+        if self._waits <= _MOST_WAITS and self._controller.holds_twice(*search.tapes.arena):
+            self._controller.state["ASK_AT_BOUNDARY"] = 1  # should no mark come
+            return True
+        self._waiting = None
+        self._put_in_force(search, search.tapes)
+        self._find_place()
+        return True
 
     def _note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
@@ -226,7 +254,7 @@ class Steps:
 
     def _fresh(self) -> set[bytes]:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
-        if self.search is not None:
+        if self.search is not None or self._waiting is not None:
             return set()
         if (
             self.tapes is None
@@ -287,13 +315,13 @@ class Steps:
         self._planned = {_name(kind.size, kind.stream) for kind in tapes.kinds}
         if controller.phase is not Phase.PLANNED:
             controller.release_unused()
-        if controller.ask_for_room(round_up(tapes.peak_bytes)):
+        arena_bytes, columns = tapes.arena
+        if controller.ask_for_room(arena_bytes):
             self.search = search  # the next mark tries again
             return
         if controller.phase is not Phase.PLANNED:
             controller.note_observed()
-        columns = tapes.size, tapes.stream, tapes.offset, 0, 0
-        if not controller.put_in_force(round_up(tapes.peak_bytes), columns, tapes.begins):
+        if not controller.put_in_force(arena_bytes, columns, tapes.begins):
             self._watched, self._pause = 0, self._next_pause
             self._refused |= self._planned  # as long as the program runs: it would be tried at every mark
             if controller.state["MODE"] != MODE_REPLAY:

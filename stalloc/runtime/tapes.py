@@ -8,6 +8,7 @@ what was handed on to a step of that kind has been seen to live in it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
 from stalloc.planner.ring import ring_bound
 from stalloc.runtime.layout import ALIGNMENT
+from stalloc.runtime.segments import round_up
 from stalloc.trace.record import Column
 
 _NOTHING: Column = np.zeros(0, np.int64)
@@ -32,6 +34,11 @@ class Tapes:
     peak_bytes: int  #: of the arena
     lower_bound_bytes: int  #: the largest maximum load of any kind
     method: str
+
+    @property
+    def arena(self) -> tuple[int, tuple[Any, ...]]:
+        """Bytes of the arena, and what goes into it: see `DeviceState.install_tape`."""
+        return round_up(self.peak_bytes), (self.size, self.stream, self.offset, 0, 0)
 
     def largest_plan(self, device: int) -> Plan:
         """The plan of the kind with the most requests, for reports; its peak is the arena's."""

@@ -61,16 +61,47 @@ class Intervals:
         return [(start, self._size[start]) for start in self._starts]
 
 
+class Owners:
+    """Which stream had which bytes last, by 512 bytes from FIRST_ADDRESS on; none may pass from one to another."""
+
+    def __init__(self) -> None:
+        self._owner = np.full(1 << 20, -1, np.int8)
+
+    def _rows(self, address: int, size_bytes: int) -> np.ndarray:
+        begin, end = (address - FIRST_ADDRESS) // 512, -(-(address - FIRST_ADDRESS + size_bytes) // 512)
+        while end > len(self._owner):
+            self._owner = np.append(self._owner, np.full_like(self._owner, -1))
+        return self._owner[begin:end]
+
+    def note(self, address: int, size_bytes: int, stream: int) -> None:
+        """A stream gets these bytes; an error if another one had any of them."""
+        rows = self._rows(address, size_bytes)
+        assert ((rows == -1) | (rows == stream)).all(), f"stream {stream} gets what was {np.unique(rows)}'s"
+        rows[:] = stream
+
+    def forget(self, address: int, size_bytes: int) -> None:
+        """The device has these bytes again, which waits for all streams."""
+        self._rows(address, size_bytes)[:] = -1
+
+
 class Machine:
     """One device of `capacity` bytes under the core, driven through the entry points that CuPy calls."""
 
-    def __init__(self, capacity: int = 1 << 40, *, lasting: bool = False, memory: mmap.mmap | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int = 1 << 40,
+        *,
+        lasting: bool = False,
+        memory: mmap.mmap | None = None,
+        owners: Owners | None = None,
+    ) -> None:
         self.capacity = capacity
         self.memory = memory
         self._start = self._next = FIRST_ADDRESS if memory is None else _address_of(memory)
         self.taken = 0
         self.segments = Intervals()
         self.live = Intervals()
+        self.owners = owners  # streams never share memory: each address is checked for that too
         self.asked: list[int] = []
         self._returned: list[tuple[int, int]] = []  # (base, size), by address, never side by side
         self._end = self._next + (1 << 60 if memory is None else len(memory))
@@ -115,6 +146,8 @@ class Machine:
         """Give addresses back to the device, which hands them out again."""
         with self._lock:
             size = self.segments.remove(base)
+            if self.owners is not None:
+                self.owners.forget(base, size)
             self.taken -= size
             place = bisect.bisect(self._returned, (base, size))
             if place < len(self._returned) and self._returned[place][0] == base + size:
@@ -149,6 +182,8 @@ class Machine:
             assert address % layout.ALIGNMENT == 0
             assert self.segments.around(address, rounded), f"[{address:#x}, +{rounded}) is not the device's"
             self.live.add(address, rounded)
+            if self.owners is not None:
+                self.owners.note(address, rounded, stream)
         return address
 
     def free(self, address: int) -> None:
@@ -171,8 +206,8 @@ class Machine:
         self.state.serve_arena(base, arena_bytes)
         return base
 
-    def dissolve(self) -> int:
-        """Give the plan up and make ordinary segments of its arena; how many."""
+    def dissolve(self) -> list[int]:
+        """Give the plan up and make ordinary segments of its arena; their bases."""
         base = self.state["ARENA"]
         self.state.drop_tape()
         bases = self.state.dissolve_arena()
@@ -180,13 +215,16 @@ class Machine:
             end = base + self.segments.remove(base)
             for part, following in zip(bases, [*bases[1:], end], strict=True):
                 self.segments.add(part, following - part)
-        return len(bases)
+        return bases
 
-    def take_over(self, program: "Ring", base: int) -> bool:
-        """Serve a ring from a segment that was an arena before; False if that cannot be."""
-        size = dict(self.segments.items())[base]
+    def take_over(self, program: "Ring", bases: list[int]) -> bool:
+        """Serve a ring from the segments that were an arena before; False if that cannot be."""
         tape = program.size, program.stream, program.offset, program.num_prologue, 0
-        return self.state.take_over_segment(base, size, tape)
+        if not self.state.take_over_segments(bases, tape):
+            return False
+        size = sum(self.segments.remove(base) for base in bases)
+        self.segments.add(bases[0], size)
+        return True
 
     def check_counts(self) -> None:
         """The counters agree with the oracle."""

@@ -178,7 +178,7 @@ class Device:
         if self.parts.get(base) != base or self.pieces[base] < peak_bytes:
             return False
         size, stream, offset = tape
-        if not self.state.take_over_segment(base, self.pieces[base], (size, stream, offset, 0, 0), begins):
+        if not self.state.take_over_segments([base], (size, stream, offset, 0, 0), begins):
             return False
         del self.parts[base]
         return True
