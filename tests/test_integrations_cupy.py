@@ -24,9 +24,9 @@ MIB = 1 << 20
 """
 
 
-def patterns(operations: int, seed: int) -> dict[str, Any]:
+def patterns(operations: int, seed: int, arena: str = "pool") -> dict[str, Any]:
     """Run cupy_patterns.py and return what it says."""
-    command = [sys.executable, str(PROGRAMS / "cupy_patterns.py"), str(operations), str(seed)]
+    command = [sys.executable, str(PROGRAMS / "cupy_patterns.py"), str(operations), str(seed), arena]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning" not in done.stderr
@@ -46,8 +46,9 @@ def check_patterns(result: dict[str, Any], operations: int) -> None:
     assert {name: result[name] for name in (*left, "device_used")} == dict.fromkeys((*left, "device_used"), 0)
 
 
-def test_every_byte_is_kept_observed_planned_dropped_and_uninstalled() -> None:
-    check_patterns(patterns(100_000, seed=20), 100_000)
+@pytest.mark.parametrize(("arena", "operations"), [("pool", 100_000), ("mapped", 30_000)])
+def test_every_byte_is_kept_observed_planned_dropped_and_uninstalled(arena: str, operations: int) -> None:
+    check_patterns(patterns(operations, 20, arena), operations)
 
 
 @pytest.mark.slow

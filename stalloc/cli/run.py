@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--handover-bytes", type=int, default=1 << 16, metavar="BYTES", help="for --streams weigh (default: 65536)"
     )
     parser.add_argument(
+        "--arena",
+        choices=("pool", "mapped"),
+        default="pool",
+        help="where the plan's memory comes from: CuPy's pool, or mapped memory, which grows and shrinks in place when "
+        "the program changes (default: pool)",
+    )
+    parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
     )
     add_json_argument(parser)
@@ -82,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
     from stalloc.integrations import plan_cache
 
     settings = integrations.Settings(
-        observe_steps=args.observe_steps, streams=args.streams, handover_bytes=args.handover_bytes
+        observe_steps=args.observe_steps,
+        streams=args.streams,
+        handover_bytes=args.handover_bytes,
+        arena=args.arena,
     )
     cache = None
     if not args.plan and not args.save_plan and not args.observe_steps:

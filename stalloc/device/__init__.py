@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from stalloc.device.driver import gpus
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.mapped import MappedRange
 from stalloc.errors import SetupError
 
 __all__ = [
@@ -46,6 +47,9 @@ class Device(Protocol):
     def new_pool(self) -> Any:
         """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
 
+    def new_range(self) -> MappedRange | None:
+        """A range of addresses for as much memory as the device has, without any yet; None if it maps none."""
+
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, as the driver reports them."""
 
@@ -65,6 +69,13 @@ class CupyDevice:
         import cupy
 
         return cupy.cuda.MemoryPool()
+
+    def new_range(self) -> MappedRange | None:
+        """A range of addresses for as much memory as the device has, without any yet; None if it maps none."""
+        try:
+            return MappedRange(self.index, self.total_bytes)
+        except MemoryError:
+            return None
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, as the driver reports them."""

@@ -6,8 +6,9 @@ program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
 of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
-with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_CACHE names the folder of plans, or
-is "off". STALLOC_REPORT names a file for the figures of the run as JSON; "{pid}" and "{rank}" in it are replaced.
+with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pool" (the default) or
+"mapped". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
+as JSON; "{pid}" and "{rank}" in it are replaced.
 """
 
 import atexit
@@ -26,6 +27,7 @@ from stalloc.integrations.imports import after_import, before_import
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
     from stalloc.planner.sharing import Streams
+    from stalloc.runtime.controller import Arena
 
 _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
@@ -51,6 +53,7 @@ def arm() -> None:
             raise BadInputError(f"STALLOC is {wanted!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
         kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
         chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+        chosen_arena()
     except StallocError as error:
         _say(str(error))
         return
@@ -90,6 +93,14 @@ def chosen_streams(text: str) -> "tuple[Streams, int]":
     if name not in ("separate", "share", "weigh") or (price and (name != "weigh" or not price.isdigit())):
         raise BadInputError(f"STALLOC_STREAMS is {text!r}: set it to separate, share, weigh or weigh:65536.")
     return cast("Streams", name), int(price or _HANDOVER_BYTES)
+
+
+def chosen_arena() -> "Arena":
+    """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
+    name = os.environ.get("STALLOC_ARENA", "pool")
+    if name not in ("pool", "mapped"):
+        raise BadInputError(f"STALLOC_ARENA is {name!r}: set it to pool or mapped.")
+    return cast("Arena", name)
 
 
 def _activate_virtual(gpu: "VirtualGPU | None") -> None:
@@ -194,7 +205,7 @@ def _install_with_cache(kind: str) -> None:
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
         cupy=_serve_cupy(),
-        settings=Settings(streams=streams[0], handover_bytes=streams[1]),
+        settings=Settings(streams=streams[0], handover_bytes=streams[1], arena=chosen_arena()),
         known_plans=cache.load() if cache is not None else None,
     )
     if serve_torch:

@@ -94,6 +94,9 @@ class _Device:
     def new_pool(self) -> None:
         return None
 
+    def new_range(self) -> None:
+        return None
+
     def memory_info(self) -> tuple[int, int]:
         return self.total_bytes - self.taken, self.total_bytes
 
@@ -115,7 +118,7 @@ class _OfflineController(Controller):
 
     device: Any
 
-    def _malloc(self, size_bytes: int) -> Any:
+    def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
         memory = self.device.malloc(size_bytes)
         if memory is None:
             self.state["NUM_RETRIES"] += 1

@@ -10,13 +10,15 @@ import enum
 import gc
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
+from stalloc.device.mapped import MappedRange
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
+
+Arena = Literal["pool", "mapped"]
 
 MARK_STEP = 0  # as in stalloc.trace
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
@@ -80,6 +84,7 @@ class Settings:
     keep_recording: bool = False  #: record to the end, for `stalloc record`
     streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
     handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed
+    arena: "Arena" = "pool"  #: "mapped": in a range of addresses whose memory grows and shrinks with the plans
 
 
 @dataclass
@@ -142,6 +147,8 @@ class Controller:
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
         self._lendable = 0  # CELL_STREAMS, while nothing is lent
         self._too_large: _InForce | None = None  # what the arena that was taken over serves, if that needs clearly less
+        self._ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()  # that hold memory
+        self._kept_mapped: list[Any] = []  # what a capture kept from being given back
         self._making: _Making | None = None
         self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
@@ -233,7 +240,11 @@ class Controller:
         if state["ARENA_BYTES"] and self._arena is None:
             self._arena = self._segments.get(state["ARENA"])
         held = {base: self._segments.get(base, self._arena) for base in bases}
-        self._segments = held  # what is in neither goes back to the pool now
+        self._segments = held  # what is in neither goes back now
+        for base, size_bytes in zip(bases, sizes, strict=True):
+            memory = held[base]
+            if isinstance(memory, MappedRange) and memory is not self._arena and base == memory.ptr:
+                memory.shrink(size_bytes)
         if not state["ARENA_BYTES"]:
             self._arena = None
         core.reserve(state.address, sum(sizes) + state["ARENA_BYTES"] - state["RESERVED"])
@@ -311,7 +322,8 @@ class Controller:
         """
         self._lock = threading.RLock()
         self._making = None
-        self._inherited = [self.pool, self._segments, self._arena]
+        self._inherited = [self.pool, self._segments, self._arena, self._kept_mapped]
+        self._ranges = weakref.WeakSet()
         self.pool = self.device.new_pool()
         self._segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
         self.state.drop_tape()
@@ -367,8 +379,11 @@ class Controller:
         with cupy.cuda.Device(self.device.index):
             self.pool.set_limit(size=int(fraction * self.device.total_bytes))
 
-    def _malloc(self, size_bytes: int) -> Any:
-        """Memory from the pool, None if the device has no more, even after everything unused was given back."""
+    def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
+        """Memory from the device, None if it has no more, even after everything unused was given back.
+
+        It comes from the pool, or, for an arena that is to be mapped, as a range of addresses.
+        """
         import cupy
 
         capturing = relaxed_capture() if self.state["PRIVATE"] else contextlib.nullcontext()
@@ -382,13 +397,22 @@ class Controller:
                     self.release_unused()
                 if self._has_room(size_bytes):
                     with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-                        memory = self.pool.malloc(size_bytes)
+                        memory = self._new_range(size_bytes) if for_arena else None
+                        memory = memory if memory is not None else self.pool.malloc(size_bytes)
                         if retry:
                             self._lacking_bytes = max(self._lacking_bytes, size_bytes)
                         if self.poison is not None:
                             self.poison.taken(memory.ptr, size_bytes)
                         return memory
         return None
+
+    def _new_range(self, size_bytes: int) -> MappedRange | None:
+        """A range of addresses with so much memory; None if arenas are not to be mapped, or cannot be."""
+        memory = self.device.new_range() if self.settings.arena == "mapped" and not self.state["PRIVATE"] else None
+        if memory is None or not memory.grow(size_bytes):
+            return None
+        self._ranges.add(memory)
+        return memory
 
     def _has_room(self, size_bytes: int) -> bool:
         """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
@@ -398,7 +422,8 @@ class Controller:
         """What can still be taken from the device, within the limit."""
         free, _ = self.device.memory_info()
         limit = self.pool.get_limit()
-        return min(free, limit - self.pool.total_bytes()) if limit else free
+        mapped = sum(memory.size_bytes for memory in self._ranges)
+        return min(free, limit - self.pool.total_bytes() - mapped) if limit else free
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
@@ -477,8 +502,9 @@ class Controller:
         if self._arena_lacks_room or not self.may_move or not (self.marks or self.step_times_ns):
             self._arena_lacks_room = False
             return False
+        mapped = self._mapped_arena()
         if (
-            self._has_room(arena_bytes)
+            self._has_room(arena_bytes - (mapped.size_bytes if mapped is not None else 0))
             or max(sum(region.size_bytes for region in self._old_regions()), self.state["ARENA_BYTES"]) >= arena_bytes
         ):
             return False
@@ -515,11 +541,15 @@ class Controller:
         for base, size_bytes in self._take_free_segments(idle_passes).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
-            del self._segments[base]
+            self._let_go(self._segments.pop(base))
+        for memory in [*self._ranges] if not self.state["PRIVATE"] else ():
+            if self._segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
+                self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
         arena_bytes = self.state.forget_arena() if self._arena is not None else 0
         if arena_bytes:
             if self.poison is not None:
                 self.poison.returned(self._arena.ptr, arena_bytes)
+            self._let_go(self._arena)
             self._arena = None
         with cupy.cuda.Device(self.device.index):
             self.pool.free_all_blocks()
@@ -560,6 +590,13 @@ class Controller:
         if lendable and self.state["ARENA_BYTES"]:
             self.state.write(CELL_STREAMS=lendable)
         return lendable != 0
+
+    def _let_go(self, memory: Any) -> None:
+        """Memory is not used any more; what is mapped waits until no graph is captured."""
+        if not self.state["PRIVATE"]:
+            self._kept_mapped.clear()
+        elif isinstance(memory, MappedRange):
+            self._kept_mapped.append(memory)
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text
@@ -873,7 +910,7 @@ class Controller:
         self.release_unused()
         pool = core.general_pool(state.address, int(by_stream.argmax()))
         size_bytes = round_up(max(0, state.span_peak("ALLOCATED") - state["ALLOCATED"]))
-        memory = self._malloc(size_bytes) if size_bytes and pool >= 0 else None
+        memory = self._malloc(size_bytes, for_arena=True) if size_bytes and pool >= 0 else None
         if memory is not None:
             self._segments[memory.ptr] = memory
             self._old_arena = [memory.ptr]
@@ -898,22 +935,28 @@ class Controller:
         expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
         shared = gives is not None and len(gives) > 0
         self._lend_again()
-        if self.holds_twice(arena_bytes, tape, shared):
-            memory = self._malloc(arena_bytes)
+        mapped = self._mapped_for(tape) if not shared else None
+        grown = mapped is not None and self._grow(mapped, arena_bytes)
+        if self._arena is not None and mapped is not None and not grown:
+            return False
+        if not grown and self.holds_twice(arena_bytes, tape, shared):
+            memory = self._malloc(arena_bytes, for_arena=True)
             if memory is None:
                 return False
-        elif self._arena is not None and (shared or not self._fits_arena(tape)):
+        elif self._arena is not None and not grown and (shared or not self._fits_arena(tape)):
             state.drop_tape()
             self.release_unused()
         self._drop_tape()
         if self._arena is not None:  # it could not be dissolved
+            if mapped is not None:
+                mapped.shrink(state["ARENA_BYTES"])
             return False
         self._too_large = None
         self._use_retired()
         if memory is not None and self._old_arena:
             self._retire(self._old_arena)
         if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
-            memory = memory if memory is not None else self._malloc(arena_bytes)
+            memory = memory if memory is not None else self._malloc(arena_bytes, for_arena=True)
             if memory is None:
                 return False
             size, stream, offset, num_prologue, cursor = tape
@@ -929,6 +972,41 @@ class Controller:
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
 
+    def _mapped_arena(self) -> MappedRange | None:
+        """The arena in force, or the last one, if it can grow and shrink: it is mapped and of one stream."""
+        if self._arena is not None:
+            memory, regions = self._arena, len(self.state.arena_regions())
+        else:
+            memory, regions = self._segments.get(next(iter(self._old_arena), 0)), len(self._old_arena)
+        return memory if isinstance(memory, MappedRange) and regions == 1 and not self.state["PRIVATE"] else None
+
+    def _mapped_for(self, tape: tuple[Any, ...]) -> MappedRange | None:
+        """Such an arena, if a tape is of its stream."""
+        mapped, (_, stream, offset, *_) = self._mapped_arena(), tape
+        regions = self.state.arena_regions() if self._arena is not None else self._old_regions()
+        own = {region.stream for region in regions}
+        return mapped if mapped is not None and set(np.unique(stream[offset >= 0]).tolist()) <= own else None
+
+    def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
+        """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
+        if arena_bytes > memory.size_bytes:
+            if not self._has_room(arena_bytes - memory.size_bytes):
+                self.release_unused()  # of a range that is a segment the free end too
+            before = memory.size_bytes
+            if not self._has_room(arena_bytes - before) or not memory.grow(arena_bytes):
+                return False
+            if self.poison is not None:
+                self.poison.taken(memory.ptr + before, arena_bytes - before)
+        return True
+
+    def _fit(self, memory: MappedRange, arena_bytes: int) -> None:
+        """Let a segment that was an arena be as large as its mapped memory, and both no larger than is needed."""
+        before, wanted = self.state.segment_regions([memory.ptr]), memory.least_bytes(arena_bytes)
+        if before and self.state.resize_segment(memory.ptr, wanted):
+            if self.poison is not None and wanted < before[0].size_bytes:
+                self.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
+            memory.shrink(wanted)
+
     def _order_handovers(self, gives: Any) -> None:
         """Get ready to secure the hand-overs of the tape that was just installed."""
         import cupy
@@ -942,12 +1020,16 @@ class Controller:
 
     def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        regions, bases, self._old_arena = self._old_regions(), self._old_arena, []
-        if not regions or not self.state.take_over_segments(bases, tape, begins):
+        mapped, bases = self._mapped_for(tape), self._old_arena
+        if mapped is not None:
+            self._fit(mapped, arena_bytes)
+        regions, self._old_arena = self._old_regions(), []
+        needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
+        if not regions or not self.state.take_over_segments(bases, tape, begins, needs):
             return False
         for base in bases:  # parts of one piece of memory
             self._arena = self._segments.pop(base)
-        if arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
+        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
             self._too_large = _InForce(arena_bytes, tape, begins)
         return True
 
@@ -957,7 +1039,7 @@ class Controller:
 
     def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
-        if self._arena is None or (not shared and self._fits_arena(tape)):
+        if self._arena is None or (not shared and (self._fits_arena(tape) or self._mapped_for(tape) is not None)):
             return False
         room = self.free_bytes() + self.state["ARENA_BYTES"] >= arena_bytes
         return not (room and core.arena_is_idle(self.state.address))
@@ -965,6 +1047,9 @@ class Controller:
     def _shrink(self) -> None:
         """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now."""
         state, plan = self.state, self._too_large
+        if plan is not None and self._mapped_arena() is not None:
+            self._cut_arena(plan.arena_bytes)
+            return
         if plan is None or self._arena is None or not core.arena_is_idle(state.address):
             return
         begin, end, cursor = state["RING_START"], state["TAPE_LENGTH"], state["CURSOR"]
@@ -986,6 +1071,18 @@ class Controller:
         core.reserve(state.address, plan.arena_bytes)
         state.serve_arena(memory.ptr, plan.arena_bytes)
         state.write(ASK_AFTER_MISSES=ask_after)
+
+    def _cut_arena(self, arena_bytes: int) -> None:
+        """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
+        memory = self._arena
+        before, wanted = self.state["ARENA_BYTES"], memory.least_bytes(arena_bytes)
+        if wanted < before and not self.state.cut_arena(wanted):
+            return
+        self._too_large = None
+        if wanted < before:
+            if self.poison is not None:
+                self.poison.returned(memory.ptr + wanted, before - wanted)
+            memory.shrink(wanted)
 
     def use(self, plan: "Plan") -> None:
         """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
@@ -1022,7 +1119,10 @@ class Controller:
             return
         self._making = None
         self._steps.forget()
+        crowded = self.state["CONFLICTS"] > self.state["MISSES"]
         self._drop_tape()
+        if crowded:
+            self._old_arena = []  # something lives on there for long: the next plan gets another arena
         misled = 4 * self.state["MISSES"] > self.state["HITS"]  # not a step that changed after it had served long
         # what counts is drift that goes on: a plan that served for long begins the count anew
         served_long = self.state["STEP_COUNT"] >= _SERVED_LONG

@@ -17,27 +17,34 @@ from stalloc.runtime.counting import (
     count_free,
     count_joined,
     count_parted,
+    count_resized,
     count_segment,
 )
 from stalloc.runtime.free_blocks import block, largest_block, pool_of
 from stalloc.runtime.handing import note_giver, part_streams, planned_entry, record_free, wait_for_givers
 from stalloc.runtime.heap import (
     add_segment,
+    curtail_segment,
+    extend_segment,
     find_live,
     find_pool,
     heap_allocate,
     heap_desperate,
     heap_free,
     home,
+    last_block,
+    pool_kind,
     rounded_bytes,
     take_free_segments,
     unpin_pools,
 )
 from stalloc.runtime.layout import *  # its names are constants to the compiler
 from stalloc.runtime.lending import (
+    call_back,
     call_back_all,
     can_dissolve,
     cell,
+    cell_at,
     cells_empty,
     dissolve_region,
     find_chunk,
@@ -619,6 +626,57 @@ def arena_is_idle(state):
     idle = call_back_all(state) and peek(state, ARENA_LIVE) == 0
     unlock(state)
     return idle
+
+
+@njit()
+def resize_segment(state, base, size):
+    """Let a segment end elsewhere, `size` bytes from its base; False if what it would lose is not free."""
+    lock(state)
+    chunk, done = find_chunk(state, base), False
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    if chunk != 0 and peek(row, C_GROUP) == 0 and size > 0:
+        more = size - peek(row, C_SIZE)
+        done = more == 0
+        if more > 0:
+            done = extend_segment(state, chunk, more)
+        elif more < 0:
+            done = curtail_segment(state, chunk, -more)
+        if done and more != 0:
+            count_resized(state, pool_kind(state, peek(row, C_POOL)), more)
+    unlock(state)
+    return done
+
+
+@njit()
+def segment_needs(state, base):
+    """Where the last block that is not free ends in a segment, bytes from its base; 0 if there is none."""
+    lock(state)
+    chunk, needs = find_chunk(state, base), 0
+    if chunk != 0:
+        index = last_block(state, chunk)
+        if block(state, index, B_STATE) == BLOCK_FREE:
+            index = block(state, index, B_PREVIOUS)
+        if index != 0:
+            needs = block(state, index, B_ADDRESS) + block(state, index, B_SIZE) - base
+    unlock(state)
+    return needs
+
+
+@njit()
+def cut_arena(state, size):
+    """Let the arena end after `size` bytes, beyond which the plan places nothing; False if somebody is there."""
+    lock(state)
+    first, count, done = cell_at(state, size), peek(state, NUM_CELLS), False
+    if peek(state, ARENA_BYTES) > size and 0 <= first < count:
+        call_back(state, first, count)
+        done = cells_empty(peek(state, CELLS), first, count)
+        if done:
+            poke(state, NUM_CELLS, first)
+            count_resized(state, GENERAL_KIND, size - peek(state, ARENA_BYTES))
+            poke(state, ARENA_BYTES, size)
+            add(state, CELLS_FREED, 1)
+    unlock(state)
+    return done
 
 
 @njit()

@@ -78,16 +78,27 @@ def count_deferred(state, size, number):
 @njit()
 def count_segment(state, kind, size):
     """Count bytes that came from the device for a kind of pool as one segment; negative: they went back."""
-    number, small = (1 if size > 0 else -1), int(kind == SMALL_KIND)
+    _count_reserved(state, kind, size, 1 if size > 0 else -1)
+
+
+@njit()
+def count_resized(state, kind, size):
+    """Count bytes by which a segment has grown; negative: by which it is smaller."""
+    _count_reserved(state, kind, size, 0)
+
+
+@njit()
+def _count_reserved(state, kind, size, number):
+    small = int(kind == SMALL_KIND)
     add(state, RESERVED, size)
     add(state, SEGMENTS, number)
     add(state, SMALL_RESERVED, small * size)
     add(state, SMALL_SEGMENTS, small * number)
     if size > 0:
         add(state, RESERVED_EVER, size)
-        add(state, SEGMENTS_EVER, 1)
+        add(state, SEGMENTS_EVER, number)
         add(state, SMALL_RESERVED_EVER, small * size)
-        add(state, SMALL_SEGMENTS_EVER, small)
+        add(state, SMALL_SEGMENTS_EVER, small * number)
     raise_to(state, RESERVED_PEAK, peek(state, RESERVED))
     raise_to(state, STEP_RESERVED_PEAK, peek(state, RESERVED))
     raise_to(state, SEGMENTS_PEAK, peek(state, SEGMENTS))

@@ -214,6 +214,54 @@ def add_segment(state, pool, base, size):
 
 
 @njit()
+def last_block(state, chunk):
+    """The block at the end of a chunk."""
+    index = peek(peek(state, CHUNKS), chunk * CHUNK_ROW + C_FIRST)
+    while block(state, index, B_NEXT) != 0:
+        index = block(state, index, B_NEXT)
+    return index
+
+
+@njit()
+def extend_segment(state, chunk, size):
+    """Add `size` free bytes to the end of a segment; False if the tables are full."""
+    last = last_block(state, chunk)
+    if block(state, last, B_STATE) == BLOCK_FREE:
+        remove_free(state, last)
+        set_block(state, last, B_SIZE, block(state, last, B_SIZE) + size)
+    else:
+        index = take_row(state)
+        if index == 0:
+            return False
+        set_up_block(state, index, block(state, last, B_ADDRESS) + block(state, last, B_SIZE), size, chunk, BLOCK_FREE)
+        set_block(state, index, B_PREVIOUS, last)
+        set_block(state, last, B_NEXT, index)
+        last = index
+    insert_free(state, last)
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    poke(row, C_SIZE, peek(row, C_SIZE) + size)
+    return True
+
+
+@njit()
+def curtail_segment(state, chunk, size):
+    """Take `size` bytes off the end of a segment, of which some are left; False if they are not free."""
+    last = last_block(state, chunk)
+    if block(state, last, B_STATE) != BLOCK_FREE or block(state, last, B_SIZE) < size:
+        return False
+    remove_free(state, last)
+    if block(state, last, B_SIZE) > size:
+        set_block(state, last, B_SIZE, block(state, last, B_SIZE) - size)
+        insert_free(state, last)
+    else:
+        set_block(state, block(state, last, B_PREVIOUS), B_NEXT, 0)
+        give_row(state, last)
+    row = peek(state, CHUNKS) + chunk * CHUNK_ROW * 8
+    poke(row, C_SIZE, peek(row, C_SIZE) - size)
+    return True
+
+
+@njit()
 def _choose(state, stream, size, way):
     """The pool that serves a request and its best block; block 0 if the pool needs a segment.
 

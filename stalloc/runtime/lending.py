@@ -78,7 +78,7 @@ def _set_cell(state, index, field, value):
 
 
 @njit()
-def _cell_at(state, offset):
+def cell_at(state, offset):
     """The cell that begins at an offset, NUM_CELLS for the end of the last; -1 if none does."""
     low, high = 0, peek(state, NUM_CELLS)
     while low < high:
@@ -563,8 +563,8 @@ def runs_to_keep(state, chunk, arena):
     if find_pool(state, stream, LEASED_KIND, True) < 0:
         return -1
     low, high = (
-        _cell_at(state, peek(row, C_BASE) - arena),
-        _cell_at(state, peek(row, C_BASE) + peek(row, C_SIZE) - arena),
+        cell_at(state, peek(row, C_BASE) - arena),
+        cell_at(state, peek(row, C_BASE) + peek(row, C_SIZE) - arena),
     )
     if low < 0 or high < 0:
         return -1
@@ -577,7 +577,7 @@ def runs_to_keep(state, chunk, arena):
             begin = block(state, index, B_ADDRESS) - arena
             index = _run_end(state, index)
             end = block(state, index, B_ADDRESS) + block(state, index, B_SIZE) - arena
-            if _cell_at(state, begin) < 0 or _cell_at(state, end) < 0:
+            if cell_at(state, begin) < 0 or cell_at(state, end) < 0:
                 return -1
             runs += 1
         index = block(state, index, B_NEXT)
@@ -611,6 +611,6 @@ def reclaim(state, chunk, arena):
             live += 1
             index = block(state, index, B_NEXT)
         poke(peek(state, CHUNKS), lease * CHUNK_ROW + C_LIVE, live)
-        _mark(state, lease, _cell_at(state, begin - arena), _cell_at(state, end - arena), 0)
+        _mark(state, lease, cell_at(state, begin - arena), cell_at(state, end - arena), 0)
         index = following
     drop_chunk(state, chunk)

@@ -342,11 +342,26 @@ class DeviceState:
                 core.unfence_segment(self.address, base)
         return bool(fenced)
 
-    def take_over_segments(self, bases: list[int], tape: tuple[Any, ...], begins: list[int] | None = None) -> bool:
+    def resize_segment(self, base: int, size_bytes: int) -> bool:
+        """Let a segment end elsewhere, where its memory has grown or is to shrink; False if a block is in the way."""
+        return bool(core.resize_segment(self.address, base, size_bytes))
+
+    def segment_needs(self, base: int) -> int:
+        """Bytes from the base of a segment to the end of the last block in it that is not free."""
+        return int(core.segment_needs(self.address, base))
+
+    def cut_arena(self, size_bytes: int) -> bool:
+        """Let the arena end where what its tape needs does (`take_over_segment`); False if a block is beyond."""
+        return bool(core.cut_arena(self.address, size_bytes))
+
+    def take_over_segments(
+        self, bases: list[int], tape: tuple[Any, ...], begins: list[int] | None = None, arena_bytes: int = 0
+    ) -> bool:
         """Make segments the arena of a tape (the arguments of `install_tape`), around what lives there.
 
         False if that cannot be: then they are segments still. They have to be those that `dissolve_arena` made of an
         arena, or one that came alone. What the tape has of a stream moves to where that stream's segment is.
+        `arena_bytes` are those that the tape needs; what is beyond may be cut off later.
         """
         regions = self.segment_regions(bases)
         size, stream, offset, num_prologue, cursor = tape
@@ -357,7 +372,7 @@ class DeviceState:
         count = core.fence_segments(self.address, table, offsets)
         if count >= 0:
             size_bytes = regions[-1].begin + regions[-1].size_bytes
-            kept = np.append(offsets[:count], size_bytes)
+            kept = np.append(offsets[:count], [arena_bytes, size_bytes])
             self.install_tape(size, stream, moved, num_prologue, cursor, kept, begins, regions)
             if core.serve_segments(self.address, table, size_bytes):
                 return True

@@ -313,8 +313,7 @@ class Steps:
         if controller.phase is Phase.RESTING:
             return
         self._planned = {_name(kind.size, kind.stream) for kind in tapes.kinds}
-        if controller.phase is not Phase.PLANNED:
-            controller.release_unused()
+        controller.release_unused()
         arena_bytes, columns = tapes.arena
         if controller.ask_for_room(arena_bytes):
             self.search = search  # the next mark tries again

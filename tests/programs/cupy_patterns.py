@@ -1,6 +1,6 @@
 """CuPy arrays that are all written to and checked: observed, under a plan, after the plan is dropped, uninstalled.
 
-    python cupy_patterns.py OPERATIONS SEED
+    python cupy_patterns.py OPERATIONS SEED [ARENA]
 
 Every byte of an array holds its number from its allocation to its free, where it is checked; the address ranges of
 live arrays are checked against each other at every allocation. Half of the operations of every part are done by two
@@ -22,7 +22,7 @@ from stalloc.device import VirtualGPU, virtual
 RUNTIME = stalloc.install(
     device="virtual",
     gpu=VirtualGPU(name="host memory", total_bytes=12 << 30, copy_limit_bytes=None),
-    settings=stalloc.integrations.Settings(max_plans=20),
+    settings=stalloc.integrations.Settings(max_plans=20, arena=sys.argv[3] if len(sys.argv) > 3 else "pool"),
 )
 import cupy as cp  # noqa: E402  (its allocator is in place)
 
