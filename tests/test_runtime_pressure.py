@@ -9,8 +9,9 @@ from stalloc.replay.planned import _make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime import core
-from stalloc.runtime.controller import MARK_STEP, Settings
+from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.segments import GRANULE
+from stalloc.runtime.settings import Settings
 
 MIB = 1 << 20
 LASTING, STEP = "lasting", "step"

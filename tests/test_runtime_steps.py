@@ -11,7 +11,8 @@ from programs.core_machine import Intervals, Owners
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import _make_controller
 from stalloc.runtime import core
-from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
+from stalloc.runtime.controller import MARK_STEP, Controller
+from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20

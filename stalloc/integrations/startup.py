@@ -27,7 +27,7 @@ from stalloc.integrations.imports import after_import, before_import
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
     from stalloc.planner.sharing import Streams
-    from stalloc.runtime.controller import Arena
+    from stalloc.runtime.settings import Arena
 
 _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 

@@ -24,9 +24,10 @@ from stalloc.replay.model import check_rows, read_settings
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
 from stalloc.runtime import core, layout
-from stalloc.runtime.controller import Controller, Phase, Settings
+from stalloc.runtime.controller import Controller
 from stalloc.runtime.entry import slow_entry
 from stalloc.runtime.segments import round_up
+from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.words import peek
 from stalloc.trace.record import Column
 

@@ -5,30 +5,26 @@ what was recorded, at the boundary of a step, for memory that other streams stil
 into the core; a failure of any of them leaves the heap serving.
 """
 
-import contextlib
-import enum
 import gc
 import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from stalloc.device import Device
-from stalloc.device.capture import relaxed_capture
-from stalloc.device.mapped import MappedRange
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
-from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import is_interruption, start_thread
 from stalloc.runtime.regions import moved_into
 from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
-from stalloc.runtime.state import DeviceState
+from stalloc.runtime.settings import Observed, Phase, Settings
 from stalloc.runtime.steps import Steps
 from stalloc.trace.packing import KeptTrace
 
@@ -39,12 +35,9 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.planner.sharing import Streams
     from stalloc.runtime import poison
-    from stalloc.runtime.regions import Region
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
-
-Arena = Literal["pool", "mapped"]
 
 MARK_STEP = 0  # as in stalloc.trace
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
@@ -57,44 +50,8 @@ _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods
 _MOST_UNROLLED = 2_000  # requests in such a ring
 _DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
 _STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
-_CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets it if nothing lives in the arena
 _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
-
-
-class Phase(enum.Enum):
-    """What a device is at; the value is what reports say."""
-
-    OBSERVING = "observing"
-    PLANNING = "planning"
-    PLANNED = "running on the plan"
-    RESTING = "serving from the heap"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a program is watched."""
-
-    observe_steps: int = 0  #: step marks to see before a plan is made; 0: as soon as a period is confirmed
-    plan: bool = True  #: False: only record
-    plan_wait_seconds: float = (
-        20.0  #: how long a step boundary waits for the planner, once a plan, so that short runs gain
-    )
-    max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
-    keep_recording: bool = False  #: record to the end, for `stalloc record`
-    streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
-    handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed
-    arena: "Arena" = "pool"  #: "mapped": in a range of addresses whose memory grows and shrinks with the plans
-
-
-@dataclass
-class Observed:
-    """What the steps before the plan were like."""
-
-    allocated_peak_bytes: int = 0
-    reserved_peak_bytes: int = 0
-    num_requests: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -109,16 +66,7 @@ class _Making:
     error: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _InForce:
-    """A tape in force: the arguments of `put_in_force`."""
-
-    arena_bytes: int
-    tape: tuple[Any, ...]
-    begins: list[int] | None
-
-
-class Controller:
+class Controller(Arenas):
     """The watcher of one device."""
 
     plan_maker: "ClassVar[Callable[..., Plan] | None]" = None  #: stands in for plan_tape; it runs in any thread
@@ -126,11 +74,7 @@ class Controller:
     def __init__(
         self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
     ) -> None:
-        self.device = device
-        self.settings = settings
-        self.state = DeviceState(device.index, slow_function)
-        self.pool = device.new_pool()
-        self.phase = Phase.OBSERVING
+        super().__init__(device, slow_function, settings, watch)
         self.note = ""  # why the device rests, or what went wrong, for the report
         self.plan: Plan | None = None
         self.observed: Observed | None = None
@@ -141,31 +85,13 @@ class Controller:
         self._plans_in_a_row = 0
         self.marks: list[tuple[int, int, str]] = []
         self.step_times_ns: list[int] = []
-        self._segments: dict[int, Any] = {}  # base address -> what keeps it
-        self._arena: Any = None
-        self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
-        self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
-        self._lendable = 0  # CELL_STREAMS, while nothing is lent
-        self._too_large: _InForce | None = None  # what the arena that was taken over serves, if that needs clearly less
-        self._ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()  # that hold memory
-        self._kept_mapped: list[Any] = []  # what a capture kept from being given back
         self._making: _Making | None = None
-        self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
-        self._spare_kinds: list[int] = []  # of pools whose graphs are gone
-        self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
-        self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
-        self._deferred = Deferred(self.state.address, device.index)
-        self.poison = watch.add(device, self.state) if watch is not None else None
-        if self.poison is not None:
-            self._deferred.on_end = self.poison.ending
-        self._lock = threading.RLock()
         self._steps = Steps(self)
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
         self._wait_seconds = 0.0
         self.observed_steps = 0
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
-        self._lacking_bytes = 0  # the most that there was hardly room for, or none, since the last mark
         self._arena_lacks_room = False
         self._min_period = 4  # requests; shorter repetitions are none, or have misled already
         self._began = time.monotonic()
@@ -224,35 +150,6 @@ class Controller:
             self._observe()
         else:
             self.rest(f"{type(error).__name__}: {error}")
-
-    def _find_deferred(self) -> None:
-        """Know of freed blocks of which an interruption kept the word back."""
-        if self.state["NUM_DEFERRED"] > len(self._deferred):
-            for address in self.state.deferred_blocks():
-                self._deferred.add(address, capturing=True)  # its events come later
-
-    def _match_segments(self) -> None:
-        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
-        state = self.state
-        bases, sizes = (column.tolist() for column in state.segments())
-        for base in bases:
-            core.unfence_segment(state.address, base)  # nothing is being taken over any more
-        if state["ARENA_BYTES"] and self._arena is None:
-            self._arena = self._segments.get(state["ARENA"])
-        held = {base: self._segments.get(base, self._arena) for base in bases}
-        self._segments = held  # what is in neither goes back now
-        for base, size_bytes in zip(bases, sizes, strict=True):
-            memory = held[base]
-            if isinstance(memory, MappedRange) and memory is not self._arena and base == memory.ptr:
-                memory.shrink(size_bytes)
-        if not state["ARENA_BYTES"]:
-            self._arena = None
-        core.reserve(state.address, sum(sizes) + state["ARENA_BYTES"] - state["RESERVED"])
-
-    def share(self, address: int, stream: int) -> None:
-        """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
-        with self._lock:
-            self._deferred.share(address, stream)
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
@@ -330,100 +227,7 @@ class Controller:
         self.state.write(RECORDING=0, CHECK_AT=0, LASTING=0)
         self.phase, self.note = Phase.RESTING, "this process is a fork, which is not watched"
 
-    # --- CUDA graphs
-    #
-    # A call that an interruption ends is made again. Python handles signals only at calls and loops, so lines without
-    # any are done together, and what has been counted is known.
-
-    def begin_capture(self, graph_pool: tuple[int, int]) -> None:
-        """A graph is being captured into a pool of torch's: serve everything from a private pool until end_capture."""
-        me = threading.get_ident()
-        with self._lock:
-            kind, users = self._private.get(graph_pool, (0, 0))
-            if not self._counted.get(me):
-                if users == 0:
-                    unused = layout.PRIVATE_KINDS + len(self._private)
-                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
-                if users == 0 and self._spare_kinds:
-                    del self._spare_kinds[-1]
-                self._private[graph_pool] = kind, users + 1
-                self._counted[me] = True
-            self.state["PRIVATE"] = kind
-        self._counted[me] = False
-
-    def end_capture(self) -> None:
-        """The capture is over; what it allocated stays where it is."""
-        self.state["PRIVATE"] = 0
-
-    def release_capture(self, graph_pool: tuple[int, int]) -> None:
-        """A graph is gone; with the last one of its pool the pool's memory may be given back."""
-        me = threading.get_ident()
-        with self._lock:
-            kind, users = self._private.get(graph_pool, (0, 0))
-            if not self._counted.get(me):
-                if users > 1:
-                    self._private[graph_pool] = kind, users - 1
-                elif users == 1:
-                    core.release_private(self.state.address, kind)
-                    del self._private[graph_pool]
-                    self._spare_kinds += (kind,)
-                self._counted[me] = True
-        self._counted[me] = False
-
     # --- memory from the device
-
-    def limit(self, fraction: float) -> None:
-        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
-        import cupy
-
-        with cupy.cuda.Device(self.device.index):
-            self.pool.set_limit(size=int(fraction * self.device.total_bytes))
-
-    def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
-        """Memory from the device, None if it has no more, even after everything unused was given back.
-
-        It comes from the pool, or, for an arena that is to be mapped, as a range of addresses.
-        """
-        import cupy
-
-        capturing = relaxed_capture() if self.state["PRIVATE"] else contextlib.nullcontext()
-        with cupy.cuda.Device(self.device.index), capturing:
-            for retry in (False, True):
-                if retry:
-                    self.state["NUM_RETRIES"] += 1
-                    if not self.state["PRIVATE"]:  # a capture must not wait for events
-                        self._find_deferred()
-                        self._deferred.wait()
-                    self.release_unused()
-                if self._has_room(size_bytes):
-                    with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-                        memory = self._new_range(size_bytes) if for_arena else None
-                        memory = memory if memory is not None else self.pool.malloc(size_bytes)
-                        if retry:
-                            self._lacking_bytes = max(self._lacking_bytes, size_bytes)
-                        if self.poison is not None:
-                            self.poison.taken(memory.ptr, size_bytes)
-                        return memory
-        return None
-
-    def _new_range(self, size_bytes: int) -> MappedRange | None:
-        """A range of addresses with so much memory; None if arenas are not to be mapped, or cannot be."""
-        memory = self.device.new_range() if self.settings.arena == "mapped" and not self.state["PRIVATE"] else None
-        if memory is None or not memory.grow(size_bytes):
-            return None
-        self._ranges.add(memory)
-        return memory
-
-    def _has_room(self, size_bytes: int) -> bool:
-        """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
-        return size_bytes <= self.free_bytes()
-
-    def free_bytes(self) -> int:
-        """What can still be taken from the device, within the limit."""
-        free, _ = self.device.memory_info()
-        limit = self.pool.get_limit()
-        mapped = sum(memory.size_bytes for memory in self._ranges)
-        return min(free, limit - self.pool.total_bytes() - mapped) if limit else free
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         state = self.state
@@ -480,11 +284,6 @@ class Controller:
         self.release_unused()
         return self.state.forget_streams() > 0
 
-    def _old_regions(self) -> "list[Region]":
-        """The regions of the arena of the last plan, if it is still there to be taken over."""
-        there = all(base in self._segments for base in self._old_arena)
-        return self.state.segment_regions(self._old_arena) if there else []
-
     def take_lacking(self) -> tuple[int, bool]:
         """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
 
@@ -510,93 +309,6 @@ class Controller:
             return False
         self._lacking_bytes, self._arena_lacks_room = max(self._lacking_bytes, arena_bytes), True
         return True
-
-    def _take_segment(self, pool: int, size_bytes: int) -> bool:
-        if not self._has_room(size_bytes):
-            self._save_memory()
-        memory = self._malloc(size_bytes)
-        if memory is None:
-            return False
-        self._segments[memory.ptr] = memory
-        if self.state.give_segment(pool, memory.ptr, size_bytes):
-            return True
-        del self._segments[memory.ptr]
-        return False
-
-    def release_unused(self, idle_passes: int = 0) -> None:
-        """Give back to the device what holds no live block: free segments, an arena that is no longer served.
-
-        With `idle_passes` only segments that served nothing in the last so many passes over the plan.
-        """
-        with self._lock:  # torch.cuda.empty_cache() calls this from any thread
-            try:
-                self._release(idle_passes)
-            except BaseException:
-                self._match_segments()
-                raise
-
-    def _release(self, idle_passes: int) -> None:
-        import cupy
-
-        for base, size_bytes in self._take_free_segments(idle_passes).items():
-            if self.poison is not None:
-                self.poison.returned(base, size_bytes)
-            self._let_go(self._segments.pop(base))
-        for memory in [*self._ranges] if not self.state["PRIVATE"] else ():
-            if self._segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
-                self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
-        arena_bytes = self.state.forget_arena() if self._arena is not None else 0
-        if arena_bytes:
-            if self.poison is not None:
-                self.poison.returned(self._arena.ptr, arena_bytes)
-            self._let_go(self._arena)
-            self._arena = None
-        with cupy.cuda.Device(self.device.index):
-            self.pool.free_all_blocks()
-
-    def _save_memory(self) -> None:
-        """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state["TIGHT"] and self.phase is not Phase.PLANNED:
-            self.state.write(TIGHT=1)
-
-    def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
-        """Take every segment without live blocks out of the core's tables: base -> bytes."""
-        retired = self._retired
-        self._use_retired()
-        taken = self.state.take_free_segments(idle_passes)
-        if retired and retired[0] not in taken:  # all of them go, or none
-            self._retire(retired)
-        return taken
-
-    def _retire(self, bases: list[int]) -> None:
-        """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
-        self._retired = bases if self.state.fence(bases) else []
-
-    def _use_retired(self) -> bool:
-        """Serve from an old arena again; whether there is one."""
-        bases, self._retired = self._retired, []
-        for base in bases:
-            core.unfence_segment(self.state.address, base)
-        return bool(bases)
-
-    def stop_lending(self) -> None:
-        """Lend nothing more of the arena, as long as there is memory elsewhere: it is to be empty soon."""
-        self._lendable = self.state["CELL_STREAMS"]
-        self.state.write(CELL_STREAMS=0)
-
-    def _lend_again(self) -> bool:
-        """Lend from the arena again; whether that had stopped."""
-        lendable, self._lendable = self._lendable, 0
-        if lendable and self.state["ARENA_BYTES"]:
-            self.state.write(CELL_STREAMS=lendable)
-        return lendable != 0
-
-    def _let_go(self, memory: Any) -> None:
-        """Memory is not used any more; what is mapped waits until no graph is captured."""
-        if not self.state["PRIVATE"]:
-            self._kept_mapped.clear()
-        elif isinstance(memory, MappedRange):
-            self._kept_mapped.append(memory)
 
     def _explain_out_of_memory(self, size_bytes: int) -> None:
         from stalloc.runtime.statistics import out_of_memory_text
@@ -724,37 +436,6 @@ class Controller:
         """What was recorded when the plan was made; None if there was no plan."""
         return self._observed_trace.trace() if self._observed_trace is not None else None
 
-    def _drop_tape(self) -> None:
-        """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
-        self.state.drop_tape()
-        if self._arena is None or not self._end_sharing():
-            return
-        bases = self.state.dissolve_arena()
-        for base in bases:
-            self._segments[base] = self._arena  # the memory goes back to the device with the last of them
-        if bases:
-            self._old_arena = bases
-            self._arena = None
-
-    def _end_sharing(self) -> bool:
-        """Let no two streams share memory of the arena any more; False if that cannot be now."""
-        if not self.state["HANDING"]:
-            return True
-        if self.state["PRIVATE"]:
-            return False  # a capture must not wait for the device
-        import cupy
-
-        self.state.end_sharing()
-        with cupy.cuda.Device(self.device.index) as device:
-            device.synchronize()
-        return True
-
-    def release_arena(self) -> None:
-        """Give back the arena of a plan that was dropped; it must be empty."""
-        if self._arena is not None:
-            self.release_unused()
-        assert self._arena is None
-
     def _begin_making(self, making: _Making) -> None:
         self._making = making
         work = making, self._observed_trace
@@ -793,7 +474,9 @@ class Controller:
         if self.phase is Phase.PLANNED and self._steps.at_first_request():
             return
         if self.phase is Phase.PLANNED:
-            self._shrink()
+            if not self._shrink():
+                self._drop_plan("somebody else took the memory of the arena")
+                return
             # what the switch left behind in the old segments has died meanwhile
             self.state["ASK_AFTER_MISSES"] = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
             self._release_at_boundaries -= 1
@@ -924,165 +607,13 @@ class Controller:
         begins: list[int] | None = None,
         gives: "Column | None" = None,
     ) -> bool:
-        """Serve a tape, or several, from now on; False if the device has no room for the arena.
-
-        `gives` are entries whose memory passes to another stream, if there are any.
-        While another plan is in force its arena is taken over if every stream's part of it is large enough. Else, if
-        nothing lives in it, it goes back before the new one is taken; otherwise that is taken beside it, and if there
-        is no room for both the old plan stays in force.
-        """
-        state, memory = self.state, None
-        expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
-        shared = gives is not None and len(gives) > 0
-        self._lend_again()
-        mapped = self._mapped_for(tape) if not shared else None
-        grown = mapped is not None and self._grow(mapped, arena_bytes)
-        if self._arena is not None and mapped is not None and not grown:
+        """Serve a tape, or several, from now on, as `Arenas` does it; the device is planned then."""
+        if not super().put_in_force(arena_bytes, tape, begins, gives):
             return False
-        if not grown and self.holds_twice(arena_bytes, tape, shared):
-            memory = self._malloc(arena_bytes, for_arena=True)
-            if memory is None:
-                return False
-        elif self._arena is not None and not grown and (shared or not self._fits_arena(tape)):
-            state.drop_tape()
-            self.release_unused()
-        self._drop_tape()
-        if self._arena is not None:  # it could not be dissolved
-            if mapped is not None:
-                mapped.shrink(state["ARENA_BYTES"])
-            return False
-        self._too_large = None
-        self._use_retired()
-        if memory is not None and self._old_arena:
-            self._retire(self._old_arena)
-        if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
-            memory = memory if memory is not None else self._malloc(arena_bytes, for_arena=True)
-            if memory is None:
-                return False
-            size, stream, offset, num_prologue, cursor = tape
-            state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
-            if shared:
-                self._order_handovers(gives)
-            self._arena = memory
-            core.reserve(state.address, arena_bytes)
-            state.serve_arena(memory.ptr, arena_bytes)
         self._release_at_boundaries, self._segments_kept = 3, 0
-        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
         self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         return True
-
-    def _mapped_arena(self) -> MappedRange | None:
-        """The arena in force, or the last one, if it can grow and shrink: it is mapped and of one stream."""
-        if self._arena is not None:
-            memory, regions = self._arena, len(self.state.arena_regions())
-        else:
-            memory, regions = self._segments.get(next(iter(self._old_arena), 0)), len(self._old_arena)
-        return memory if isinstance(memory, MappedRange) and regions == 1 and not self.state["PRIVATE"] else None
-
-    def _mapped_for(self, tape: tuple[Any, ...]) -> MappedRange | None:
-        """Such an arena, if a tape is of its stream."""
-        mapped, (_, stream, offset, *_) = self._mapped_arena(), tape
-        regions = self.state.arena_regions() if self._arena is not None else self._old_regions()
-        own = {region.stream for region in regions}
-        return mapped if mapped is not None and set(np.unique(stream[offset >= 0]).tolist()) <= own else None
-
-    def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
-        """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
-        if arena_bytes > memory.size_bytes:
-            if not self._has_room(arena_bytes - memory.size_bytes):
-                self.release_unused()  # of a range that is a segment the free end too
-            before = memory.size_bytes
-            if not self._has_room(arena_bytes - before) or not memory.grow(arena_bytes):
-                return False
-            if self.poison is not None:
-                self.poison.taken(memory.ptr + before, arena_bytes - before)
-        return True
-
-    def _fit(self, memory: MappedRange, arena_bytes: int) -> None:
-        """Let a segment that was an arena be as large as its mapped memory, and both no larger than is needed."""
-        before, wanted = self.state.segment_regions([memory.ptr]), memory.least_bytes(arena_bytes)
-        if before and self.state.resize_segment(memory.ptr, wanted):
-            if self.poison is not None and wanted < before[0].size_bytes:
-                self.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
-            memory.shrink(wanted)
-
-    def _order_handovers(self, gives: Any) -> None:
-        """Get ready to secure the hand-overs of the tape that was just installed."""
-        import cupy
-
-        functions, wanted = ordering(), len(self.state.tape_entries())
-        assert functions is not None
-        with cupy.cuda.Device(self.device.index):
-            while len(self._events) < wanted:
-                self._events.append(cupy.cuda.Event(disable_timing=True))
-        self.state.hand_over(gives, functions, [event.ptr for event in self._events])
-
-    def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
-        """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        mapped, bases = self._mapped_for(tape), self._old_arena
-        if mapped is not None:
-            self._fit(mapped, arena_bytes)
-        regions, self._old_arena = self._old_regions(), []
-        needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
-        if not regions or not self.state.take_over_segments(bases, tape, begins, needs):
-            return False
-        for base in bases:  # parts of one piece of memory
-            self._arena = self._segments.pop(base)
-        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
-            self._too_large = _InForce(arena_bytes, tape, begins)
-        return True
-
-    def _fits_arena(self, tape: tuple[Any, ...]) -> bool:
-        """Whether the arena in place can become that of a tape."""
-        return moved_into(self.state.arena_regions(), *tape[:3]) is not None
-
-    def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
-        """Whether a tape could be put in force now only with a new arena beside the one in place."""
-        if self._arena is None or (not shared and (self._fits_arena(tape) or self._mapped_for(tape) is not None)):
-            return False
-        room = self.free_bytes() + self.state["ARENA_BYTES"] >= arena_bytes
-        return not (room and core.arena_is_idle(self.state.address))
-
-    def _shrink(self) -> None:
-        """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now."""
-        state, plan = self.state, self._too_large
-        if plan is not None and self._mapped_arena() is not None:
-            self._cut_arena(plan.arena_bytes)
-            return
-        if plan is None or self._arena is None or not core.arena_is_idle(state.address):
-            return
-        begin, end, cursor = state["RING_START"], state["TAPE_LENGTH"], state["CURSOR"]
-        ask_after = state["ASK_AFTER_MISSES"]
-        state.drop_tape()
-        self.release_unused()
-        if self._arena is not None:  # another thread was quicker: something lives there now
-            state.write(MODE=layout.MODE_REPLAY, ASK_AFTER_MISSES=ask_after)
-            return
-        self._too_large = None
-        memory = self._malloc(plan.arena_bytes)
-        if memory is None:
-            self._drop_plan("another process took the memory of the arena")
-            return
-        size, stream, offset, num_prologue, _ = plan.tape
-        state.install_tape(size, stream, offset, num_prologue, cursor, begins=plan.begins)
-        core.begin_step(state.address, begin, end, cursor)
-        self._arena = memory
-        core.reserve(state.address, plan.arena_bytes)
-        state.serve_arena(memory.ptr, plan.arena_bytes)
-        state.write(ASK_AFTER_MISSES=ask_after)
-
-    def _cut_arena(self, arena_bytes: int) -> None:
-        """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
-        memory = self._arena
-        before, wanted = self.state["ARENA_BYTES"], memory.least_bytes(arena_bytes)
-        if wanted < before and not self.state.cut_arena(wanted):
-            return
-        self._too_large = None
-        if wanted < before:
-            if self.poison is not None:
-                self.poison.returned(memory.ptr + wanted, before - wanted)
-            memory.shrink(wanted)
 
     def use(self, plan: "Plan") -> None:
         """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""

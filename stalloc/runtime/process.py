@@ -20,8 +20,9 @@ from stalloc import device as devices
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.runtime import entry, layout
-from stalloc.runtime.controller import MARK_STEP, Controller, Phase, Settings
+from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.statistics import Report, report
 
 if TYPE_CHECKING:

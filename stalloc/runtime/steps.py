@@ -18,6 +18,7 @@ from stalloc.runtime import core
 from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import start_thread
 from stalloc.runtime.layout import AT_ANY_REQUEST, MODE_REPLAY
+from stalloc.runtime.settings import Phase
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -124,8 +125,6 @@ class Steps:
 
     def at_mark(self) -> None:
         """A step ended."""
-        from stalloc.runtime.controller import Phase
-
         controller, search = self._controller, self.search
         if search is not None and search.done.is_set():
             self.search = None
@@ -307,8 +306,6 @@ class Steps:
         start_thread(_look, self.search, trace)
 
     def _put_in_force(self, search: _Search, tapes: "Tapes") -> None:
-        from stalloc.runtime.controller import Phase
-
         controller = self._controller
         if controller.phase is Phase.RESTING:
             return

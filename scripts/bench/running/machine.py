@@ -13,7 +13,8 @@ from running.programs import Step
 from stalloc.compiled import njit
 from stalloc.replay.planned import _make_controller
 from stalloc.runtime import core, layout
-from stalloc.runtime.controller import MARK_STEP, Phase, Settings
+from stalloc.runtime.controller import MARK_STEP
+from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.words import peek
 
 _RESERVED, _ALLOCATED = layout.RESERVED, layout.ALLOCATED

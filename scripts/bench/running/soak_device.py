@@ -15,10 +15,11 @@ import numpy as np
 from running import soak_threads as threads
 from running.soak_rings import MIB, Ring, make_ring
 from stalloc.runtime import core, layout
-from stalloc.runtime.controller import MARK_STEP, Phase, Settings
+from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.entry import cupy_entries
 from stalloc.runtime.process import Runtime, start
 from stalloc.runtime.segments import round_up
+from stalloc.runtime.settings import Phase, Settings
 
 NUM_THREADS, NUM_SLOTS, RING_ENTRIES = 4, 2048, 256
 CHUNK = 20_000  # operations between two looks at what is to be done

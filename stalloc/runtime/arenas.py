@@ -1,0 +1,320 @@
+"""The arena of the plan in force, and those of plans before it: taken, taken over, grown, shrunk, given up.
+
+Contract: what lives in an arena keeps its place, whichever plan comes or goes, and no byte passes from one stream to
+another. docs/runtime.md, "Giving a plan up", says when two arenas are held.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stalloc.device import Device
+from stalloc.device.mapped import MappedRange
+from stalloc.device.ordering import ordering
+from stalloc.runtime import core, layout
+from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.regions import moved_into
+from stalloc.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from stalloc.runtime import poison
+    from stalloc.runtime.regions import Region
+    from stalloc.trace.record import Column
+
+_CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
+
+
+@dataclass(frozen=True, eq=False)
+class _InForce:
+    """A tape in force: the arguments of `put_in_force`."""
+
+    arena_bytes: int
+    tape: tuple[Any, ...]
+    begins: list[int] | None
+
+
+class Arenas(DeviceMemory):
+    """The memory of one device, with the arena in force."""
+
+    def __init__(
+        self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
+    ) -> None:
+        super().__init__(device, slow_function, settings, watch)
+        self._arena: Any = None
+        self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
+        self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
+        self._lendable = 0  # CELL_STREAMS, while nothing is lent
+        self._too_large: _InForce | None = None  # what the arena that was taken over serves, if that needs clearly less
+        self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
+
+    def put_in_force(
+        self,
+        arena_bytes: int,
+        tape: tuple[Any, ...],
+        begins: list[int] | None = None,
+        gives: "Column | None" = None,
+    ) -> bool:
+        """Serve a tape, or several, from now on; False if the device has no room for the arena.
+
+        `gives` are entries whose memory passes to another stream, if there are any.
+        While another plan is in force its arena is taken over if every stream's part of it is large enough. Else, if
+        nothing lives in it, it goes back before the new one is taken; otherwise that is taken beside it, and if there
+        is no room for both the old plan stays in force.
+        """
+        state, memory = self.state, None
+        expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
+        shared = gives is not None and len(gives) > 0
+        self._lend_again()
+        mapped = self._mapped_for(tape) if not shared else None
+        grown = mapped is not None and self._grow(mapped, arena_bytes)
+        if self._arena is not None and mapped is not None and not grown:
+            return False
+        if not grown and self.holds_twice(arena_bytes, tape, shared):
+            memory = self._malloc(arena_bytes, for_arena=True)
+            if memory is None:
+                return False
+        elif self._arena is not None and not grown and (shared or not self._fits_arena(tape)):
+            state.drop_tape()
+            self.release_unused()
+        self._drop_tape()
+        if self._arena is not None:  # it could not be dissolved
+            if mapped is not None:
+                mapped.shrink(state["ARENA_BYTES"])
+            return False
+        self._too_large = None
+        self._use_retired()
+        if memory is not None and self._old_arena:
+            self._retire(self._old_arena)
+        if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
+            memory = memory if memory is not None else self._malloc(arena_bytes, for_arena=True)
+            if memory is None:
+                return False
+            size, stream, offset, num_prologue, cursor = tape
+            state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
+            if shared:
+                self._order_handovers(gives)
+            self._arena = memory
+            core.reserve(state.address, arena_bytes)
+            state.serve_arena(memory.ptr, arena_bytes)
+        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
+        return True
+
+    def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
+        """Whether a tape could be put in force now only with a new arena beside the one in place."""
+        if self._arena is None or (not shared and (self._fits_arena(tape) or self._mapped_for(tape) is not None)):
+            return False
+        room = self.free_bytes() + self.state["ARENA_BYTES"] >= arena_bytes
+        return not (room and core.arena_is_idle(self.state.address))
+
+    def _fits_arena(self, tape: tuple[Any, ...]) -> bool:
+        """Whether the arena in place can become that of a tape."""
+        return moved_into(self.state.arena_regions(), *tape[:3]) is not None
+
+    def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
+        """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
+        mapped, bases = self._mapped_for(tape), self._old_arena
+        if mapped is not None:
+            self._fit(mapped, arena_bytes)
+        regions, self._old_arena = self._old_regions(), []
+        needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
+        if not regions or not self.state.take_over_segments(bases, tape, begins, needs):
+            return False
+        for base in bases:  # parts of one piece of memory
+            self._arena = self._segments.pop(base)
+        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
+            self._too_large = _InForce(arena_bytes, tape, begins)
+        return True
+
+    def _order_handovers(self, gives: Any) -> None:
+        """Get ready to secure the hand-overs of the tape that was just installed."""
+        import cupy
+
+        functions, wanted = ordering(), len(self.state.tape_entries())
+        assert functions is not None
+        with cupy.cuda.Device(self.device.index):
+            while len(self._events) < wanted:
+                self._events.append(cupy.cuda.Event(disable_timing=True))
+        self.state.hand_over(gives, functions, [event.ptr for event in self._events])
+
+    # --- giving up
+
+    def _drop_tape(self) -> None:
+        """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
+        self.state.drop_tape()
+        if self._arena is None or not self._end_sharing():
+            return
+        bases = self.state.dissolve_arena()
+        for base in bases:
+            self._segments[base] = self._arena  # the memory goes back to the device with the last of them
+        if bases:
+            self._old_arena = bases
+            self._arena = None
+
+    def _end_sharing(self) -> bool:
+        """Let no two streams share memory of the arena any more; False if that cannot be now."""
+        if not self.state["HANDING"]:
+            return True
+        if self.state["PRIVATE"]:
+            return False  # a capture must not wait for the device
+        import cupy
+
+        self.state.end_sharing()
+        with cupy.cuda.Device(self.device.index) as device:
+            device.synchronize()
+        return True
+
+    def release_arena(self) -> None:
+        """Give back the arena of a plan that was dropped; it must be empty."""
+        if self._arena is not None:
+            self.release_unused()
+        assert self._arena is None
+
+    def _release(self, idle_passes: int) -> None:
+        for memory in [*self._ranges] if not self.state["PRIVATE"] else ():
+            if self._segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
+                self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
+        arena_bytes = self.state.forget_arena() if self._arena is not None else 0
+        if arena_bytes:
+            if self.poison is not None:
+                self.poison.returned(self._arena.ptr, arena_bytes)
+            self._let_go(self._arena)
+            self._arena = None
+        super()._release(idle_passes)
+
+    def _match_segments(self) -> None:
+        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
+        state = self.state
+        bases, sizes = (column.tolist() for column in state.segments())
+        for base in bases:
+            core.unfence_segment(state.address, base)  # nothing is being taken over any more
+        if state["ARENA_BYTES"] and self._arena is None:
+            self._arena = self._segments.get(state["ARENA"])
+        held = {base: self._segments.get(base, self._arena) for base in bases}
+        self._segments = held  # what is in neither goes back now
+        for base, size_bytes in zip(bases, sizes, strict=True):
+            memory = held[base]
+            if isinstance(memory, MappedRange) and memory is not self._arena and base == memory.ptr:
+                memory.shrink(size_bytes)
+        if not state["ARENA_BYTES"]:
+            self._arena = None
+        core.reserve(state.address, sum(sizes) + state["ARENA_BYTES"] - state["RESERVED"])
+
+    # --- arenas of plans before
+
+    def _old_regions(self) -> "list[Region]":
+        """The regions of the arena of the last plan, if it is still there to be taken over."""
+        there = all(base in self._segments for base in self._old_arena)
+        return self.state.segment_regions(self._old_arena) if there else []
+
+    def _retire(self, bases: list[int]) -> None:
+        """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
+        self._retired = bases if self.state.fence(bases) else []
+
+    def _use_retired(self) -> bool:
+        """Serve from an old arena again; whether there is one."""
+        bases, self._retired = self._retired, []
+        for base in bases:
+            core.unfence_segment(self.state.address, base)
+        return bool(bases)
+
+    def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
+        """Take every segment without live blocks out of the core's tables: base -> bytes."""
+        retired = self._retired
+        self._use_retired()
+        taken = self.state.take_free_segments(idle_passes)
+        if retired and retired[0] not in taken:  # all of them go, or none
+            self._retire(retired)
+        return taken
+
+    def stop_lending(self) -> None:
+        """Lend nothing more of the arena, as long as there is memory elsewhere: it is to be empty soon."""
+        self._lendable = self.state["CELL_STREAMS"]
+        self.state.write(CELL_STREAMS=0)
+
+    def _lend_again(self) -> bool:
+        """Lend from the arena again; whether that had stopped."""
+        lendable, self._lendable = self._lendable, 0
+        if lendable and self.state["ARENA_BYTES"]:
+            self.state.write(CELL_STREAMS=lendable)
+        return lendable != 0
+
+    # --- size
+
+    def _mapped_arena(self) -> MappedRange | None:
+        """The arena in force, or the last one, if it can grow and shrink: it is mapped and of one stream."""
+        if self._arena is not None:
+            memory, regions = self._arena, len(self.state.arena_regions())
+        else:
+            memory, regions = self._segments.get(next(iter(self._old_arena), 0)), len(self._old_arena)
+        return memory if isinstance(memory, MappedRange) and regions == 1 and not self.state["PRIVATE"] else None
+
+    def _mapped_for(self, tape: tuple[Any, ...]) -> MappedRange | None:
+        """Such an arena, if a tape is of its stream."""
+        mapped, (_, stream, offset, *_) = self._mapped_arena(), tape
+        regions = self.state.arena_regions() if self._arena is not None else self._old_regions()
+        own = {region.stream for region in regions}
+        return mapped if mapped is not None and set(np.unique(stream[offset >= 0]).tolist()) <= own else None
+
+    def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
+        """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
+        if arena_bytes > memory.size_bytes:
+            if not self._has_room(arena_bytes - memory.size_bytes):
+                self.release_unused()  # of a range that is a segment the free end too
+            before = memory.size_bytes
+            if not self._has_room(arena_bytes - before) or not memory.grow(arena_bytes):
+                return False
+            if self.poison is not None:
+                self.poison.taken(memory.ptr + before, arena_bytes - before)
+        return True
+
+    def _fit(self, memory: MappedRange, arena_bytes: int) -> None:
+        """Let a segment that was an arena be as large as its mapped memory, and both no larger than is needed."""
+        before, wanted = self.state.segment_regions([memory.ptr]), memory.least_bytes(arena_bytes)
+        if before and self.state.resize_segment(memory.ptr, wanted):
+            if self.poison is not None and wanted < before[0].size_bytes:
+                self.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
+            memory.shrink(wanted)
+
+    def _shrink(self) -> bool:
+        """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now.
+
+        False if there is none any more, since somebody else took its memory.
+        """
+        state, plan = self.state, self._too_large
+        if plan is not None and self._mapped_arena() is not None:
+            self._cut_arena(plan.arena_bytes)
+            return True
+        if plan is None or self._arena is None or not core.arena_is_idle(state.address):
+            return True
+        begin, end, cursor = state["RING_START"], state["TAPE_LENGTH"], state["CURSOR"]
+        ask_after = state["ASK_AFTER_MISSES"]
+        state.drop_tape()
+        self.release_unused()
+        if self._arena is not None:  # another thread was quicker: something lives there now
+            state.write(MODE=layout.MODE_REPLAY, ASK_AFTER_MISSES=ask_after)
+            return True
+        self._too_large = None
+        memory = self._malloc(plan.arena_bytes)
+        if memory is None:
+            return False
+        size, stream, offset, num_prologue, _ = plan.tape
+        state.install_tape(size, stream, offset, num_prologue, cursor, begins=plan.begins)
+        core.begin_step(state.address, begin, end, cursor)
+        self._arena = memory
+        core.reserve(state.address, plan.arena_bytes)
+        state.serve_arena(memory.ptr, plan.arena_bytes)
+        state.write(ASK_AFTER_MISSES=ask_after)
+        return True
+
+    def _cut_arena(self, arena_bytes: int) -> None:
+        """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
+        memory = self._arena
+        before, wanted = self.state["ARENA_BYTES"], memory.least_bytes(arena_bytes)
+        if wanted < before and not self.state.cut_arena(wanted):
+            return
+        self._too_large = None
+        if wanted < before:
+            if self.poison is not None:
+                self.poison.returned(memory.ptr + wanted, before - wanted)
+            memory.shrink(wanted)

@@ -1,0 +1,45 @@
+"""How a program is watched, and what was seen of it."""
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from stalloc.planner.sharing import Streams
+
+Arena = Literal["pool", "mapped"]
+
+
+class Phase(enum.Enum):
+    """What a device is at; the value is what reports say."""
+
+    OBSERVING = "observing"
+    PLANNING = "planning"
+    PLANNED = "running on the plan"
+    RESTING = "serving from the heap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a program is watched."""
+
+    observe_steps: int = 0  #: step marks to see before a plan is made; 0: as soon as a period is confirmed
+    plan: bool = True  #: False: only record
+    plan_wait_seconds: float = (
+        20.0  #: how long a step boundary waits for the planner, once a plan, so that short runs gain
+    )
+    max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
+    keep_recording: bool = False  #: record to the end, for `stalloc record`
+    streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
+    handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed
+    arena: Arena = "pool"  #: "mapped": in a range of addresses whose memory grows and shrinks with the plans
+
+
+@dataclass
+class Observed:
+    """What the steps before the plan were like."""
+
+    allocated_peak_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    num_requests: int = 0
+    seconds: float = 0.0
