@@ -1,6 +1,5 @@
 """The end of a program: its own exit code and no word of stalloc's, whatever its threads are at."""
 
-import time
 from typing import Any
 
 import pytest
@@ -115,10 +114,8 @@ late_one.itself = late_one
 
 @pytest.mark.parametrize("name", _ENDINGS)
 def test_a_program_ends_by_itself(run_program: Any, name: str) -> None:
-    begin = time.monotonic()
-    done = run_program(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")
+    done = run_program(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever
     assert (done.returncode, done.stderr) == (7, "")
-    assert time.monotonic() - begin < 120, "it hangs"
 
 
 def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
