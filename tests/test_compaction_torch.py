@@ -433,7 +433,7 @@ size = trace.aligned_size(512)
 begins = np.repeat([0, 1], len(size))
 order = np.lexsort((begins, np.concatenate([trace.end, trace.start])))
 peak = int(np.cumsum(np.concatenate([-size, size])[order]).max())
-gpu = VirtualGPU(total_bytes=int(1.04 * peak) >> 21 << 21)
+gpu = VirtualGPU(total_bytes=int(1.0005 * peak) >> 21 << 21)
 runtime = stalloc.install(device="virtual", gpu=gpu, settings=Settings(plan=False))
 import torch
 def new(num_bytes):
