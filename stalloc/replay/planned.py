@@ -153,10 +153,9 @@ class _OfflineController(Controller):
         if memory is None:
             self.phase = Phase.RESTING
             return False
-        self._arena, self.phase = memory, Phase.PLANNED
-        core.reserve(self.state.address, arena_bytes)
+        self.phase = Phase.PLANNED
         self.state.install_tape(size, stream, offset, 0, 0)
-        self.state.serve_arena(memory.ptr, arena_bytes)
+        self._serve_from(memory, arena_bytes)
         return True
 
 

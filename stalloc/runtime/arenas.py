@@ -45,7 +45,7 @@ class Arenas(DeviceMemory):
         self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
         self._lendable = 0  # CELL_STREAMS, while nothing is lent
-        self._too_large: _InForce | None = None  # what the arena that was taken over serves, if that needs clearly less
+        self._too_large: _InForce | None = None  # what an arena that was taken over serves, if it may be too large
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
 
     def put_in_force(
@@ -94,11 +94,15 @@ class Arenas(DeviceMemory):
             state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
             if shared:
                 self._order_handovers(gives)
-            self._arena = memory
-            core.reserve(state.address, arena_bytes)
-            state.serve_arena(memory.ptr, arena_bytes)
+            self._serve_from(memory, arena_bytes)
         state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
         return True
+
+    def _serve_from(self, memory: Any, arena_bytes: int) -> None:
+        """Serve the tape that was just installed from fresh memory."""
+        self._arena = memory
+        core.reserve(self.state.address, arena_bytes)
+        self.state.serve_arena(memory.ptr, arena_bytes)
 
     def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
@@ -301,9 +305,7 @@ class Arenas(DeviceMemory):
         size, stream, offset, num_prologue, _ = plan.tape
         state.install_tape(size, stream, offset, num_prologue, cursor, begins=plan.begins)
         core.begin_step(state.address, begin, end, cursor)
-        self._arena = memory
-        core.reserve(state.address, plan.arena_bytes)
-        state.serve_arena(memory.ptr, plan.arena_bytes)
+        self._serve_from(memory, plan.arena_bytes)
         state.write(ASK_AFTER_MISSES=ask_after)
         return True
 

@@ -351,7 +351,7 @@ class DeviceState:
         return int(core.segment_needs(self.address, base))
 
     def cut_arena(self, size_bytes: int) -> bool:
-        """Let the arena end where what its tape needs does (`take_over_segment`); False if a block is beyond."""
+        """Let the arena end where what its tape needs does (`take_over_segments`); False if a block is beyond."""
         return bool(core.cut_arena(self.address, size_bytes))
 
     def take_over_segments(
