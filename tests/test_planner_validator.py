@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stalloc.planner import Plan, plan_arrays, validate
+from stalloc.planner import Plan, plan, plan_arrays, validate
 
 
 def column(*values: int) -> np.ndarray:
@@ -28,7 +28,7 @@ def plan_of(requests: list[tuple[int, int, int]], offset: np.ndarray | None = No
         stream=np.zeros(len(size), np.int64),
         device=0,
         alignment=alignment,
-        peak_bytes=int((offset + size).max()) if len(size) else 0,
+        peak_bytes=int((offset + -(-size // alignment) * alignment).max(initial=0)),
         lower_bound_bytes=layout.lower_bound_bytes,
         optimal=False,
         method="",
@@ -91,12 +91,39 @@ def test_a_good_program_passes():
         ({"offset": column(0, -512, 0)}, "negative-offset"),
         ({"peak_bytes": 1023}, "beyond-peak"),
         ({"lower_bound_bytes": 512}, "wrong-lower-bound"),
+        ({"size": column(512, -512, 512)}, "bad-size"),
+        ({"size": column(512, 1 << 62, 512)}, "bad-size"),
+        ({"size": column(512, (1 << 63) - 1, 512)}, "bad-size"),
+        ({"size": column(512, (1 << 63) - 1, 512), "offset": column(0, -1, 0)}, "bad-size"),
+        ({"stream": column(0, -1, 0)}, "bad-stream"),
+        ({"stream": column(0, 1 << 40, 0)}, "bad-stream"),
+        ({"end": column(4, 1, 8)}, "bad-lifespan"),
+        ({"offset": column(0, -2, 0)}, "negative-offset"),
+        ({"offset": column(0, 1 << 62, 0)}, "beyond-peak"),
+        # nothing lives at an empty lifespan, but who follows the plan goes by its place all the same
+        ({"end": column(4, 2, 8), "offset": column(0, 1 << 62, 0)}, "beyond-peak"),
+        ({"end": column(4, 2, 8), "offset": column(0, -512, 0)}, "negative-offset"),
+        ({"end": column(4, 2, 8), "offset": column(0, 1, 0)}, "misaligned"),
     ],
 )
 def test_each_wrong_plan_is_named(changes, reason):
     verdict = validate(dataclasses.replace(plan_of(THREE), **changes))
     assert (verdict.ok, verdict.reason) == (False, reason)
     assert verdict.detail
+
+
+def test_a_size_that_is_rounded_up_has_to_stay_inside_the_arena() -> None:
+    plan = dataclasses.replace(plan_of([(0, 4, 512)]), size=column(513), lower_bound_bytes=1024, peak_bytes=1023)
+    assert validate(plan).reason == "beyond-peak"
+    assert validate(dataclasses.replace(plan, peak_bytes=1024)).ok
+
+
+@pytest.mark.parametrize("fixed", [None, {1: 4096}])
+def test_plans_of_requests_that_live_for_no_time_are_valid(fixed: dict[int, int] | None) -> None:
+    """They need no place; one that they are given is inside the arena."""
+    made = plan(([0, 3, 5, 2], [4, 3, 5, 6], [512, 1 << 20, 512, 512]), fixed=fixed)
+    assert validate(made).ok
+    assert made.offset[1] == (-1 if fixed is None else 4096)
 
 
 def test_an_overlap_names_rows_bytes_and_events():
@@ -132,6 +159,13 @@ def test_requests_that_are_not_planned_are_not_judged():
         ({"tape_start": column(1, 2, 20, 13), "tape_end": column(30, 12, 22, 17)}, "bad-tape"),
         ({"tape_end": column(30, 12, 29, 17)}, "bad-tape"),
         ({"ring_end": 10}, "bad-tape"),
+        ({"num_prologue": 4}, "bad-tape"),
+        ({"tape_size": column(512, 512, 512, -512)}, "bad-size"),
+        ({"tape_size": column(512, 512, 512, (1 << 63) - 1)}, "bad-size"),
+        ({"tape_stream": column(0, 0, 0, -1)}, "bad-stream"),
+        ({"tape_stream": column(0, 0, 0, 1 << 40)}, "bad-stream"),
+        ({"tape_end": column(30, 12, 22, 13), "tape_offset": column(0, 512, 512, 1 << 62)}, "beyond-peak"),
+        ({"tape_end": column(30, 12, 22, 13), "tape_offset": column(0, 512, 512, 1024)}, "beyond-peak"),
         ({"offset": column(0, 512, 0, 512)}, "bad-tape"),
         ({"tape_row": column(0, 1, 2, 4)}, "bad-tape"),
         ({"tape_stream": column(0, 0, 1, 0)}, "shared-by-streams"),

@@ -16,6 +16,9 @@ def late():
         action()
 at_end = []
 atexit.register(late)
+from stalloc.integrations import ranks
+planners = [ranks.plan_together]
+ranks.plan_together = lambda tape, **options: planners[-1](tape, **options)
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
 CONTROLLER = RUNTIME.controllers[0]
 STATE = CONTROLLER.state
@@ -53,16 +56,14 @@ entered.wait()
 sys.slow = Slow()
 """,
     "a planner that never ends": """
-from stalloc.runtime.process import plan_with
-plan_with(lambda tape, **options: time.sleep(1e6))
+planners.append(lambda tape, **options: time.sleep(1e6))
 CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
 assert CONTROLLER.phase.value == "planning"
 sys.slow = Slow()
 """,
     "a thread that waits for such a planner": """
-from stalloc.runtime.process import plan_with
-plan_with(lambda tape, **options: (entered.set(), time.sleep(1e6)))
+planners.append(lambda tape, **options: (entered.set(), time.sleep(1e6)))
 in_thread(lambda: steps(1))
 entered.wait()
 time.sleep(0.1)
@@ -124,8 +125,7 @@ def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
         _PROLOGUE
         + """
 import json
-from stalloc.runtime.process import plan_with
-plan_with(lambda tape, **options: time.sleep(1e6))
+planners.append(lambda tape, **options: time.sleep(1e6))
 CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
 assert CONTROLLER.phase.value == "planning"

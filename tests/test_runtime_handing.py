@@ -12,6 +12,7 @@ from stalloc.device.ordering import Ordering
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
 from stalloc.runtime import core
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.segments import round_up
 
 _HANDLE = 16  # handles of streams are addresses
@@ -93,12 +94,15 @@ class Checked(Machine):
     def follow(self, ring: Ring, plan: Plan) -> None:
         """Serve a ring from its plan, hand-overs secured."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
-        self.state.install_tape(ring.size, ring.stream, ring.offset, 0, 0)
+        arena_bytes = round_up(ring.peak)
+        self.state.install_tape(
+            ArenaTape(arena_bytes=arena_bytes, size=ring.size, stream=ring.stream, offset=ring.offset)
+        )
         gives = np.unique(plan.handover_earlier)
         self.state.hand_over(gives, self.driver.ordering, list(range(1, ring.length + 1)))
-        base = self.take(round_up(ring.peak))
-        core.reserve(self.state.address, round_up(ring.peak))
-        self.state.serve_arena(base, round_up(ring.peak))
+        base = self.take(arena_bytes)
+        core.reserve(self.state.address, arena_bytes)
+        self.state.serve_arena(base, arena_bytes)
 
 
 def shared_plan(ring: Ring) -> Plan:

@@ -5,6 +5,7 @@ import pytest
 from programs.core_machine import FIRST_ADDRESS, KIB, MIB, Machine
 
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 
 
 def random_size(rng: np.random.Generator) -> int:
@@ -150,7 +151,8 @@ def test_absurd_sizes_find_no_memory_and_break_nothing(size: int, lasting: bool)
 def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
     """Keys of the tape hold size and stream in one word: a size whose upper bits are cut off must not match."""
     machine = Machine()
-    machine.state.install_tape(np.array([4 * MIB] * 4), np.zeros(4, np.int64), np.arange(4) * 4 * MIB, 0, 0)
+    size, stream, offset = np.array([4 * MIB] * 4), np.zeros(4, np.int64), np.arange(4) * 4 * MIB
+    machine.state.install_tape(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
     base = machine.take(16 * MIB)
     machine.state.serve_arena(base, 16 * MIB)
     assert machine._allocate(0, (1 << 54) + 4 * MIB, 0) == 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from stalloc.replay.planned import _make_controller
+from stalloc.replay.planned import make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime import core
@@ -68,7 +68,7 @@ class Program:
 
     def unserved(self, capacity_bytes: int) -> Iterator[int]:
         """Run it under the runtime, without a plan in force; yields the sizes (bytes) that were not served."""
-        controller = _make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
+        controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
         controller.expects_marks = True
         address: dict[int, int] = {}
         for entry in self.script:

@@ -6,6 +6,7 @@ from programs.core_machine import MIB, Machine, Ring
 from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
 from stalloc.runtime import layout
+from stalloc.runtime.arena_tape import ArenaTape
 
 
 def start(seed: int, length: int = 60, *, streams: int = 1, num_sizes: int = 12) -> tuple[Machine, Program]:
@@ -287,8 +288,11 @@ def test_a_prologue_runs_once_and_then_the_ring_turns() -> None:
     offsets = np.cumsum([0, *before])
     size = np.concatenate([np.array(before), ring.size])
     offset = np.concatenate([offsets[:-1], ring.offset + offsets[-1]])
-    machine.state.install_tape(size, np.zeros(40, np.int64), offset, 10, 0)
     arena_bytes = -(-(ring.peak + int(offsets[-1])) // (2 * MIB)) * 2 * MIB
+    stream = np.zeros(40, np.int64)
+    machine.state.install_tape(
+        ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, num_prologue=10)
+    )
     machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
     weights = [machine.allocate(size) for size in before]
     program = Program(machine, ring, rng)

@@ -9,7 +9,7 @@ import pytest
 from programs.core_machine import Intervals, Owners
 
 from stalloc.lifespans.units import recurring_steps
-from stalloc.replay.planned import _make_controller
+from stalloc.replay.planned import make_controller
 from stalloc.runtime import core
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.settings import Phase, Settings
@@ -29,7 +29,7 @@ class Program:
         self, *, plan: bool = True, capacity_bytes: int = 0, keeps_batch: bool = False, streams: int = 1
     ) -> None:
         settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
-        self.controller: Controller = _make_controller(capacity_bytes, settings)
+        self.controller: Controller = make_controller(capacity_bytes, settings)
         self.controller.expects_marks = True
         self.state = self.controller.state
         self.streams = streams

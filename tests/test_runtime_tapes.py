@@ -8,6 +8,7 @@ from programs.core_machine import MIB, Machine, Ring
 
 from stalloc.lifespans.units import StepKind
 from stalloc.runtime import core
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.tapes import Tapes, plan_steps
 
@@ -123,8 +124,10 @@ def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generat
         rings.append(ring)
     begins = [0, *np.cumsum([ring.length for ring in rings])[:-1].tolist()]
     size, offset = (np.concatenate([getattr(ring, name) for ring in rings]) for name in ("size", "offset"))
-    machine.state.install_tape(size, np.zeros(len(size), np.int64), offset, 0, 0, begins=begins)
-    arena_bytes = round_up(max(ring.peak for ring in rings))
+    arena_bytes, stream = round_up(max(ring.peak for ring in rings)), np.zeros(len(size), np.int64)
+    machine.state.install_tape(
+        ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
+    )
     core.reserve(machine.state.address, arena_bytes)
     machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
     return machine, rings, rng
@@ -183,7 +186,10 @@ def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
         ring.offset = np.cumsum(-(-ring.size // 512) * 512) - -(-ring.size // 512) * 512  # nothing shares a place
     peak = max(int(ring.offset[-1] + ring.size[-1]) for ring in (first, second))
     size, offset = np.concatenate([first.size, second.size]), np.concatenate([first.offset, second.offset])
-    machine.state.install_tape(size, np.zeros(80, np.int64), offset, 0, 0, begins=[0, 40])
+    stream = np.zeros(80, np.int64)
+    machine.state.install_tape(
+        ArenaTape(arena_bytes=round_up(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
+    )
     machine.state.serve_arena(machine.take(round_up(peak)), round_up(peak))
     for ring in (first, second, second, first, second):
         one_pass(machine, ring, ring.size)

@@ -92,10 +92,8 @@ def _start(
     devices.activate(device, gpu)
     from stalloc.integrations.ranks import plan_together
     from stalloc.runtime import Settings, start
-    from stalloc.runtime.process import plan_with
 
-    plan_with(plan_together)
-    runtime = start(settings or Settings(), plans)
+    runtime = start(settings or Settings(), plans, plan_together)
     runtime.try_plans(known_plans)
     return runtime
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stalloc.planner.effort import Progress
     from stalloc.planner.joint import plan_joint
+    from stalloc.planner.kinds_check import validate_kinds
     from stalloc.planner.layout import plan_arrays
     from stalloc.planner.line import Layout
     from stalloc.planner.moving import Moves, plan_moving_least
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from stalloc.planner.planning import plan, plan_tape
     from stalloc.planner.record import Plan, load_plans, save_plans
     from stalloc.planner.replanning import replan
-    from stalloc.planner.validator import Verdict, validate
+    from stalloc.planner.validator import validate
+    from stalloc.planner.verdict import Verdict
 
 __all__ = [
     "METHODS",
@@ -36,6 +38,7 @@ __all__ = [
     "replan",
     "save_plans",
     "validate",
+    "validate_kinds",
 ]
 
 _LAZY = {
@@ -53,8 +56,9 @@ _LAZY = {
     "Progress": "effort",
     "load_plans": "record",
     "save_plans": "record",
-    "Verdict": "validator",
+    "Verdict": "verdict",
     "validate": "validator",
+    "validate_kinds": "kinds_check",
 }
 
 

@@ -21,6 +21,7 @@ from stalloc.planner.constraints import Constraints, Ranges, constraints
 from stalloc.planner.effort import Budget, Progress, budgeted
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
+from stalloc.planner.problem import Column
 from stalloc.planner.record import Plan
 from stalloc.planner.ring import ring_bound
 from stalloc.planner.sharing import Streams, handovers, place_streams
@@ -90,17 +91,20 @@ def plan(
                 return _marked(program, budget)
         ids = source.extra.get("id") if isinstance(source, Trace) else None
         layout = plan_arrays(start, end, size, alignment=alignment, fixed=given.fixed, forbidden=forbidden, ids=ids)
+    rounded = (size + (given.granule - 1)) & -given.granule
+    fixed_end = np.where(given.fixed >= 0, given.fixed + rounded, 0).max(initial=0)  # of requests of no time as well
+    peak = max(layout.peak_bytes, int(fixed_end))
     made = Plan(
-        offset=layout.offset,
+        offset=np.where(given.fixed >= 0, given.fixed, where_live(layout.offset, start, end, size)),
         size=size,
         start=start,
         end=end,
         stream=stream,
         device=device,
         alignment=given.granule if len(size) else int(np.max(np.asarray(alignment), initial=1)),
-        peak_bytes=layout.peak_bytes,
+        peak_bytes=peak,
         lower_bound_bytes=layout.lower_bound_bytes,
-        optimal=layout.peak_bytes == layout.bound_bytes,
+        optimal=peak == layout.bound_bytes,
         method=layout.method,
         kind="trace",
         provenance=provenance,
@@ -108,6 +112,11 @@ def plan(
         **_constraint_tables(given),
     )
     return _marked(made, budget)
+
+
+def where_live(offset: Column, start: Column, end: Column, size: Column) -> Column:
+    """The offsets, -1 for a request that lives for no time: it needs no place, and may be larger than the arena."""
+    return np.where((start < end) | (size == 0), offset, -1)
 
 
 def _program(
@@ -150,6 +159,7 @@ def plan_tape(
     `handover_bytes` for each hand-over.
     """
     offset, region, method = place_streams(tape, alignment, streams, handover_bytes)
+    offset = where_live(offset, tape.start, tape.end, tape.size)
     earlier, later = handovers(tape, offset) if streams != "separate" else (None, None)
     bound = tape_bound(tape, alignment)
     return Plan(

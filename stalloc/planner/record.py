@@ -43,7 +43,7 @@ class Plan:
     All columns are int64. Times are event indices and lifespans half open, [start, end).
     """
 
-    offset: Column  #: (n,) bytes from the start of the arena; -1: not planned, to be served dynamically
+    offset: Column  #: (n,) bytes from the start of the arena; -1: not planned, to be served dynamically, or of no time
     size: Column  #: (n,) bytes as requested
     start: Column  #: (n,) event index as in the trace; -1: live before recording
     end: Column  #: (n,) event index as in the trace

@@ -13,7 +13,7 @@ from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.placement import fit
-from stalloc.planner.planning import Arrays, plan
+from stalloc.planner.planning import Arrays, plan, where_live
 from stalloc.planner.problem import Column, epochs, load_curve
 from stalloc.planner.record import Plan
 from stalloc.trace import Trace
@@ -70,7 +70,7 @@ def replan(before: Plan, source: Trace | Arrays, *, worst_gap: float = 0.001) ->
     stream = source.stream if isinstance(source, Trace) else np.zeros(len(size), np.int64)
     return dataclasses.replace(
         before,
-        offset=offset,
+        offset=where_live(offset, start, end, size),
         size=size,
         start=start,
         end=end,

@@ -1,42 +1,21 @@
 """The naive validator: judges every plan, whoever made it, and names what is wrong with it.
 
 Contract: shares nothing with the planner but the record it reads; no cleverness beyond keeping what is live sorted by
-address. A plan that it accepts is safe to follow: no two requests that are live together share a byte.
+address. A plan that it accepts is safe to follow: every entry, however short its lifespan, lies inside the arena, and
+no two requests that are live together share a byte. It takes time in proportion to the plan, whoever wrote it.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from stalloc.planner.record import Plan
+from stalloc.planner.stream_check import check_handovers, check_streams
+from stalloc.planner.verdict import Use, Verdict, uses_of_rows, uses_of_tape
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the validator says of a plan."""
-
-    ok: bool
-    reason: str = ""  #: one of REASONS; empty if the plan is valid
-    detail: str = ""  #: one sentence with rows, bytes and events
-
-
-#: every reason a plan can be refused for
-REASONS = (
-    "trace-mismatch",  # the rows are not those of the trace
-    "bad-tape",  # the tape is no prologue and ring, or the rows do not follow it
-    "negative-offset",  # below the arena
-    "misaligned",  # an offset is no multiple of the alignment
-    "bad-constraint",  # a table of constraints or hand-overs names what is not there
-    "moved",  # a request that was placed beforehand is elsewhere
-    "forbidden",  # a request uses bytes that it must not
-    "beyond-peak",  # a request ends above the stated peak
-    "overlap",  # two requests that are live together share bytes
-    "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
-    "bad-handover",  # a planned hand-over joins two tape entries that cannot follow each other in one place
-    "wrong-lower-bound",  # the stated bound is not the maximum load
-    "wrong-proven-bound",  # what is said to be proven contradicts the plan
-)
+_MAX_BYTES = 1 << 61  # of a request or an arena: sums of two stay below 2**62
+_MAX_STREAMS = 1 << 16
 
 
 class Lifespans(Protocol):
@@ -48,16 +27,6 @@ class Lifespans(Protocol):
     def end(self) -> Any: ...
     @property
     def size(self) -> Any: ...
-
-
-class _Use(NamedTuple):
-    """One stay of a request in the arena: bytes [low, high) during events [start, end)."""
-
-    start: int
-    end: int
-    low: int
-    high: int
-    row: int
 
 
 def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = False) -> Verdict:
@@ -72,20 +41,80 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
     if trace is not None and (wrong := _unlike(plan, trace)):
         return Verdict(False, "trace-mismatch", wrong)
     checks: list[Callable[[Plan], Verdict]] = [
+        _rows_in_range,
         _constraints,
-        lambda plan: _judge(plan, _uses_of_rows(plan), "request", bound=plan.kind != "program"),
+        lambda plan: _judge(plan, uses_of_rows(plan), "request", bound=plan.kind != "program"),
     ]
     if plan.kind == "program":
         checks = [
+            _tape_in_range,
             _tape_form,
-            lambda plan: _judge(plan, _uses_of_tape(plan), "tape entry", bound=True),
-            _handovers if handovers else _streams,
+            lambda plan: _judge(plan, uses_of_tape(plan), "tape entry", bound=True),
+            check_handovers if handovers else check_streams,
             *checks,
         ]
     for check in (*checks, _proven):
         verdict = check(plan)
         if not verdict.ok:
             return verdict
+    return Verdict(True)
+
+
+def validate_kinds(plans: Sequence[Plan]) -> Verdict:
+    """Judge "program" plans of kinds of steps that follow one another in any order, in one arena.
+
+    The ring of each is one step; its prologue is what earlier steps leave to it: places that are the same for all
+    kinds, each kept free until the end of that entry. A request that outlives its ring has to lie in one of them.
+    """
+    for index, plan in enumerate(plans):
+        verdict = validate(plan)
+        if not verdict.ok:
+            return replace(verdict, detail=f"kind {index}: {verdict.detail}")
+    places = _places(plans[0])
+    for index, plan in enumerate(plans):
+        if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
+            return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in what they keep free, or in the peak")
+        for use in uses_of_tape(plan):
+            left = use.row >= plan.num_prologue and use.start < plan.ring_end < use.end
+            if left and not any(low <= use.low and use.high <= high for low, high in places):
+                return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {use.row} is left in no kept place")
+    return check_streams(*plans)
+
+
+def _places(plan: Plan) -> list[tuple[int, int]]:
+    columns = plan.tape_offset[: plan.num_prologue].tolist(), plan.tape_size[: plan.num_prologue].tolist()
+    return [(low, low + size) for low, size in zip(*columns, strict=True) if low >= 0]
+
+
+def _rows_in_range(plan: Plan) -> Verdict:
+    return _in_range(plan, "request", (plan.start, plan.end, plan.offset, plan.size, plan.stream))
+
+
+def _tape_in_range(plan: Plan) -> Verdict:
+    columns = plan.tape_start, plan.tape_end, plan.tape_offset, plan.tape_size, plan.tape_stream
+    return _in_range(plan, "tape entry", columns)
+
+
+def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
+    """Each entry by itself, planned or not and however short its lifespan: what builds an arena goes by all of them."""
+    for row, (start, end, offset, size, stream) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        if not 0 <= size <= _MAX_BYTES:
+            return Verdict(False, "bad-size", f"{what} {row} has {size} bytes")
+        if end < start:
+            return Verdict(False, "bad-lifespan", f"{what} {row} is live [{start}, {end})")
+        if not 0 <= stream < _MAX_STREAMS:
+            return Verdict(False, "bad-stream", f"{what} {row} is of stream {stream}")
+        if offset == -1:
+            continue
+        if offset < 0:
+            return Verdict(False, "negative-offset", f"{what} {row} is at offset {offset}")
+        if offset % plan.alignment:
+            return Verdict(False, "misaligned", f"{what} {row} is at {offset}, no multiple of {plan.alignment}")
+        end_byte = offset + -(-size // plan.alignment) * plan.alignment
+        if end_byte > min(plan.peak_bytes, _MAX_BYTES):
+            return Verdict(
+                False, "beyond-peak", f"{what} {row} ends at byte {end_byte}, above the peak of {plan.peak_bytes}"
+            )
     return Verdict(True)
 
 
@@ -101,12 +130,24 @@ def _constraints(plan: Plan) -> Verdict:
             return Verdict(False, "bad-constraint", f"request {row} is fixed, of {len(plan.size)}")
         if plan.offset[row] != place:
             return Verdict(False, "moved", f"request {row} is at {plan.offset[row]}, it was placed at {place}")
-    for low, high in zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True):
-        for use in _uses_of_rows(plan):
-            if use.start < use.end and max(use.low, low) < min(use.high, high):
-                return Verdict(
-                    False, "forbidden", f"request {use.row} uses bytes [{use.low}, {use.high}) of [{low}, {high})"
-                )
+    return _forbidden(plan)
+
+
+def _forbidden(plan: Plan) -> Verdict:
+    """Whether any request uses bytes that it must not."""
+    ranges = zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True)
+    uses = (use for use in uses_of_rows(plan) if use.start < use.end and use.low < use.high)
+    spaces = sorted([*((low, high, -1) for low, high in ranges if low < high), *((u.low, u.high, u.row) for u in uses)])
+    furthest = {True: (0, 0, 0), False: (0, 0, 0)}  # of the forbidden ranges and of the requests so far: by its end
+    for low, high, row in spaces:
+        other_low, other_high, other_row = furthest[row >= 0]
+        if other_high > low:
+            banned, used, user = (other_low, other_high), (low, high), row
+            if row < 0:
+                banned, used, user = used, banned, other_row
+            detail = f"request {user} uses bytes [{used[0]}, {used[1]}) of [{banned[0]}, {banned[1]})"
+            return Verdict(False, "forbidden", detail)
+        furthest[row < 0] = max(furthest[row < 0], (low, high, row), key=lambda space: space[1])
     return Verdict(True)
 
 
@@ -139,35 +180,13 @@ def _unlike(plan: Plan, trace: Lifespans) -> str:
     return ""
 
 
-def _uses_of_rows(plan: Plan) -> list[_Use]:
-    columns = (plan.start, plan.end, plan.offset, plan.size)
-    return [
-        _Use(start, end, offset, offset + size, row)
-        for row, (start, end, offset, size) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
-        if offset != -1
-    ]
-
-
-def _uses_of_tape(plan: Plan) -> list[_Use]:
-    """The tape unrolled over prologue and two passes."""
-    period = plan.ring_end - plan.ring_start
-    horizon = plan.ring_end + period
-    uses = []
-    columns = (plan.tape_start, plan.tape_end, plan.tape_offset, plan.tape_size)
-    for row, (start, end, offset, size) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if offset == -1:
-            continue
-        uses.append(_Use(start, end, offset, offset + size, row))
-        if row >= plan.num_prologue:
-            uses.append(_Use(start + period, min(end + period, horizon), offset, offset + size, row))
-    return uses
-
-
 def _tape_form(plan: Plan) -> Verdict:
     """Whether the tape is a prologue and a ring, and the rows that it names live where it says."""
-    period = plan.ring_end - plan.ring_start
+    period, length = plan.ring_end - plan.ring_start, len(plan.tape_size)
     if period <= 0:
         return Verdict(False, "bad-tape", f"the ring [{plan.ring_start}, {plan.ring_end}) is empty")
+    if plan.num_prologue >= length:
+        return Verdict(False, "bad-tape", f"the prologue has {plan.num_prologue} of {length} entries, the ring none")
     times = zip(plan.tape_start.tolist(), plan.tape_end.tolist(), strict=True)
     for row, (start, end) in enumerate(times):
         if row < plan.num_prologue:
@@ -191,17 +210,8 @@ def _tape_form(plan: Plan) -> Verdict:
     return Verdict(True)
 
 
-def _judge(plan: Plan, uses: list[_Use], what: str, *, bound: bool) -> Verdict:
-    """Each use by itself, then all together, then the stated bound against the load."""
-    for use in uses:
-        if use.low < 0:
-            return Verdict(False, "negative-offset", f"{what} {use.row} is at offset {use.low}")
-        if use.low % plan.alignment:
-            return Verdict(False, "misaligned", f"{what} {use.row} is at {use.low}, no multiple of {plan.alignment}")
-        if use.high > plan.peak_bytes and use.low < use.high and use.start < use.end:
-            return Verdict(
-                False, "beyond-peak", f"{what} {use.row} ends at byte {use.high}, above the peak of {plan.peak_bytes}"
-            )
+def _judge(plan: Plan, uses: list[Use], what: str, *, bound: bool) -> Verdict:
+    """All uses together, then the stated bound against the load."""
     lived = [use for use in uses if use.low < use.high and use.start < use.end]
     pair = _first_overlap(lived)
     if pair is not None:
@@ -222,18 +232,18 @@ def _judge(plan: Plan, uses: list[_Use], what: str, *, bound: bool) -> Verdict:
     return Verdict(True)
 
 
-def _in_time(uses: Iterable[_Use]) -> list[tuple[int, bool, _Use]]:
+def _in_time(uses: Iterable[Use]) -> list[tuple[int, bool, Use]]:
     """Ends and starts in order of time, ends first: lifespans are half open."""
     ends = [(use.end, False, use) for use in uses]
     return sorted(ends + [(use.start, True, use) for _, _, use in ends], key=lambda change: change[:2])
 
 
-def _first_overlap(uses: list[_Use]) -> tuple[_Use, _Use] | None:
+def _first_overlap(uses: list[Use]) -> tuple[Use, Use] | None:
     """Two uses that are live together and share bytes; None if there are none.
 
     What is live is kept sorted by address. As long as no two overlap, a newcomer can only clash with its neighbours.
     """
-    live: list[tuple[int, int, _Use]] = []
+    live: list[tuple[int, int, Use]] = []
     for _, begins, use in _in_time(uses):
         key = (use.low, use.high, use)
         at = bisect_left(live, key)
@@ -247,64 +257,10 @@ def _first_overlap(uses: list[_Use]) -> tuple[_Use, _Use] | None:
     return None
 
 
-def _maximum_load(uses: list[_Use], alignment: int) -> int:
+def _maximum_load(uses: list[Use], alignment: int) -> int:
     load = highest = 0
     for _, begins, use in _in_time(uses):
         rounded = -(-(use.high - use.low) // alignment) * alignment
         load += rounded if begins else -rounded
         highest = max(highest, load)
     return highest
-
-
-def _streams(plan: Plan) -> Verdict:
-    """Whether two streams have bytes in common, at whatever time."""
-    columns = (plan.tape_offset, plan.tape_size, plan.tape_stream)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    spaces = sorted((low, low + size, stream, row) for row, (low, size, stream) in enumerate(rows) if low >= 0 < size)
-    reach: dict[int, tuple[int, int]] = {}  # stream: the furthest byte so far and the entry that reaches it
-    for low, high, stream, row in spaces:
-        for other, (furthest, other_row) in reach.items():
-            if other != stream and furthest > low:
-                return Verdict(
-                    False,
-                    "shared-by-streams",
-                    f"tape entries {other_row} and {row} of streams {other} and {stream} share bytes from {low}",
-                )
-        if high > reach.get(stream, (0, 0))[0]:
-            reach[stream] = (high, row)
-    return Verdict(True)
-
-
-def _handovers(plan: Plan) -> Verdict:
-    """Whether every byte that passes from one stream to another does so by a listed hand-over, and no other is listed.
-
-    Looks at who used each byte last, over prologue and two passes; what follows is like the second.
-    """
-    count = len(plan.tape_size)
-    listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
-    if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
-        return Verdict(False, "bad-handover", f"a hand-over names a tape entry that is none of {count}")
-    stream = plan.tape_stream.tolist()
-    seen: set[tuple[int, int]] = set()
-    last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last
-    uses = [use for use in _uses_of_tape(plan) if use.low < use.high and use.start < use.end]
-    for use in sorted(uses, key=lambda use: use.start):
-        kept = [(use.low, use.high, use.row)]
-        for low, high, row in last:
-            if max(low, use.low) >= min(high, use.high):
-                kept.append((low, high, row))
-                continue
-            if stream[row] != stream[use.row]:
-                seen.add((row, use.row))
-            kept += [piece for piece in ((low, use.low, row), (use.high, high, row)) if piece[0] < piece[1]]
-        last = kept
-    for one, two in sorted(seen ^ listed):
-        if (one, two) in seen:
-            return Verdict(
-                False,
-                "shared-by-streams",
-                f"tape entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
-                f"without a hand-over",
-            )
-        return Verdict(False, "bad-handover", f"tape entry {two} takes over no bytes of entry {one}")
-    return Verdict(True)

@@ -24,6 +24,7 @@ from stalloc.replay.model import check_rows, read_settings
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.entry import slow_entry
 from stalloc.runtime.segments import round_up
@@ -114,7 +115,7 @@ class _Device:
         self.num_frees += 1
 
 
-class _OfflineController(Controller):
+class OfflineController(Controller):
     """The runtime's controller over a device of numbers: only where memory comes from is different."""
 
     device: Any
@@ -140,6 +141,10 @@ class _OfflineController(Controller):
             self.device.free(self._arena)
             self._arena = None
 
+    def close(self) -> None:
+        """Let go of the controller; it serves nothing any more."""
+        _controllers.pop(self.device.index, None)
+
     @property
     def held(self) -> list[_Memory]:
         """What came from the device and was not given back."""
@@ -154,12 +159,12 @@ class _OfflineController(Controller):
             self.phase = Phase.RESTING
             return False
         self.phase = Phase.PLANNED
-        self.state.install_tape(size, stream, offset, 0, 0)
+        self.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
         self._serve_from(memory, arena_bytes)
         return True
 
 
-_controllers: dict[int, _OfflineController] = {}  # by the number of the device, for the entry that all share
+_controllers: dict[int, OfflineController] = {}  # by the number of the device, for the entry that all share
 _lock = threading.Lock()
 _entry = 0
 
@@ -168,7 +173,8 @@ def _help(device: int, request: int, argument: int) -> int:
     return int(_controllers[device].help(request, argument))
 
 
-def _make_controller(capacity_bytes: int, settings: Settings) -> _OfflineController:
+def make_controller(capacity_bytes: int, settings: Settings) -> OfflineController:
+    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for as many as any device."""
     global _entry
     with _lock:
         if _entry == 0:
@@ -176,7 +182,7 @@ def _make_controller(capacity_bytes: int, settings: Settings) -> _OfflineControl
         index = len(_controllers)
         while index in _controllers:
             index += 1
-        controller = _OfflineController(_Device(index, capacity_bytes), _entry, settings)
+        controller = OfflineController(_Device(index, capacity_bytes), _entry, settings)
         _controllers[index] = controller
     return controller
 
@@ -194,9 +200,7 @@ class Planned:
         if self.settings["mode"] not in self.modes:
             raise BadInputError(f"stalloc has no mode {self.settings['mode']!r}: give one of {', '.join(self.modes)}.")
         observing = self.settings["mode"] == "observe"
-        self._controller = _make_controller(
-            capacity_bytes, Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS)
-        )
+        self._controller = make_controller(capacity_bytes, Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS))
         self._planned = observing
         self._plan_bytes = 0
         self._plan_seconds = 0.0
@@ -207,7 +211,7 @@ class Planned:
     def __del__(self) -> None:
         controller = getattr(self, "_controller", None)
         if controller is not None:
-            _controllers.pop(controller.device.index, None)
+            controller.close()
 
     def plan_for(self, events: Events) -> None:
         """Plan a whole program and take its arena; what is fed next follows it. Nothing to do when observing."""

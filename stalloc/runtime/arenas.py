@@ -4,7 +4,6 @@ Contract: what lives in an arena keeps its place, whichever plan comes or goes, 
 another. docs/runtime.md, "Giving a plan up", says when two arenas are held.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from stalloc.device import Device
 from stalloc.device.mapped import MappedRange
 from stalloc.device.ordering import ordering
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.regions import moved_into
 from stalloc.runtime.settings import Settings
@@ -20,18 +20,8 @@ from stalloc.runtime.settings import Settings
 if TYPE_CHECKING:
     from stalloc.runtime import poison
     from stalloc.runtime.regions import Region
-    from stalloc.trace.record import Column
 
 _CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
-
-
-@dataclass(frozen=True, eq=False)
-class _InForce:
-    """A tape in force: the arguments of `put_in_force`."""
-
-    arena_bytes: int
-    tape: tuple[Any, ...]
-    begins: list[int] | None
 
 
 class Arenas(DeviceMemory):
@@ -45,32 +35,25 @@ class Arenas(DeviceMemory):
         self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
         self._lendable = 0  # CELL_STREAMS, while nothing is lent
-        self._too_large: _InForce | None = None  # what an arena that was taken over serves, if it may be too large
+        self._too_large: ArenaTape | None = None  # what an arena that was taken over serves, if it may be too large
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
 
-    def put_in_force(
-        self,
-        arena_bytes: int,
-        tape: tuple[Any, ...],
-        begins: list[int] | None = None,
-        gives: "Column | None" = None,
-    ) -> bool:
+    def put_in_force(self, tape: ArenaTape) -> bool:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
 
-        `gives` are entries whose memory passes to another stream, if there are any.
         While another plan is in force its arena is taken over if every stream's part of it is large enough. Else, if
         nothing lives in it, it goes back before the new one is taken; otherwise that is taken beside it, and if there
         is no room for both the old plan stays in force.
         """
+        arena_bytes, shared = tape.arena_bytes, tape.cross_streams
         state, memory = self.state, None
         expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
-        shared = gives is not None and len(gives) > 0
         self._lend_again()
         mapped = self._mapped_for(tape) if not shared else None
         grown = mapped is not None and self._grow(mapped, arena_bytes)
         if self._arena is not None and mapped is not None and not grown:
             return False
-        if not grown and self.holds_twice(arena_bytes, tape, shared):
+        if not grown and self.holds_twice(tape):
             memory = self._malloc(arena_bytes, for_arena=True)
             if memory is None:
                 return False
@@ -86,14 +69,13 @@ class Arenas(DeviceMemory):
         self._use_retired()
         if memory is not None and self._old_arena:
             self._retire(self._old_arena)
-        if memory is not None or shared or not self._take_over(arena_bytes, tape, begins):
+        if memory is not None or shared or not self._take_over(tape):
             memory = memory if memory is not None else self._malloc(arena_bytes, for_arena=True)
             if memory is None:
                 return False
-            size, stream, offset, num_prologue, cursor = tape
-            state.install_tape(size, stream, offset, num_prologue, cursor, begins=begins)
+            state.install_tape(tape)
             if shared:
-                self._order_handovers(gives)
+                self._order_handovers(tape.gives)
             self._serve_from(memory, arena_bytes)
         state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
         return True
@@ -104,30 +86,31 @@ class Arenas(DeviceMemory):
         core.reserve(self.state.address, arena_bytes)
         self.state.serve_arena(memory.ptr, arena_bytes)
 
-    def holds_twice(self, arena_bytes: int, tape: tuple[Any, ...], shared: bool = False) -> bool:
+    def holds_twice(self, tape: ArenaTape) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
-        if self._arena is None or (not shared and (self._fits_arena(tape) or self._mapped_for(tape) is not None)):
+        fits = not tape.cross_streams and (self._fits_arena(tape) or self._mapped_for(tape) is not None)
+        if self._arena is None or fits:
             return False
-        room = self.free_bytes() + self.state["ARENA_BYTES"] >= arena_bytes
+        room = self.free_bytes() + self.state["ARENA_BYTES"] >= tape.arena_bytes
         return not (room and core.arena_is_idle(self.state.address))
 
-    def _fits_arena(self, tape: tuple[Any, ...]) -> bool:
+    def _fits_arena(self, tape: ArenaTape) -> bool:
         """Whether the arena in place can become that of a tape."""
-        return moved_into(self.state.arena_regions(), *tape[:3]) is not None
+        return moved_into(self.state.arena_regions(), tape.size, tape.stream, tape.offset) is not None
 
-    def _take_over(self, arena_bytes: int, tape: tuple[Any, ...], begins: list[int] | None) -> bool:
+    def _take_over(self, tape: ArenaTape) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        mapped, bases = self._mapped_for(tape), self._old_arena
+        mapped, bases, arena_bytes = self._mapped_for(tape), self._old_arena, tape.arena_bytes
         if mapped is not None:
             self._fit(mapped, arena_bytes)
         regions, self._old_arena = self._old_regions(), []
         needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
-        if not regions or not self.state.take_over_segments(bases, tape, begins, needs):
+        if not regions or not self.state.take_over_segments(bases, tape, needs):
             return False
         for base in bases:  # parts of one piece of memory
             self._arena = self._segments.pop(base)
         if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
-            self._too_large = _InForce(arena_bytes, tape, begins)
+            self._too_large = tape
         return True
 
     def _order_handovers(self, gives: Any) -> None:
@@ -253,12 +236,12 @@ class Arenas(DeviceMemory):
             memory, regions = self._segments.get(next(iter(self._old_arena), 0)), len(self._old_arena)
         return memory if isinstance(memory, MappedRange) and regions == 1 and not self.state["PRIVATE"] else None
 
-    def _mapped_for(self, tape: tuple[Any, ...]) -> MappedRange | None:
+    def _mapped_for(self, tape: ArenaTape) -> MappedRange | None:
         """Such an arena, if a tape is of its stream."""
-        mapped, (_, stream, offset, *_) = self._mapped_arena(), tape
+        mapped = self._mapped_arena()
         regions = self.state.arena_regions() if self._arena is not None else self._old_regions()
         own = {region.stream for region in regions}
-        return mapped if mapped is not None and set(np.unique(stream[offset >= 0]).tolist()) <= own else None
+        return mapped if mapped is not None and set(np.unique(tape.stream[tape.offset >= 0]).tolist()) <= own else None
 
     def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
         """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
@@ -302,8 +285,7 @@ class Arenas(DeviceMemory):
         memory = self._malloc(plan.arena_bytes)
         if memory is None:
             return False
-        size, stream, offset, num_prologue, _ = plan.tape
-        state.install_tape(size, stream, offset, num_prologue, cursor, begins=plan.begins)
+        state.install_tape(plan, cursor)
         core.begin_step(state.address, begin, end, cursor)
         self._serve_from(memory, plan.arena_bytes)
         state.write(ASK_AFTER_MISSES=ask_after)

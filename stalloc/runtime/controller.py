@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime import core, layout
+from stalloc.runtime.admission import admit
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.host_memory import trim
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from stalloc.planner.sharing import Streams
     from stalloc.runtime import poison
     from stalloc.trace import Trace
-    from stalloc.trace.record import Column
+
+    Planner = Callable[..., Plan]  # (tape, streams=, handover_bytes=), as plan_tape; called in any thread
 
 
 MARK_STEP = 0  # as in stalloc.trace
@@ -56,25 +59,30 @@ _PATIENCE = 3  # further looks that a tape gets whose lifespans are not all know
 
 @dataclass
 class _Making:
-    """A plan in the making; `done` is set when `plan` or `error` is there."""
+    """A plan in the making; `done` is set when `plan` and `admitted`, or `error`, are there."""
 
     tape: "Tape"
     streams: "Streams" = "separate"
     handover_bytes: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     plan: "Plan | None" = None
+    admitted: "ArenaTape | None" = None  # the plan, as it is served
     error: str | None = None
 
 
 class Controller(Arenas):
     """The watcher of one device."""
 
-    plan_maker: "ClassVar[Callable[..., Plan] | None]" = None  #: stands in for plan_tape; it runs in any thread
-
     def __init__(
-        self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
+        self,
+        device: Device,
+        slow_function: int,
+        settings: Settings,
+        watch: "poison.Watch | None" = None,
+        planner: "Planner | None" = None,
     ) -> None:
         super().__init__(device, slow_function, settings, watch)
+        self._planner = planner
         self.note = ""  # why the device rests, or what went wrong, for the report
         self.plan: Plan | None = None
         self.observed: Observed | None = None
@@ -428,7 +436,9 @@ class Controller(Arenas):
         ring = slice(tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
         self.state.write(CHECK_AT=0)
-        self.state.install_tape(tape.size[ring], tape.stream[ring], nowhere, 0, cursor)
+        self.state.install_tape(
+            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
+        )
         self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
 
     @property
@@ -438,35 +448,7 @@ class Controller(Arenas):
 
     def _begin_making(self, making: _Making) -> None:
         self._making = making
-        work = making, self._observed_trace
-        start_thread(self._make_plan, *work)
-
-    @staticmethod
-    def _make_plan(making: _Making, observed: KeptTrace | None) -> None:
-        try:
-            from stalloc.planner import plan_tape, validate
-
-            make = Controller.plan_maker or plan_tape
-            plan = make(making.tape, streams=making.streams, handover_bytes=making.handover_bytes)
-            for longer in _longer_rings(making.tape) if Controller.plan_maker is None else ():
-                if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
-                    break
-                other = make(longer, streams=making.streams, handover_bytes=making.handover_bytes)
-                if other.peak_bytes < plan.peak_bytes:
-                    plan, making.tape = other, longer
-            verdict = validate(plan, handovers=making.streams != "separate")
-            if verdict.ok:
-                making.plan = plan
-            else:
-                making.error = f"the plan was refused: {verdict.reason}: {verdict.detail}"
-        except Exception as error:
-            making.error = f"planning failed: {type(error).__name__}: {error}"
-        finally:
-            try:
-                if observed is not None:
-                    observed.pack()
-            finally:
-                making.done.set()
+        start_thread(_make_plan, making, self._planner, self._observed_trace)
 
     # --- at the boundary of a step
 
@@ -499,7 +481,7 @@ class Controller(Arenas):
             return
         self._making = None
         self.steps_per_ring = making.tape.ring_length // making.tape.period_requests
-        if making.plan is None:
+        if making.admitted is None:
             self.rest(making.error or "planning failed")
             return
         self._steps.unroll(making.tape)
@@ -524,14 +506,16 @@ class Controller(Arenas):
         self.note_observed()
         if not self.state["RECORDING"]:
             self.state.forget_record()
-        plan = making.plan
+        plan, tape = making.plan, making.admitted
         assert plan is not None
-        if self.ask_for_room(round_up(plan.peak_bytes)):
+        assert tape is not None
+        if self.ask_for_room(tape.arena_bytes):
             self._making = making  # the tape is followed on, and the boundary after the next mark tries again
             return
-        if self._has_room(round_up(plan.peak_bytes)) and self._is_dearer(plan):
+        if self._has_room(tape.arena_bytes) and self._is_dearer(tape):
             return
-        if self._begin(plan, ring_only=True):
+        # a plan that was just made has to be far off before it goes
+        if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
             return
         several = len(np.unique(plan.tape_stream[plan.tape_offset >= 0])) > 1
         if making.streams == "separate" and several and ordering() is not None:
@@ -545,35 +529,21 @@ class Controller(Arenas):
                 "that hold live blocks"
             )
 
-    def _is_dearer(self, plan: "Plan") -> bool:
+    def _is_dearer(self, tape: ArenaTape) -> bool:
         """Whether the switch would hold far more than was needed so far; the heap then goes on serving.
 
         What the steps hand on lies beside the arena until the next one is over, and keeps its segments. A part of them
         is usual; where it is nearly all, the plan gains nothing.
         """
         assert self.observed is not None
-        needed, held = self.state["RESERVED"] + round_up(plan.peak_bytes), self.observed.reserved_peak_bytes
+        needed, held = self.state["RESERVED"] + tape.arena_bytes, self.observed.reserved_peak_bytes
         regions = self._old_regions()
-        if moved_into(regions, plan.tape_size, plan.tape_stream, plan.tape_offset) is not None:
+        if moved_into(regions, tape.size, tape.stream, tape.offset) is not None:
             needed -= sum(region.size_bytes for region in regions)  # it is taken over
         if needed <= _DEARER * held + _DEARER_BYTES:
             return False
         self._settled = True  # what the heap holds has served so far
         self.rest(f"on the plan {needed} bytes would be reserved, without it no more than {held} were")
-        return True
-
-    def _begin(self, plan: "Plan", *, ring_only: bool) -> bool:
-        """Take the arena and serve a plan from now on; False if the device has no room for the arena."""
-        first = plan.num_prologue if ring_only else 0
-        tape = plan.tape_size[first:], plan.tape_stream[first:], plan.tape_offset[first:], plan.num_prologue - first, 0
-        gives = np.unique(plan.handover_earlier[plan.handover_earlier >= first]) - first
-        if not self.put_in_force(round_up(plan.peak_bytes), tape, gives=gives):
-            return False
-        ring_length = len(plan.tape_size) - plan.num_prologue
-        # a plan that was just made has to be far off before it goes; one from a file is given up sooner, before much
-        # of another program lives in its arena
-        self.state["ASK_AFTER_MISSES"] = 8 * ring_length + 1024 if ring_only else _DOUBT
-        self.plan = plan
         return True
 
     def settle(self) -> None:
@@ -600,44 +570,32 @@ class Controller(Arenas):
             if not state.give_segment(pool, memory.ptr, size_bytes):
                 del self._segments[memory.ptr]
 
-    def put_in_force(
-        self,
-        arena_bytes: int,
-        tape: tuple[Any, ...],
-        begins: list[int] | None = None,
-        gives: "Column | None" = None,
-    ) -> bool:
-        """Serve a tape, or several, from now on, as `Arenas` does it; the device is planned then."""
-        if not super().put_in_force(arena_bytes, tape, begins, gives):
+    def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
+        """Serve what was admitted from now on, as `Arenas` does it; the device is planned then.
+
+        `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
+        """
+        if not super().put_in_force(tape):
             return False
         self._release_at_boundaries, self._segments_kept = 3, 0
         self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
+        self.plan = plan
+        self.state["ASK_AFTER_MISSES"] = ask_after_misses
         return True
 
     def use(self, plan: "Plan") -> None:
         """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
-        from stalloc.planner import validate
-
-        if plan.kind != "program":
-            raise PlanError(
-                f"the plan for device {plan.device} lays out one recording and cannot be run: "
-                "record the program with `stalloc record` and plan that."
-            )
-        if plan.alignment % layout.ALIGNMENT:
-            raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {layout.ALIGNMENT}.")
-        shared = len(plan.handover_later) > 0
-        verdict = validate(plan, handovers=shared)
-        if not verdict.ok:
-            raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the trace again.")
-        if shared and ordering() is None:
+        tape = admit([plan], ring_only=False)
+        if tape.cross_streams and ordering() is None:
             raise PlanError(
                 "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
             )
         if self.state["NUM_ALLOCS"]:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
         self.state.write(LASTING=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
-        if not self._begin(plan, ring_only=False):
+        # it is given up sooner than one that was just made, before much of another program lives in its arena
+        if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
             free, total = self.device.memory_info()
             raise PlanError(
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {self.device.index} has {free} of {total} "
@@ -680,6 +638,30 @@ def _driver_status(error: BaseException) -> int:
     import cupy
 
     return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
+
+
+def _make_plan(making: _Making, planner: "Planner | None", observed: KeptTrace | None) -> None:
+    """Plan a tape and have the plan admitted; runs in a thread of its own."""
+    try:
+        from stalloc.planner import plan_tape
+
+        make = planner or plan_tape
+        plan = make(making.tape, streams=making.streams, handover_bytes=making.handover_bytes)
+        for longer in _longer_rings(making.tape):
+            if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
+                break
+            other = make(longer, streams=making.streams, handover_bytes=making.handover_bytes)
+            if other.peak_bytes < plan.peak_bytes:
+                plan, making.tape = other, longer
+        making.plan, making.admitted = plan, admit([plan], ring_only=True)
+    except Exception as error:
+        making.error = f"planning failed: {type(error).__name__}: {error}"
+    finally:
+        try:
+            if observed is not None:
+                observed.pack()
+        finally:
+            making.done.set()
 
 
 def _longer_rings(tape: "Tape") -> "Iterator[Tape]":

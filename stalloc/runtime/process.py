@@ -26,8 +26,8 @@ from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.statistics import Report, report
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
     from stalloc.runtime import poison
+    from stalloc.runtime.controller import Planner
 
 _MAX_DEVICES = 128
 _FORKED = (
@@ -36,16 +36,13 @@ _FORKED = (
 )
 
 
-def plan_with(make: "Callable[[Tape], Plan]") -> None:
-    """Let `make` stand in for the planner from now on, say to take another rank's plan; it runs in any thread."""
-    Controller.plan_maker = make
-
-
 class Runtime:
     """All devices of this process under stalloc."""
 
-    def __init__(self, settings: Settings, plans: list[Plan] | None = None) -> None:
-        """Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
+    def __init__(self, settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> None:
+        """`planner` stands in for `plan_tape`, say to take another rank's plan; it is called in any thread.
+
+        Raises PlanError if a plan does not fit, SetupError if there is no device or no CuPy."""
         self.states = np.zeros(_MAX_DEVICES, np.int64)
         slow = entry.slow_entry(self._help, self._help_again)
         #: the same for Python code that has to be done as a whole, whatever interrupts it
@@ -54,7 +51,7 @@ class Runtime:
         self._numbers = itertools.count()
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
         self.watch = _start_watch()
-        self.controllers = [Controller(device, slow, settings, self.watch) for device in devices.devices()]
+        self.controllers = [Controller(device, slow, settings, self.watch, planner) for device in devices.devices()]
         #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
         self.entries = entry.core_entries()
         if self.watch is not None and self.watch.devices:
@@ -230,12 +227,15 @@ _runtime: Runtime | None = None
 _runtime_lock = threading.Lock()
 
 
-def start(settings: Settings, plans: list[Plan] | None = None) -> Runtime:
-    """The runtime of this process, made at the first call; later calls get the same one whatever they ask for."""
+def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner | None" = None) -> Runtime:
+    """The runtime of this process, made at the first call; later calls get the same one whatever they ask for.
+
+    Arguments and errors as of `Runtime`.
+    """
     global _runtime
     with _runtime_lock:
         if _runtime is None:
-            _runtime = Runtime(settings, plans)
+            _runtime = Runtime(settings, plans, planner)
         return _runtime
 
 

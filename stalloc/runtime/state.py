@@ -5,14 +5,14 @@ they fill. Python never holds the core's lock: between two bytecodes another thr
 that lock. Whatever must change together is written by one call into the core.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.device.ordering import Ordering
 from stalloc.runtime import core, layout, matching
+from stalloc.runtime.arena_tape import ArenaTape, check
 from stalloc.runtime.host_memory import forget_pages
 from stalloc.runtime.layout import (
     BINS_ROW,
@@ -74,6 +74,7 @@ class DeviceState:
         self.events = _table(_EVENTS, EVENT_ROW)
         self.step_log = np.zeros((STEP_LOG_ROWS, STEP_ROW), np.int64)
         self._tape: tuple[np.ndarray, ...] = ()
+        self._arena_needs = 0  # bytes of an arena that holds the tape
         self._last_tape: tuple[np.ndarray, ...] = ()
         self._texts: list[np.ndarray] = []
         tables = {
@@ -175,35 +176,28 @@ class DeviceState:
     # --- the tape
 
     def install_tape(
-        self,
-        size: Column,
-        stream: Column,
-        offset: Column,
-        num_prologue: int,
-        cursor: int,
-        kept: Column | None = None,
-        begins: list[int] | None = None,
-        regions: list[Region] | None = None,
+        self, tape: ArenaTape, cursor: int = 0, kept: Column | None = None, regions: list[Region] | None = None
     ) -> None:
         """Put a tape in place and follow it from entry `cursor`, without serving it yet.
 
-        The columns are (k,): bytes as requested, stream index, offset in the arena to come (-1: from the heap).
-        `kept` (b,) are offsets between which blocks live already where the arena will be. `begins` are where tapes
-        begin if there are several, one after the other, each a ring of its own. `regions` say whose the bytes of the
-        arena to come are already, those that the tape does not use too.
-        No arena may be in place: its blocks are known by the tape that they were served from.
+        `kept` (b,) are offsets between which blocks live already where the arena will be. `regions` say whose the bytes
+        of the arena to come are already, those that the tape does not use too.
+        No arena may be in place: its blocks are known by the tape that they were served from. Raises PlanError for a
+        tape that its arena does not hold, and leaves what was in place as it was.
         """
+        check(tape, cursor)
         assert self["ARENA_BYTES"] == 0
-        rounded = (size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
+        stream, offset = tape.stream, tape.offset
+        rounded = (tape.size + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT
         planned = offset >= 0
         low, high = offset[planned], (offset + rounded)[planned]
         bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
         offsets = np.unique(low)
-        tape = _table(len(rounded), TAPE_ROW)
-        tape[:, layout.T_KEY] = rounded << STREAM_BITS | stream
-        tape[:, layout.T_OFFSET] = np.where(planned, offset, -1)
-        tape[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
-        tape[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
+        table = _table(len(rounded), TAPE_ROW)
+        table[:, layout.T_KEY] = rounded << STREAM_BITS | stream
+        table[:, layout.T_OFFSET] = np.where(planned, offset, -1)
+        table[planned, layout.T_CELL_LOW] = np.searchsorted(bounds, low)
+        table[planned, layout.T_CELL_HIGH] = np.searchsorted(bounds, high)
         cells = np.zeros((len(bounds) + 1) // 64 + 1, np.int64)
         num_slots = 1 << max(4, int(2 * len(offsets)).bit_length())
         slots = _table(num_slots, SLOT_ROW)
@@ -211,25 +205,25 @@ class DeviceState:
         slots[:, layout.S_STATE] = layout.BLOCK_FREE
         rows = np.zeros(len(offsets), np.int64)
         core.make_slots(slots, num_slots - 1, offsets, rows)
-        tape[planned, layout.T_SLOT] = rows[np.searchsorted(offsets, low)]
+        table[planned, layout.T_SLOT] = rows[np.searchsorted(offsets, low)]
         info = np.zeros((len(bounds) + 1, CELL_ROW), np.int64)  # the last row is for what the arena has beyond the plan
         info[:-1, layout.CI_OFFSET] = bounds
         info[:, layout.CI_NEXT] = -1
-        spans = tape[planned][:, [layout.T_CELL_LOW, layout.T_CELL_HIGH]]
+        spans = table[planned][:, [layout.T_CELL_LOW, layout.T_CELL_HIGH]]
         info[:, layout.CI_STREAM] = _cell_streams(spans, stream[planned], bounds, regions)
         has_cells = np.bitwise_or.reduce(1 << (np.unique(info[:, layout.CI_STREAM]) & 63))
         starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(info))
-        first = [num_prologue] if begins is None else begins
-        tapes = np.array([first, [*first[1:], len(tape)]], np.int64).T.copy()
-        places = np.argsort(tape[:, layout.T_KEY], kind="stable")
-        num_keys = 1 << max(4, int(2 * len(np.unique(tape[:, layout.T_KEY]))).bit_length())
+        tapes = tape.rings
+        places = np.argsort(table[:, layout.T_KEY], kind="stable")
+        num_keys = 1 << max(4, int(2 * len(np.unique(table[:, layout.T_KEY]))).bit_length())
         keys = np.zeros((num_keys, layout.KEY_ROW), np.int64)
-        matching.make_places(keys, num_keys - 1, tape[:, layout.T_KEY].copy(), places)
+        matching.make_places(keys, num_keys - 1, table[:, layout.T_KEY].copy(), places)
         lifespans = np.zeros(layout.LIFESPAN_PLACES * layout.LIFESPAN_SIZES, np.int64)
+        self._arena_needs = tape.arena_bytes
         self._last_tape = self._tape  # threads may still be looking at it; both are kept, wherever an error comes
-        self._tape = (tape, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
+        self._tape = (table, cells, slots, info, starts, uses, lifespans, tapes, keys, places)
         self.write(
-            TAPE=tape.ctypes.data,
+            TAPE=table.ctypes.data,
             CELLS=cells.ctypes.data,
             CELL_INFO=info.ctypes.data,
             NUM_CELLS=len(bounds) - 1,
@@ -246,7 +240,7 @@ class DeviceState:
             TAPES=tapes.ctypes.data,
             NUM_TAPES=len(tapes),
             TAPE_LENGTH=int(tapes[0, layout.TP_END]),
-            RING_START=first[0],
+            RING_START=int(tapes[0, layout.TP_BEGIN]),
             CURSOR=cursor,
             HISTORY_COUNT=0,
             MISS_RUN=0,
@@ -291,7 +285,8 @@ class DeviceState:
         core.end_sharing(self.address, int(np.bincount(streams).argmax()))
 
     def serve_arena(self, arena: int, arena_bytes: int) -> None:
-        """Serve the tape from an arena; the counting of planned steps begins."""
+        """Serve the tape from an arena, which holds all of it; the counting of planned steps begins."""
+        assert arena_bytes >= self._arena_needs
         core.serve_arena(self.address, arena, arena_bytes)
 
     def drop_tape(self) -> None:
@@ -354,18 +349,15 @@ class DeviceState:
         """Let the arena end where what its tape needs does (`take_over_segments`); False if a block is beyond."""
         return bool(core.cut_arena(self.address, size_bytes))
 
-    def take_over_segments(
-        self, bases: list[int], tape: tuple[Any, ...], begins: list[int] | None = None, arena_bytes: int = 0
-    ) -> bool:
-        """Make segments the arena of a tape (the arguments of `install_tape`), around what lives there.
+    def take_over_segments(self, bases: list[int], tape: ArenaTape, arena_bytes: int = 0) -> bool:
+        """Make segments the arena of a tape, around what lives there.
 
         False if that cannot be: then they are segments still. They have to be those that `dissolve_arena` made of an
         arena, or one that came alone. What the tape has of a stream moves to where that stream's segment is.
         `arena_bytes` are those that the tape needs; what is beyond may be cut off later.
         """
         regions = self.segment_regions(bases)
-        size, stream, offset, num_prologue, cursor = tape
-        moved = moved_into(regions, size, stream, offset) if regions else None
+        moved = moved_into(regions, tape.size, tape.stream, tape.offset) if regions else None
         if moved is None:
             return False
         offsets, table = np.zeros(_MOST_KEPT, np.int64), np.array(bases, np.int64)
@@ -373,7 +365,7 @@ class DeviceState:
         if count >= 0:
             size_bytes = regions[-1].begin + regions[-1].size_bytes
             kept = np.append(offsets[:count], [arena_bytes, size_bytes])
-            self.install_tape(size, stream, moved, num_prologue, cursor, kept, begins, regions)
+            self.install_tape(replace(tape, offset=moved, arena_bytes=size_bytes), 0, kept, regions)
             if core.serve_segments(self.address, table, size_bytes):
                 return True
             self.drop_tape()

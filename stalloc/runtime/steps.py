@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout
+    from stalloc.runtime.arena_tape import ArenaTape
     from stalloc.runtime.controller import Controller
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
@@ -43,13 +44,14 @@ _MOST_REMEMBERED = 4096  # kinds of steps that were seen
 
 @dataclass
 class _Search:
-    """A search for kinds of steps, and their plan; `done` is set at its end, `tapes` stays None if nothing is new."""
+    """A search for kinds of steps, and their plans; `done` is set at its end, `admitted` is None if nothing is new."""
 
     known: "list[StepKind]"
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
+    admitted: "ArenaTape | None" = None  # the plans, as they are served
 
 
 @dataclass
@@ -128,15 +130,15 @@ class Steps:
         controller, search = self._controller, self.search
         if search is not None and search.done.is_set():
             self.search = None
-            if search.tapes is None:
+            if search.admitted is None:
                 self._refused |= search.wanted
-            elif controller.phase is Phase.PLANNED and controller.holds_twice(*search.tapes.arena):
+            elif controller.phase is Phase.PLANNED and controller.holds_twice(search.admitted):
                 # before the first request of a step less may live in the arena, if nothing is lent from it any more
                 self._waiting, self._waits = search, 0
                 controller.stop_lending()
                 controller.state["ASK_AT_BOUNDARY"] = 1
             else:
-                self._put_in_force(search, search.tapes)
+                self._put_in_force(search)
         self._note_step()
         if controller.phase is Phase.PLANNED:
             missed, share = self._missed()
@@ -160,14 +162,14 @@ class Steps:
     def at_first_request(self) -> bool:
         """The first request after a mark is asked for: whether a plan was waiting for it."""
         search = self._waiting
-        if search is None or search.tapes is None:
+        if search is None or search.admitted is None:
             return False
         self._waits += 1
-        if self._waits <= _MOST_WAITS and self._controller.holds_twice(*search.tapes.arena):
+        if self._waits <= _MOST_WAITS and self._controller.holds_twice(search.admitted):
             self._controller.state["ASK_AT_BOUNDARY"] = 1  # should no mark come
             return True
         self._waiting = None
-        self._put_in_force(search, search.tapes)
+        self._put_in_force(search)
         self._find_place()
         return True
 
@@ -305,27 +307,27 @@ class Steps:
         self.search = _Search(known, self._recurring() - self._refused, self._made)
         start_thread(_look, self.search, trace)
 
-    def _put_in_force(self, search: _Search, tapes: "Tapes") -> None:
-        controller = self._controller
+    def _put_in_force(self, search: _Search) -> None:
+        controller, tapes, admitted = self._controller, search.tapes, search.admitted
+        assert tapes is not None
+        assert admitted is not None
         if controller.phase is Phase.RESTING:
             return
         self._planned = {_name(kind.size, kind.stream) for kind in tapes.kinds}
         controller.release_unused()
-        arena_bytes, columns = tapes.arena
-        if controller.ask_for_room(arena_bytes):
+        if controller.ask_for_room(admitted.arena_bytes):
             self.search = search  # the next mark tries again
             return
         if controller.phase is not Phase.PLANNED:
             controller.note_observed()
-        if not controller.put_in_force(arena_bytes, columns, tapes.begins):
+        longest = max(len(kind.size) for kind in tapes.kinds)
+        if not controller.put_in_force(admitted, tapes.largest_plan, ask_after_misses=64 * longest + 1024):
             self._watched, self._pause = 0, self._next_pause
             self._refused |= self._planned  # as long as the program runs: it would be tried at every mark
             if controller.state["MODE"] != MODE_REPLAY:
                 controller.rest("an arena for all kinds of steps does not fit beside what lives")
             return
-        longest = max(len(kind.size) for kind in tapes.kinds)
-        controller.state["ASK_AFTER_MISSES"] = 64 * longest + 1024
-        controller.plan, controller.steps_per_ring = tapes.largest_plan(controller.device.index), 1
+        controller.steps_per_ring = 1
         self.tapes, self._positions = tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
@@ -345,6 +347,7 @@ def _look(search: _Search, trace: "Trace") -> None:
     """Plan the kinds of steps that recur together with those that are known."""
     try:
         from stalloc.lifespans.units import recurring_steps
+        from stalloc.runtime.admission import admit
         from stalloc.runtime.tapes import plan_steps
 
         found = recurring_steps(trace)
@@ -356,9 +359,10 @@ def _look(search: _Search, trace: "Trace") -> None:
             again = {kind.key: kind for kind in usable}
             kinds = [again.get(kind.key, kind) for kind in search.known] + fresh
             kinds.sort(key=lambda kind: -kind.times_seen)
-            search.tapes = plan_steps(kinds[:_MOST_KINDS], search.made)
+            search.tapes = plan_steps(kinds[:_MOST_KINDS], search.made, trace.device)
+            search.admitted = admit(search.tapes.plans, ring_only=True)
     except Exception:  # these kinds are not planned then; the program must not see it
-        search.tapes = None
+        search.admitted = None
     finally:
         search.done.set()
         trim()

@@ -4,11 +4,11 @@ Contract: whichever kind follows whichever, no two planned requests that are liv
 steps are as they were observed; and no two streams share a byte of the arena, in which each has a region. What a step
 hands on (gradients until they are zeroed, a batch that is replaced) has a place that all kinds share: handed-on
 requests of a stream are ranked by size, those of one rank get one place, and every kind keeps it free for as long as
-what was handed on to a step of that kind has been seen to live in it.
+what was handed on to a step of that kind has been seen to live in it. The validator judges all of this by the plans'
+own columns (planner/kinds_check.py).
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
 from stalloc.planner.ring import ring_bound
 from stalloc.runtime.layout import ALIGNMENT
-from stalloc.runtime.segments import round_up
 from stalloc.trace.record import Column
 
 _NOTHING: Column = np.zeros(0, np.int64)
@@ -24,99 +23,129 @@ _NOTHING: Column = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tapes:
-    """The plans of several kinds of steps, one after the other in columns."""
+    """The plans of several kinds of steps, and what goes into their arena."""
 
     kinds: list[StepKind]
-    size: Column  #: (k,) requested bytes
-    stream: Column  #: (k,)
-    offset: Column  #: (k,) bytes; -1: not planned, since the end is not known, or what it replaces is not gone yet
-    begins: list[int]  #: where each kind's begin
-    peak_bytes: int  #: of the arena
-    lower_bound_bytes: int  #: the largest maximum load of any kind
-    method: str
+    plans: list[Plan]
+    """One a kind, of one peak. The ring is a step, with one entry a request; its clock begins at 1 and ends one after
+    the last request. The prologue holds the places that are kept for what earlier steps hand on."""
+    begins: list[int]  #: where each kind's rows begin, if the rings of all plans are laid one after the other
 
     @property
-    def arena(self) -> tuple[int, tuple[Any, ...]]:
-        """Bytes of the arena, and what goes into it: see `DeviceState.install_tape`."""
-        return round_up(self.peak_bytes), (self.size, self.stream, self.offset, 0, 0)
+    def size(self) -> Column:
+        """(k,) requested bytes, over all kinds."""
+        return self._rings("tape_size")
 
-    def largest_plan(self, device: int) -> Plan:
-        """The plan of the kind with the most requests, for reports; its peak is the arena's."""
-        index = int(np.argmax([len(kind.size) for kind in self.kinds]))
-        kind, first = self.kinds[index], self.begins[index]
-        length = len(kind.size)
-        offset, start = self.offset[first : first + length], np.arange(length, dtype=np.int64)
-        return Plan(
-            offset=offset,
-            size=kind.size,
-            start=start,
-            end=np.minimum(kind.end, start + length),
-            stream=kind.stream,
-            device=device,
-            alignment=ALIGNMENT,
-            peak_bytes=self.peak_bytes,
-            lower_bound_bytes=self.lower_bound_bytes,
-            optimal=self.peak_bytes == self.lower_bound_bytes,
-            method=f"{len(self.kinds)} kinds of steps, {self.method}",
-            kind="program",
-            provenance={},
-            ring_end=length,
-            tape_row=start,
-            tape_size=kind.size,
-            tape_stream=kind.stream,
-            tape_start=start,
-            tape_end=np.minimum(kind.end, start + length),
-            tape_offset=offset,
-        )
+    @property
+    def stream(self) -> Column:
+        """(k,) stream indices."""
+        return self._rings("tape_stream")
+
+    @property
+    def offset(self) -> Column:
+        """(k,) bytes; -1: not planned, since the end is not known, or what it replaces is not gone yet."""
+        return self._rings("tape_offset")
+
+    def _rings(self, name: str) -> Column:
+        return np.concatenate([getattr(plan, name)[plan.num_prologue :] for plan in self.plans])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The size of the arena."""
+        return self.plans[0].peak_bytes
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """The largest maximum load of any kind."""
+        return max(plan.lower_bound_bytes for plan in self.plans)
+
+    @property
+    def largest_plan(self) -> Plan:
+        """The plan of the kind with the most requests, for reports; its lower bound is that of the whole arena."""
+        largest = max(self.plans, key=lambda plan: len(plan.tape_size))
+        return replace(largest, lower_bound_bytes=self.lower_bound_bytes)
 
 
-def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout]) -> Tapes:
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """What all kinds have of one stream: where their requests go, and the places that they keep for one another."""
+
+    stream: int
+    offset: list[Column]  # for each kind (n,) bytes from where the region begins, -1: not planned there
+    place_size: Column  # (r,) bytes, by rank
+    place_offset: Column  # (r,) bytes from where the region begins
+    kept_until: Column  # (kinds, r) position in a step of each kind before which a place is free again
+    peak_bytes: int
+    method: str
+
+
+def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout], device: int = 0) -> Tapes:
     """Plan several kinds of steps for one arena, in which every stream has a region that no other stream uses.
 
     `made` holds the layouts of earlier calls, and gets those of this one, so that a kind that is added is all there is
     to plan.
     """
     streams = np.unique(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
-    offsets = [np.full(len(kind.size), -1, np.int64) for kind in kinds]
-    planned: list[list[_Placed]] = [[] for _ in kinds]
-    peak, methods = 0, []
-    for stream in streams.tolist():
-        placed = _plan_stream(kinds, stream, made)
-        for offset, own, all_of_kind in zip(offsets, placed, planned, strict=True):
-            offset[own.rows] = peak + own.offset
-            all_of_kind.append(own)
-        peak += max(own.peak_bytes for own in placed)
-        methods += [own.method for own in placed if own.method]
+    regions = [_plan_stream(kinds, stream, made) for stream in streams.tolist()]
+    plans = [_plan_of(kinds, index, regions, device) for index in range(len(kinds))]
     lengths = [len(kind.size) for kind in kinds]
-    return Tapes(
-        kinds=kinds,
-        size=np.concatenate([kind.size for kind in kinds]),
-        stream=np.concatenate([kind.stream for kind in kinds]),
-        offset=np.concatenate(offsets),
-        begins=[0, *np.cumsum(lengths)[:-1].tolist()],
+    return Tapes(kinds=kinds, plans=plans, begins=[0, *np.cumsum(lengths)[:-1].tolist()])
+
+
+def _plan_of(kinds: list[StepKind], index: int, regions: list[_Region], device: int) -> Plan:
+    """The plan of one kind of step in the arena of all: the places kept for it, then its requests."""
+    kind, peak = kinds[index], sum(region.peak_bytes for region in regions)
+    length = len(kind.size)
+    offset, left_until = np.full(length, -1, np.int64), np.zeros(length, np.int64)
+    places: list[tuple[Column, ...]] = []  # stream, size, offset and end of what is kept
+    begin = 0
+    for region in regions:
+        own, until = region.offset[index], region.kept_until[index]
+        offset[own >= 0] = own[own >= 0] + begin
+        handed = kind.handed_on(region.stream)
+        left_until[handed] = until[: len(handed)]
+        ends = np.where(until >= length, length + 2, until + 1)
+        streams = np.full(len(until), region.stream, np.int64)
+        places.append((streams, region.place_size, region.place_offset + begin, ends))
+        begin += region.peak_bytes
+    stream, size, place, end = (np.concatenate(columns) for columns in zip(*places, strict=True))
+    # a step lasts one tick longer than its requests, in which what it hands on lives still
+    ring_start, ring_end, rows = 1, length + 2, np.arange(length, dtype=np.int64)
+    last = np.where(kind.end > length, np.minimum(ring_end + left_until, ring_end + rows), kind.end + 1)
+    tape_start = np.concatenate([np.zeros(len(end), np.int64), rows + 1])
+    tape_end = np.concatenate([end, np.where(kind.end > 0, last, rows + 1)])
+    tape_size, tape_offset = np.concatenate([size, kind.size]), np.concatenate([place, offset])
+    counted = (tape_offset >= 0) & (tape_start < tape_end) & (tape_size > 0)
+    times = tape_start[counted], tape_end[counted]
+    bound = ring_bound(*times, _rounded(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
+    tape_stream = np.concatenate([stream, kind.stream])
+    return Plan(
+        offset=tape_offset,
+        size=tape_size,
+        start=tape_start,
+        end=tape_end,
+        stream=tape_stream,
+        device=device,
+        alignment=ALIGNMENT,
         peak_bytes=peak,
-        lower_bound_bytes=max(_bound(placed, length) for placed, length in zip(planned, lengths, strict=True)),
-        method=methods[0],
+        lower_bound_bytes=bound,
+        optimal=False,
+        method=f"{len(kinds)} kinds of steps, {next((region.method for region in regions if region.method), '')}",
+        kind="program",
+        provenance={},
+        num_prologue=len(end),
+        ring_start=ring_start,
+        ring_end=ring_end,
+        tape_row=np.arange(len(tape_size), dtype=np.int64),
+        tape_size=tape_size,
+        tape_stream=tape_stream,
+        tape_start=tape_start,
+        tape_end=tape_end,
+        tape_offset=tape_offset,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed:
-    """What one kind of step has of one stream: rows with their places in the region, and what they were planned with.
-
-    `start`, `end` and `size` (bytes) are those of all that is kept free there, what is handed on to the step too.
-    """
-
-    rows: Column
-    offset: Column
-    start: Column
-    end: Column
-    size: Column
-    peak_bytes: int
-    method: str
-
-
-def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) -> list[_Placed]:
+def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) -> _Region:
     """Plan what all kinds ask for on one stream, for one region."""
     handed = [kind.handed_on(stream) for kind in kinds]
     num_places = max(len(rows) for rows in handed)
@@ -124,8 +153,8 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
     for kind, rows in zip(kinds, handed, strict=True):
         place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
     kept = _kept_until(kinds, stream, num_places)
-    placed = [_Placed(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, "")] * len(kinds)
-    places = np.full(num_places, -1, np.int64)
+    offsets = [np.full(len(kind.size), -1, np.int64) for kind in kinds]
+    places, peak, method = np.full(num_places, -1, np.int64), 0, ""
     # the one that needs most decides where the shared places are
     needs = [int(_rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
     for index in np.argsort(needs, kind="stable")[::-1].tolist():
@@ -134,10 +163,10 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
         kind, rows = kinds[index], handed[index]
         length = len(kind.size)
         own = np.flatnonzero((kind.end > 0) & (kind.end <= length) & (kind.stream == stream))
-        until, begin = kept[index], np.zeros(num_places, np.int64)
+        until, begin = kept[index].copy(), np.zeros(num_places, np.int64)
         fits = np.flatnonzero(rows >= until[: len(rows)])  # ranks whose place is empty when it is asked for
         begin[fits] = rows[fits]
-        until = np.where(begin > 0, until + length, until)
+        until[fits] += length
         fixed = np.concatenate([np.full(len(own), -1, np.int64), places])
         start, end = np.concatenate([own, begin]), np.concatenate([kind.end[own], until])
         size = np.concatenate([_rounded(kind.size[own]), place_size])
@@ -146,24 +175,11 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
             given = fixed if (fixed >= 0).any() else None
             made[asked] = plan_arrays(start, end, size, alignment=ALIGNMENT, ring=(0, length), fixed=given)
         layout = made[asked]
-        places = layout.offset[len(own) :]
-        placed[index] = _Placed(
-            rows=np.concatenate([own, rows[fits]]),
-            offset=np.concatenate([layout.offset[: len(own)], places[fits]]),
-            start=start,
-            end=end,
-            size=size,
-            peak_bytes=layout.peak_bytes,
-            method=layout.method,
-        )
-    return placed
-
-
-def _bound(placed: list[_Placed], length: int) -> int:
-    """The maximum load of a kind of step of so many requests, over all streams."""
-    start, end, size = (np.concatenate([getattr(own, name) for own in placed]) for name in ("start", "end", "size"))
-    counted = start < end
-    return ring_bound(start[counted], end[counted], size[counted], 0, length) if counted.any() else 0
+        places, peak = layout.offset[len(own) :], max(peak, layout.peak_bytes)
+        method = method or layout.method
+        offsets[index][own] = layout.offset[: len(own)]
+        offsets[index][rows[fits]] = places[fits]
+    return _Region(stream, offsets, place_size, places, kept, peak, method)
 
 
 def _rounded(size: Column) -> Column:

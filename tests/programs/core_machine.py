@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
@@ -197,10 +198,18 @@ class Machine:
 
     def install(self, program: "Ring", *, serve: bool = True) -> int:
         """Follow a ring from its first request and serve it from an arena; the arena's base."""
-        self.state.install_tape(program.size, program.stream, program.offset, program.num_prologue, 0)
+        arena_bytes = round_up(program.peak)
+        self.state.install_tape(
+            ArenaTape(
+                arena_bytes=arena_bytes,
+                size=program.size,
+                stream=program.stream,
+                offset=program.offset,
+                num_prologue=program.num_prologue,
+            )
+        )
         if not serve:
             return 0
-        arena_bytes = round_up(program.peak)
         base = self.take(arena_bytes)
         core.reserve(self.state.address, arena_bytes)
         self.state.serve_arena(base, arena_bytes)

@@ -11,7 +11,7 @@ from planning.generator import Column
 
 from running.programs import Step
 from stalloc.compiled import njit
-from stalloc.replay.planned import _make_controller
+from stalloc.replay.planned import make_controller
 from stalloc.runtime import core, layout
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.settings import Phase, Settings
@@ -53,7 +53,7 @@ class Machine:
     def __init__(
         self, standing: Column | None = None, *, marked: bool = True, settings: Settings | None = None
     ) -> None:
-        self.controller = _make_controller(0, settings or Settings(plan_wait_seconds=1e6))
+        self.controller = make_controller(0, settings or Settings(plan_wait_seconds=1e6))
         self.controller.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked

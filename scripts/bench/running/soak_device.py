@@ -15,6 +15,7 @@ import numpy as np
 from running import soak_threads as threads
 from running.soak_rings import MIB, Ring, make_ring
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.entry import cupy_entries
 from stalloc.runtime.process import Runtime, start
@@ -121,7 +122,7 @@ class Soak:
 
     def _put_in_force(self) -> None:
         ring, controller = self.ring, self.controller
-        begins = None
+        begins: tuple[int, ...] = ()
         columns = [ring.size, ring.stream, ring.offset]
         peak_bytes = ring.peak_bytes
         if self.rng.random() < 0.3 and not ring.stream.any():  # two kinds of steps
@@ -129,11 +130,14 @@ class Soak:
             columns = [
                 np.concatenate(pair) for pair in zip(columns, (other.size, other.stream, other.offset), strict=True)
             ]
-            begins, peak_bytes = [0, len(ring)], max(peak_bytes, other.peak_bytes)
+            begins, peak_bytes = (0, len(ring)), max(peak_bytes, other.peak_bytes)
+        size, stream, offset = columns
+        arena_bytes = round_up(peak_bytes)
+        tape = ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
         with controller._lock:
             if controller.phase is not Phase.PLANNED:
                 controller.note_observed()
-            if controller.put_in_force(round_up(peak_bytes), (*columns, 0, 0), begins):
+            if controller.put_in_force(tape):
                 self._note("plans put in force")
             else:
                 controller.rest("the arena does not fit")

@@ -16,6 +16,7 @@ import numpy as np
 from running.soak_rings import MIB, Ring, from_requests, make_ring
 from stalloc.compiled import njit
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
@@ -158,8 +159,10 @@ class Device:
     def serve(self, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
         """Serve a tape from a fresh arena."""
         size, stream, offset = tape
-        self.state.install_tape(size, stream, offset, 0, 0, begins=begins)
         arena_bytes = round_up(peak_bytes)
+        self.state.install_tape(
+            ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
+        )
         base = self.take(arena_bytes)
         core.reserve(self.state.address, arena_bytes)
         self.state.serve_arena(base, arena_bytes)

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 from stalloc.runtime import core, layout
+from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
@@ -72,7 +73,8 @@ class Ring:
     def serve(self, device: Device, room: int = 0) -> None:
         """Serve this ring on a device, from an arena with `room` bytes beyond the plan."""
         arena_bytes = round_up(self.peak + room)
-        device.state.install_tape(self.size, np.zeros(LENGTH, np.int64), self.offset, 0, 0)
+        stream = np.zeros(LENGTH, np.int64)
+        device.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset))
         core.reserve(device.state.address, arena_bytes)
         device.state.serve_arena(device.take(arena_bytes), arena_bytes)
 

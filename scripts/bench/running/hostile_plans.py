@@ -1,0 +1,168 @@
+"""Plans that somebody changed to do harm, put in force by every way in, and a program that runs on them.
+
+Contract: each address that the program gets lies in memory that the device gave out, and no two live requests share a
+byte; else the soak has a finding. A plan either ends in one sentence (PlanError, BadInputError) or the program runs.
+"""
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from running.hostile_programs import MIB, Program, make_program
+from stalloc.errors import StallocError
+from stalloc.integrations.plan_cache import PlanCache
+from stalloc.integrations.ranks import fits
+from stalloc.lifespans.tape import Tape
+from stalloc.planner import Plan, load_plans, plan_tape, save_plans
+from stalloc.planner.ring import ring_bound
+from stalloc.replay.planned import OfflineController, make_controller
+from stalloc.runtime.admission import admit
+from stalloc.runtime.settings import Settings
+
+CAPACITY_BYTES = 1 << 30
+WAYS = ("file", "cache", "rank")
+_TAPE_COLUMNS = ("tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
+_ROWS = {
+    "tape_size": "size",
+    "tape_stream": "stream",
+    "tape_start": "start",
+    "tape_end": "end",
+    "tape_offset": "offset",
+}
+_HEADER = ("alignment", "peak_bytes", "lower_bound_bytes", "num_prologue", "ring_start", "ring_end", "device")
+_CHANGES, _SHARES = (*_TAPE_COLUMNS, "empty", "moved", "header"), (0.1, 0.05, 0.05, 0.1, 0.2, 0.25, 0.2, 0.05)
+_SPECIAL = (-(1 << 63), -(1 << 40), -512, -2, -1, 0, 1, 511, 512, 1 << 20, 1 << 40, 1 << 47, 1 << 61, 1 << 62)
+
+
+@dataclass
+class Findings:
+    """What happened to the plans of a soak."""
+
+    plans: int = 0
+    refused: int = 0
+    served: int = 0
+    hits: int = 0  # requests that hostile plans placed
+    reasons: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def soak_plans(count: int, seed: int) -> dict[str, Any]:
+    """Put `count` changed plans in force, one after the other by all ways, and run their programs."""
+    rng = np.random.default_rng(seed)
+    findings = Findings()
+    known: list[tuple[Program, Tape, Plan]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(count):
+            if index % 500 == 0:  # a plan is changed in many ways before there is another one
+                known = [_planned(make_program(rng)) for _ in range(8)]
+            program, tape, plan = known[index % len(known)]
+            way = WAYS[index % len(WAYS)]
+            changed = _change(plan, rng)
+            try:
+                _one(changed, tape, program, way, Path(folder) / "hostile.plan.npz", findings, rng)
+            except Exception as error:
+                findings.problems.append(f"seed {seed}, plan {index}, by {way}: {type(error).__name__}: {error}")
+    return dataclasses.asdict(findings)
+
+
+def _planned(program: Program) -> tuple[Program, Tape, Plan]:
+    tape = program.tape()
+    return program, tape, plan_tape(tape)
+
+
+def _one(
+    plan: Plan, tape: Tape, program: Program, way: str, file: Path, findings: Findings, rng: np.random.Generator
+) -> None:
+    """One plan by one way; what the program finds wrong is an AssertionError."""
+    findings.plans += 1
+    controller = make_controller(CAPACITY_BYTES, Settings(plan=False))
+    try:
+        _put_in_force(controller, plan, tape, way, file)
+    except StallocError as error:
+        findings.refused += 1
+        sentence = str(error)
+        assert "\n" not in sentence, "the error is not one sentence"
+        reason = next((word.rstrip(":") for word in sentence.split() if "-" in word and word.endswith(":")), "other")
+        findings.reasons[reason] = findings.reasons.get(reason, 0) + 1
+    else:
+        findings.served += 1
+    # what goes by the plan's own columns finds whatever place is amiss, the program whatever else is
+    for requests in (program, Program.of_plan(plan)):
+        requests.run(controller, rng)
+    findings.hits += controller.state["HITS"]
+    controller.close()
+
+
+def _put_in_force(controller: OfflineController, plan: Plan, tape: Tape, way: str, file: Path) -> None:
+    if way == "rank":
+        # whoever writes the store of a job knows the tape that is asked for
+        claimed = Tape(
+            **{name.removeprefix("tape_"): getattr(plan, name) for name in _TAPE_COLUMNS[:-1]},
+            planned=plan.tape_offset >= 0,
+            num_prologue=plan.num_prologue,
+            ring_start=plan.ring_start,
+            ring_end=plan.ring_end,
+            row=tape.row,
+            covered_requests=tape.covered_requests,
+            period_requests=tape.period_requests,
+            minimum_size=tape.minimum_size,
+        )
+        if not fits(plan, claimed):
+            raise StallocError("bad-rank: the plan does not fit the tape.")
+        admitted = admit([plan], ring_only=True)
+        controller.put_in_force(admitted, plan)
+        return
+    save_plans(file, [plan])
+    plans = load_plans(file) if way == "file" else PlanCache(file).load()
+    if not plans:
+        raise StallocError("bad-file: the kept plan is ignored.")
+    controller.use(plans[0])
+
+
+def _change(plan: Plan, rng: np.random.Generator) -> Plan:
+    """The plan with a few values changed; often so that as much as possible still agrees with them."""
+    columns = {name: getattr(plan, name).copy() for name in _TAPE_COLUMNS}
+    header = {name: getattr(plan, name) for name in _HEADER}
+    for _ in range(int(rng.integers(1, 4))):
+        name = str(rng.choice(_CHANGES, p=_SHARES))
+        row, other = rng.integers(len(plan.tape_size), size=2).tolist()
+        if name == "header":
+            header[str(rng.choice(_HEADER))] = _value(rng, plan)
+        elif name == "moved":  # to where another one is
+            columns["tape_offset"][row] = columns["tape_offset"][other]
+        elif name == "empty":  # an empty lifespan constrains nothing: wherever it is said to lie
+            columns["tape_end"][row] = columns["tape_start"][row]
+            columns["tape_offset"][row] = _value(rng, plan)
+        else:
+            columns[name][row] = _value(rng, plan)
+    if rng.random() < 0.03:
+        header["alignment"] = int(rng.choice([1, 2, 512, 1024]))
+    changed = dataclasses.replace(
+        plan, **header, **columns, **{_ROWS[name]: column.copy() for name, column in columns.items()}
+    )
+    if rng.random() < 0.8:  # claims that agree with the columns
+        changed = dataclasses.replace(changed, lower_bound_bytes=_load(changed), proven_bound_bytes=0)
+    return changed
+
+
+def _value(rng: np.random.Generator, plan: Plan) -> int:
+    """A number from the edges of what fits somewhere."""
+    peak = plan.peak_bytes
+    near = (peak, peak - 512, peak + 512, peak + (64 << 20), 2 * peak, int(rng.choice(plan.tape_offset)), 4 * MIB)
+    value = int(rng.choice(np.array([*_SPECIAL, *near, (1 << 63) - 1])))
+    return max(-(1 << 63), min((1 << 63) - 1, value + int(rng.choice([0, 0, 0, -512, 512, 1]))))
+
+
+def _load(plan: Plan) -> int:
+    """The maximum load that a validator will find, where it can be computed at all."""
+    counted = (plan.tape_offset >= 0) & (plan.tape_start < plan.tape_end) & (plan.tape_size > 0)
+    counted &= (plan.tape_size < 1 << 50) & (np.abs(plan.tape_start) < 1 << 50) & (np.abs(plan.tape_end) < 1 << 50)
+    if not counted.any() or plan.ring_end <= plan.ring_start or max(plan.ring_end, -plan.ring_start) > 1 << 50:
+        return 0
+    rounded = -(-plan.tape_size[counted] // max(plan.alignment, 1)) * max(plan.alignment, 1)
+    times = plan.tape_start[counted], plan.tape_end[counted]
+    return max(0, ring_bound(*times, rounded, plan.ring_start, plan.ring_end))

@@ -1,0 +1,58 @@
+"""Whether the plans of several kinds of steps may follow one another in any order, in one arena.
+
+Contract: as of validator.py. The ring of each plan is one step; its prologue is what earlier steps hand on to it: one
+place after the other, the same for all kinds, each kept free until the end of that entry. What a step hands on is
+ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stalloc.planner.record import Plan
+from stalloc.planner.stream_check import check_streams
+from stalloc.planner.validator import validate
+from stalloc.planner.verdict import Verdict
+
+_Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by rank
+
+
+def validate_kinds(plans: Sequence[Plan]) -> Verdict:
+    """Judge each "program" plan by itself, and all as plans of one arena whose rings follow one another in any order.
+
+    The places of the prologue are judged in the prologue of the plan itself, so what is placed around them in a step
+    is safe whichever step came before.
+    """
+    for index, plan in enumerate(plans):
+        verdict = validate(plan)
+        if not verdict.ok:
+            return replace(verdict, detail=f"kind {index}: {verdict.detail}")
+    places = _places(plans[0])
+    for index, plan in enumerate(plans):
+        if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
+            return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
+        row = _misplaced(plan, places)
+        if row is not None:
+            return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {row} outlives its step in no kept place")
+    return check_streams(*plans)
+
+
+def _places(plan: Plan) -> _Places:
+    found: _Places = {}
+    columns = plan.tape_offset, plan.tape_size, plan.tape_stream
+    for low, size, stream in zip(*(column[: plan.num_prologue].tolist() for column in columns), strict=True):
+        found.setdefault(stream, []).append((low, low + size))
+    return found
+
+
+def _misplaced(plan: Plan, places: _Places) -> int | None:
+    """The tape entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
+    ends, sizes = plan.tape_end.tolist(), plan.tape_size.tolist()
+    handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.ring_end]
+    ranks: dict[int, int] = {}
+    for row in sorted(handed, key=lambda row: -sizes[row]):
+        stream, low = int(plan.tape_stream[row]), int(plan.tape_offset[row])
+        rank = ranks[stream] = ranks.get(stream, -1) + 1
+        kept = places.get(stream, [])[rank : rank + 1]
+        if low >= 0 and not any(begin <= low and low + sizes[row] <= end for begin, end in kept):
+            return row
+    return None

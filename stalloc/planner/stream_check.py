@@ -1,0 +1,61 @@
+"""Whether the streams of a program keep apart in a plan: by bytes of their own, or by hand-overs that are listed.
+
+Contract: as of validator.py, of which this is a part.
+"""
+
+from bisect import bisect_left, bisect_right
+
+from stalloc.planner.record import Plan
+from stalloc.planner.verdict import Verdict, uses_of_tape
+
+
+def check_streams(*plans: Plan) -> Verdict:
+    """Whether two streams have bytes in common, at whatever time, in plans of one arena."""
+    columns = [(plan.tape_offset.tolist(), plan.tape_size.tolist(), plan.tape_stream.tolist()) for plan in plans]
+    rows = [(row, *entry) for entries in columns for row, entry in enumerate(zip(*entries, strict=True))]
+    spaces = sorted((low, low + size, stream, row) for row, low, size, stream in rows if low >= 0 < size)
+    furthest, reacher, owner = 0, -1, -1  # the furthest byte so far, the entry that reaches it and its stream
+    for low, high, stream, row in spaces:
+        if furthest > low and owner != stream:
+            return Verdict(
+                False,
+                "shared-by-streams",
+                f"tape entries {reacher} and {row} of streams {owner} and {stream} share bytes from {low}",
+            )
+        if high > furthest:
+            furthest, reacher, owner = high, row, stream
+    return Verdict(True)
+
+
+def check_handovers(plan: Plan) -> Verdict:
+    """Whether every byte that passes from one stream to another does so by a listed hand-over, and no other is listed.
+
+    Looks at who used each byte last, over prologue and two passes; what follows is like the second.
+    """
+    count = len(plan.tape_size)
+    listed = set(zip(plan.handover_earlier.tolist(), plan.handover_later.tolist(), strict=True))
+    if any(not (0 <= one < count and 0 <= two < count) for one, two in listed):
+        return Verdict(False, "bad-handover", f"a hand-over names a tape entry that is none of {count}")
+    stream = plan.tape_stream.tolist()
+    seen: set[tuple[int, int]] = set()
+    last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
+    uses = [use for use in uses_of_tape(plan) if use.low < use.high and use.start < use.end]
+    for use in sorted(uses, key=lambda use: use.start):
+        first = bisect_right(last, use.low, key=lambda piece: piece[1])  # the first that ends above its low
+        beyond = bisect_left(last, use.high, key=lambda piece: piece[0])  # the first that begins at its high or above
+        pieces = [(use.low, use.high, use.row)]
+        for low, high, row in last[first:beyond]:
+            if stream[row] != stream[use.row]:
+                seen.add((row, use.row))
+            pieces += [piece for piece in ((low, use.low, row), (use.high, high, row)) if piece[0] < piece[1]]
+        last[first:beyond] = sorted(pieces)
+    for one, two in sorted(seen ^ listed):
+        if (one, two) in seen:
+            return Verdict(
+                False,
+                "shared-by-streams",
+                f"tape entry {two} of stream {stream[two]} takes bytes of entry {one} of stream {stream[one]} "
+                f"without a hand-over",
+            )
+        return Verdict(False, "bad-handover", f"tape entry {two} takes over no bytes of entry {one}")
+    return Verdict(True)

@@ -1,0 +1,60 @@
+"""The one door to a plan in force: whoever made a plan, the validator judges it here, and arenas serve nothing else.
+
+Contract: what `admit` returns was passed by the validator as it is. What builds the arena's tables checks each entry
+once more, with code of its own (arena_tape.py).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stalloc.errors import PlanError
+from stalloc.planner import Plan, validate, validate_kinds
+from stalloc.runtime.arena_tape import ArenaTape
+from stalloc.runtime.layout import ALIGNMENT, LARGEST, MAX_STREAMS
+from stalloc.runtime.segments import round_up
+
+
+def admit(plans: Sequence[Plan], *, ring_only: bool) -> ArenaTape:
+    """Judge the plan of a program, or those of several kinds of steps for one arena, and make ready what is served.
+
+    With `ring_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so.
+    Raises PlanError with the validator's reason, or with one of the runtime's own.
+    """
+    for plan in plans:
+        _check_servable(plan)
+    shared = len(plans) == 1 and len(plans[0].handover_later) > 0
+    verdict = validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans)
+    if not verdict.ok:
+        raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the program again.")
+    firsts = [plan.num_prologue if ring_only else 0 for plan in plans]
+    size, stream, offset = (
+        np.concatenate([getattr(plan, name)[first:] for plan, first in zip(plans, firsts, strict=True)])
+        for name in ("tape_size", "tape_stream", "tape_offset")
+    )
+    num_prologue, earlier = plans[0].num_prologue - firsts[0], plans[0].handover_earlier
+    lengths = [len(plan.tape_size) - plan.num_prologue for plan in plans]
+    return ArenaTape(
+        arena_bytes=round_up(plans[0].peak_bytes),
+        size=size,
+        stream=stream,
+        offset=offset,
+        num_prologue=num_prologue,
+        begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
+        gives=np.unique(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
+    )
+
+
+def _check_servable(plan: Plan) -> None:
+    """What the runtime asks of a plan beside being valid. Raises PlanError."""
+    if plan.kind != "program":
+        raise PlanError(
+            f"the plan for device {plan.device} lays out one recording and cannot be run: "
+            "record the program with `stalloc record` and plan that."
+        )
+    if plan.alignment % ALIGNMENT:
+        raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {ALIGNMENT}.")
+    if plan.peak_bytes > LARGEST or int(plan.tape_size.max(initial=0)) > LARGEST:
+        raise PlanError(f"the plan asks for more than {LARGEST} bytes at a time, which no device has: plan it again.")
+    if int(plan.tape_stream.max(initial=0)) >= MAX_STREAMS:
+        raise PlanError(f"the plan uses more than {MAX_STREAMS} streams, which is more than can be followed.")

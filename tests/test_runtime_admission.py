@@ -1,0 +1,149 @@
+"""Plans on their way into force: one door for all of them, whoever made them and whatever they hold."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_runtime_steps import Program
+from test_runtime_tapes import made_up_kind
+
+from stalloc.errors import PlanError
+from stalloc.planner import validate_kinds
+from stalloc.runtime.admission import admit
+from stalloc.runtime.tapes import Tapes, plan_steps
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+from running.hostile_plans import soak_plans
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_changed_plans_never_make_an_address_that_is_not_ours(seed: int) -> None:
+    figures = soak_plans(300, seed)
+    assert figures["problems"] == []
+    assert figures["refused"] > 200
+    assert figures["hits"] > 100, "some are harmless, and served"
+
+
+@pytest.mark.slow
+def test_many_changed_plans_never_make_an_address_that_is_not_ours() -> None:
+    assert soak_plans(10_000, 3)["problems"] == []
+
+
+def tampered(tapes: Tapes, **changes: Any) -> Tapes:
+    """The same kinds with other columns in the plan of the last of them."""
+    return dataclasses.replace(tapes, plans=[*tapes.plans[:-1], dataclasses.replace(tapes.plans[-1], **changes)])
+
+
+def moved_row(tapes: Tapes) -> dict[str, Any]:
+    """Changes that put the first two requests of the last kind, which are live together, in one place."""
+    plan = tapes.plans[-1]
+    offset = plan.tape_offset.copy()
+    first = plan.num_prologue
+    offset[first + 1] = offset[first]
+    return {"tape_offset": offset, "offset": offset}
+
+
+def some_kinds() -> Tapes:
+    """Three kinds of steps, the last of which begins with two requests that are live together."""
+    for seed in range(100):
+        kinds = [made_up_kind(np.random.default_rng(3 * seed + i)) for i in range(3)]
+        tapes = plan_steps(kinds, {})
+        first = tapes.plans[-1].num_prologue
+        if (
+            kinds[-1].end[0] > 2
+            and kinds[-1].end[1] > 2
+            and (tapes.plans[-1].tape_offset[first : first + 2] >= 0).all()
+        ):
+            return tapes
+    raise AssertionError("no such kinds")
+
+
+def test_kinds_of_steps_are_judged_each_and_together() -> None:
+    tapes = some_kinds()
+    assert validate_kinds(tapes.plans).ok
+    verdict = validate_kinds(tampered(tapes, **moved_row(tapes)).plans)
+    assert (verdict.ok, verdict.reason) == (False, "overlap")
+    assert verdict.detail.startswith("kind 2: ")
+
+
+def test_what_is_handed_on_has_to_lie_where_all_kinds_keep_a_place_for_it() -> None:
+    tapes = some_kinds()
+    plan = tapes.plans[-1]
+    sizes = {name: getattr(plan, name).copy() for name in ("tape_size", "size")}
+    for column in sizes.values():
+        column[: plan.num_prologue] = 0
+    assert validate_kinds(tampered(tapes, **sizes).plans).reason in ("bad-handed-on", "wrong-lower-bound")
+    unequal = tampered(tapes, peak_bytes=plan.peak_bytes + 512)
+    assert validate_kinds(unequal.plans).reason == "bad-handed-on"
+
+
+def test_only_plans_that_the_validator_passes_are_admitted() -> None:
+    tapes = some_kinds()
+    tape = admit(tapes.plans, ring_only=True)
+    assert tape.arena_bytes >= tapes.peak_bytes
+    assert list(tape.begins) == tapes.begins
+    assert np.array_equal(tape.offset, tapes.offset)
+    with pytest.raises(PlanError, match="overlap: kind 2"):
+        admit(tampered(tapes, **moved_row(tapes)).plans, ring_only=True)
+
+
+def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that puts two live requests in one place: its plan never comes into force."""
+
+    def plan_badly(*arguments: Any) -> Tapes:
+        tapes = plan_steps(*arguments)
+        offsets = [np.minimum(plan.tape_offset, 0) for plan in tapes.plans]
+        plans = [
+            dataclasses.replace(plan, tape_offset=offset, offset=offset)
+            for plan, offset in zip(tapes.plans, offsets, strict=True)
+        ]
+        return dataclasses.replace(tapes, plans=plans)
+
+    def plan_in_force() -> str:
+        program = Program()
+        for number in np.random.default_rng(4).integers(0, 3, 40).tolist():
+            program.step(lambda width=2000 + 500 * number: program.train(width))
+        return program.controller.plan.method if program.controller.plan is not None else ""
+
+    assert "3 kinds of steps" in plan_in_force()
+    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_badly)
+    assert "kinds of steps" not in plan_in_force()
+
+
+TWO_PERIODS_PEAK_BYTES = 338 << 20  # of the best plan that is known for a ring of two periods
+_LONGER_RING = """
+import json
+import numpy as np
+import stalloc
+from stalloc.device import VirtualGPU
+runtime = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 36))
+import cupy as cp
+MIB = 1 << 20
+sizes = [1, 2, 2, 2, 48, 48, 2, 48, 24, 24, 24, 48, 24, 24]
+lasts = [15, 2, 2, 2, 15, 15, 2, 15, 3, 2, 1, 2, 2, 15]
+live, clock = {}, 0
+for step in range(24):
+    for size, last in zip(sizes, lasts):
+        live.pop(clock, None)
+        live = {end: block for end, block in live.items() if end != clock}
+        block = cp.cuda.alloc(size * MIB)
+        live.setdefault(clock + last, []).append(block)
+        del block
+        clock += 1
+    stalloc.step()
+report, = runtime.reports()
+print(json.dumps([report.plan_peak_bytes, runtime.controllers[0].steps_per_ring, report.phase]))
+"""
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_an_installed_program_gets_a_ring_of_more_periods_where_that_takes_less(run_checks: Any) -> None:
+    """What lives for a little more than a period ties each place to every other step in a ring of two periods."""
+    peak, periods, phase = run_checks(_LONGER_RING)
+    assert phase == "running on the plan"
+    assert periods > 2
+    assert peak < TWO_PERIODS_PEAK_BYTES
