@@ -12,7 +12,6 @@ from stalloc.device.ordering import Ordering
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
 from stalloc.runtime import core
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.segments import round_up
 
 _HANDLE = 16  # handles of streams are addresses
@@ -95,9 +94,7 @@ class Checked(Machine):
         """Serve a ring from its plan, hand-overs secured."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
         arena_bytes = round_up(ring.peak)
-        self.state.install_tape(
-            ArenaTape(arena_bytes=arena_bytes, size=ring.size, stream=ring.stream, offset=ring.offset)
-        )
+        self.state.install_tape(ring.tape())
         gives = np.unique(plan.handover_earlier)
         self.state.hand_over(gives, self.driver.ordering, list(range(1, ring.length + 1)))
         base = self.take(arena_bytes)

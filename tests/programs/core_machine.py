@@ -199,15 +199,7 @@ class Machine:
     def install(self, program: "Ring", *, serve: bool = True) -> int:
         """Follow a ring from its first request and serve it from an arena; the arena's base."""
         arena_bytes = round_up(program.peak)
-        self.state.install_tape(
-            ArenaTape(
-                arena_bytes=arena_bytes,
-                size=program.size,
-                stream=program.stream,
-                offset=program.offset,
-                num_prologue=program.num_prologue,
-            )
-        )
+        self.state.install_tape(program.tape())
         if not serve:
             return 0
         base = self.take(arena_bytes)
@@ -228,8 +220,7 @@ class Machine:
 
     def take_over(self, program: "Ring", bases: list[int]) -> bool:
         """Serve a ring from the segments that were an arena before; False if that cannot be."""
-        tape = program.size, program.stream, program.offset, program.num_prologue, 0
-        if not self.state.take_over_segments(bases, tape):
+        if not self.state.take_over_segments(bases, program.tape()):
             return False
         size = sum(self.segments.remove(base) for base in bases)
         self.segments.add(bases[0], size)
@@ -271,6 +262,11 @@ class Ring:
                 top = max(top, int(at + rounded[i]))
             base = top
         self.offset, self.peak = offset, base
+
+    def tape(self) -> ArenaTape:
+        """What is served of it."""
+        columns = {"size": self.size, "stream": self.stream, "offset": self.offset}
+        return ArenaTape(arena_bytes=round_up(self.peak), num_prologue=self.num_prologue, **columns)
 
     def _meet(self, i: int, j: int) -> bool:
         """Whether two requests of the ring are ever live together; it turns for ever."""

@@ -110,6 +110,11 @@ def _call(function, a, b):
     return call3(function, a, b, 0)
 
 
+def _arena_tape(tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> ArenaTape:
+    size, stream, offset = tape
+    return ArenaTape(arena_bytes=round_up(peak_bytes), size=size, stream=stream, offset=offset, begins=tuple(begins))
+
+
 class Device:
     """A device of numbers under the core, for one program after the other."""
 
@@ -158,11 +163,8 @@ class Device:
 
     def serve(self, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
         """Serve a tape from a fresh arena."""
-        size, stream, offset = tape
         arena_bytes = round_up(peak_bytes)
-        self.state.install_tape(
-            ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
-        )
+        self.state.install_tape(_arena_tape(tape, begins, peak_bytes))
         base = self.take(arena_bytes)
         core.reserve(self.state.address, arena_bytes)
         self.state.serve_arena(base, arena_bytes)
@@ -180,8 +182,7 @@ class Device:
         """Serve a tape from a segment that was an arena; False if that cannot be."""
         if self.parts.get(base) != base or self.pieces[base] < peak_bytes:
             return False
-        size, stream, offset = tape
-        if not self.state.take_over_segments([base], (size, stream, offset, 0, 0), begins):
+        if not self.state.take_over_segments([base], _arena_tape(tape, begins, peak_bytes)):
             return False
         del self.parts[base]
         return True
