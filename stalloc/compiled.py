@@ -1,4 +1,4 @@
-"""numba's njit and cfunc with a disk cache that cannot go stale between files.
+"""numba's njit and cfunc, kept on disk in a way that cannot go stale between files.
 
 numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
 their neighbours, and of the core, so a cached function here is tied to every source file of its folder and of the
@@ -6,7 +6,6 @@ folders of stalloc that compiled code there is imported from: when one changes, 
 compiled anew.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -19,6 +18,9 @@ from typing import Any
 import numba
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
+
+from stalloc.kept_code import KeptCode, folder_for
+from stalloc.notices import say
 
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
@@ -43,7 +45,8 @@ class _Waiting(event.Listener):
         self._depth += 1
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
-            print("stalloc: compiling for this machine, up to a minute; the result is kept.", file=sys.stderr)
+            kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
+            say(f"compiling for this machine, up to a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""
@@ -80,10 +83,11 @@ def _stamp(folder: Path) -> tuple[float, int]:
 
 
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:
-    """Cache what is compiled, tied to the folder; where nothing can be written, compile without a cache."""
-    with contextlib.suppress(RuntimeError):
-        compiled.enable_caching()
-        compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    """Keep what is compiled, tied to the folder; where there is no place for it, every process compiles."""
+    sources = Path(function.__code__.co_filename).parent
+    place = folder_for(sources)
+    if place is not None:
+        compiled._cache = KeptCode(function, place, _stamp(sources))
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -3,12 +3,11 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from stalloc.errors import BadInputError
+from stalloc.files import write_whole
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -33,10 +32,7 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json == "-":
         sys.stdout.write(text)
         return
-    try:
-        Path(args.json).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {args.json}: {error.strerror}: choose another file for --json.") from error
+    write_whole(args.json, text, "choose another file for --json")
 
 
 def table_console() -> Console:
@@ -45,19 +41,6 @@ def table_console() -> Console:
     if not console.is_terminal:
         console.width = 200
     return console
-
-
-def check_writable(path: str) -> None:
-    """Raise BadInputError now if the file could not be written after a long run; leaves no file behind."""
-    file = Path(path)
-    existed = file.exists()
-    try:
-        with file.open("ab"):
-            pass
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
 
 
 def human_bytes(num_bytes: int) -> str:

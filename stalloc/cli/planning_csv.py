@@ -5,6 +5,7 @@ one BadInputError that names the line or the id.
 """
 
 import csv
+import io
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.files import write_whole
 from stalloc.planner import Plan
 from stalloc.trace import Trace
 
@@ -64,10 +66,8 @@ def write_csv(file: str, trace: Trace, made: Plan) -> None:
     shift = -min(int(trace.start.min(initial=0)), 0)  # what was live before recording starts at -1
     columns = (trace.start + shift, trace.end + shift, trace.size, made.offset)
     rows = np.stack(columns, axis=1).tolist()
-    try:
-        with open(file, "w", newline="", encoding="utf-8") as output:
-            writer = csv.writer(output, lineterminator="\n")
-            writer.writerow(["id", "lower", "upper", "size", "offset"])
-            writer.writerows([name, *row] for name, row in zip(_ids(trace), rows, strict=True))
-    except OSError as error:
-        raise BadInputError(f"cannot write {file}: {error.strerror}: choose another file for --csv.") from error
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "lower", "upper", "size", "offset"])
+    writer.writerows([name, *row] for name, row in zip(_ids(trace), rows, strict=True))
+    write_whole(file, text.getvalue(), "choose another file for --csv")

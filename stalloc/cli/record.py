@@ -10,9 +10,10 @@ recorded until then is written all the same.
 import argparse
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
 from stalloc.errors import BadInputError
+from stalloc.files import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare
-from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
 from stalloc.cli.program import (
     add_program_arguments,
     chosen_gpu,
@@ -32,6 +32,7 @@ from stalloc.cli.program import (
     run_program,
 )
 from stalloc.errors import BadInputError
+from stalloc.files import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if cache is not None:
         cache.update(runtime)
     if wants_text(args):
-        _print(result, args, kept=cache is not None and cache.file.exists())
+        _print(result, args, kept=cache is not None and cache.kept)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     write_json(args, result)

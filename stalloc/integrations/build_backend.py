@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "stalloc.pth"
-LINE = (
-    "import os; os.environ.get('STALLOC', '0') in ('', '0') "
-    "or exec('from stalloc.integrations.startup import arm; arm()')\n"
+_ARM = """try:
+    from stalloc.integrations.startup import arm
+    arm()
+except Exception as error:
+    try:
+        sys.stderr.write(f'stalloc: it cannot be loaded ({error!a}): install it again, or unset STALLOC.\\n')
+    except Exception:
+        pass
+"""
+LINE = (  # Python was told to ignore the environment by -I or -E
+    f"import os, sys; sys.flags.ignore_environment or os.environ.get('STALLOC', '0') in ('', '0') or exec({_ARM!r})\n"
 )
 
 

@@ -4,7 +4,8 @@
     python -m stalloc.integrations.hook --remove   takes it away
 
 Contract: Python runs the line at every start; while STALLOC is unset, empty or 0 it looks at one variable and loads
-nothing. Installing stalloc puts the file in place; this command is for environments where it was not installed so.
+nothing, and under `python -I` or `-E` not even that. It raises nothing, even if stalloc is gone. Installing stalloc
+puts the file in place; this command is for environments where it was not installed so.
 """
 
 import sys
@@ -12,16 +13,14 @@ import sysconfig
 from pathlib import Path
 
 from stalloc.errors import SetupError
+from stalloc.files import write_whole
 from stalloc.integrations.build_backend import FILE_NAME, LINE
 
 
 def place(folder: Path | None = None) -> Path:
     """Write the file in this Python's folder of packages, or in `folder`. Raises SetupError if it cannot be written."""
     file = (folder or Path(sysconfig.get_path("purelib"))) / FILE_NAME
-    try:
-        file.write_text(LINE, encoding="ascii")
-    except OSError as error:
-        raise SetupError(f"cannot write {file}: {error.strerror}: use an environment of your own (venv).") from error
+    write_whole(file, LINE, "use an environment of your own (venv)", error=SetupError)
     return file
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.report.placing import Places, places_of
-from stalloc.report.writing import write_whole
+from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Action, Trace
 from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, site_names
@@ -29,7 +29,7 @@ def write_perfetto(path: Path, traces: Sequence[Trace]) -> list[str]:
     """Write the traces, a process each; returns what had to be made up or left out, a sentence each."""
     placed = [(trace, places_of(trace)) for trace in traces]
     notes = list(dict.fromkeys(note for trace, places in placed for note in _notes(trace, places)))
-    write_whole(path, _chunks(placed, notes))
+    write_chunks(path, _chunks(placed, notes))
     return notes
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.files import whole
 from stalloc.trace.record import COLUMNS, Column, Trace
 
 SCHEMA_VERSION = 1
@@ -51,20 +52,13 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
             members[f"d{trace.device}.{name}"] = getattr(trace, name)
         for name in sorted(trace.extra):
             members[f"d{trace.device}.extra.{name}"] = trace.extra[name]
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, column in members.items():
-                buffer = io.BytesIO()
-                np.lib.format.write_array(buffer, np.ascontiguousarray(column), allow_pickle=False)
-                entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, buffer.getvalue(), compresslevel=1)
-        scratch.replace(path)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: choose another place.") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    with whole(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, column in members.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.ascontiguousarray(column), allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, buffer.getvalue(), compresslevel=1)
 
 
 def _header(traces: Sequence[Trace]) -> bytes:
