@@ -156,9 +156,9 @@ def test_only_libraries_that_were_built_are_loaded_and_only_if_nobody_else_could
     command, source, marker = compiler(), tmp_path / "evil.c", tmp_path / "hacked"
     assert command is not None
     source.write_text(
-        "#include <stdlib.h>\n__attribute__((constructor)) static void act(void) { if (system(\"touch "
+        '#include <stdlib.h>\n__attribute__((constructor)) static void act(void) { if (system("touch '
         + str(marker)
-        + "\")) abort(); }"
+        + '")) abort(); }'
     )
     for name in ("libevil.so.1", "libcudnn.so.999"):
         subprocess.run([*command, "-shared", "-fPIC", "-o", str(built / name), str(source)], check=True)
