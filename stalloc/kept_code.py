@@ -50,16 +50,16 @@ def folder_for(sources: Path) -> Path | None:
     """
     name = f"{sources.name}_{hashlib.sha256(os.fsencode(sources)).hexdigest()[:40]}"
     if config.CACHE_DIR:
-        found = _usable(Path(config.CACHE_DIR) / name, make=True)
+        found = _usable(Path(config.CACHE_DIR) / name)
         if isinstance(found, Path):
             return found
         if found:
             _say_once(f"compiled code is kept elsewhere: {_of(Path(config.CACHE_DIR), found)}")
-    found = _usable(sources / "__pycache__", make=False)
+    found = _usable(sources / "__pycache__", mode=0o755)  # other users may read Python's own files in it
     if isinstance(found, Path):
         return found
     place = user_cache("compiled")
-    found = _usable(place / name, make=True)
+    found = _usable(place / name)
     if isinstance(found, Path):
         return found
     if found:
@@ -67,10 +67,10 @@ def folder_for(sources: Path) -> Path | None:
     return None
 
 
-def _usable(place: Path, *, make: bool) -> Path | str:
+def _usable(place: Path, mode: int = 0o700) -> Path | str:
     """The private folder at a place, or why it is refused; empty if it cannot be made or written."""
     try:
-        folder = private_folder(place, _ADVICE, make=make)
+        folder = private_folder(place, _ADVICE, mode=mode)
     except SetupError as error:
         return str(error)
     except OSError:

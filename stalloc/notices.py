@@ -4,6 +4,7 @@ Contract: saying something never raises, whatever standard error is, and takes o
 """
 
 import contextlib
+import os
 import sys
 
 
@@ -12,5 +13,11 @@ def say(sentence: str) -> None:
     if sys.stderr is None:
         return  # print would turn to standard output
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in sentence)
+    text = f"stalloc: {line}\n"
     with contextlib.suppress(Exception):  # closed, full, or replaced by the program
-        print(f"stalloc: {line}", file=sys.stderr, flush=True)
+        sys.stderr.flush()
+        if sys.stderr is sys.__stderr__:
+            # past its buffer: what cannot be written and stays in there changes the exit code of the program
+            os.write(sys.stderr.fileno(), text.encode(sys.stderr.encoding, "backslashreplace"))
+        else:
+            sys.stderr.write(text)

@@ -30,18 +30,18 @@ def user_cache(name: str) -> Path:
     return Path(base) / "stalloc" / name
 
 
-def private_folder(path: str | os.PathLike[str], advice: str, *, make: bool = True) -> Path:
-    """The real path of a private folder; what is missing on the way is made, for this user alone, if `make`.
+def private_folder(path: str | os.PathLike[str], advice: str, *, make: bool = True, mode: int = 0o700) -> Path:
+    """The real path of a private folder; what is missing on the way is made if `make`, for this user alone by default.
 
     Scratch files that a killed process left in it are removed. Raises SetupError, which ends with `advice`, if others
     can write to it; FileNotFoundError if it is not there and not to be made; OSError if it cannot be made.
     """
-    folder = _walk(Path.cwd() / path, advice, make)
+    folder = _walk(Path.cwd() / path, advice, mode if make else None)
     remove_old(folder, SCRATCH_PATTERN)
     return folder
 
 
-def _walk(path: Path, advice: str, make: bool) -> Path:
+def _walk(path: Path, advice: str, mode: int | None) -> Path:
     folder, ahead, num_links = Path("/"), list(reversed(path.parts[1:])), 0
     status = os.lstat(folder)
     _check(path, folder, status, advice, is_last=not ahead)
@@ -55,11 +55,13 @@ def _walk(path: Path, advice: str, make: bool) -> Path:
         try:
             status = os.lstat(here)
         except FileNotFoundError:
-            if not make:
+            if mode is None:
                 raise
             with contextlib.suppress(FileExistsError):  # another process makes it at this moment
-                os.mkdir(here, 0o700)
+                os.mkdir(here, mode)
             status = os.lstat(here)
+        if not stat.S_ISLNK(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
         _check(path, here, status, advice, is_last=not ahead)
         if stat.S_ISLNK(status.st_mode):
             num_links += 1
@@ -71,10 +73,8 @@ def _walk(path: Path, advice: str, make: bool) -> Path:
             ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             if not ahead:
                 _check(path, folder, os.lstat(folder), advice, is_last=True)
-        elif stat.S_ISDIR(status.st_mode):
-            folder = here
         else:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
+            folder = here
     return folder
 
 

@@ -108,6 +108,7 @@ def test_what_others_could_have_put_there_is_never_run(compiling: Compiling, tmp
     compiling.run()
     for path in compiling.files():
         path.write_bytes(pickle.dumps(_Attack(tmp_path / "hacked")))
+    compiling.sources.chmod(0o777)  # so that not even what lies beside the sources is used
     for weak in (compiling.files()[0].parent, compiling.kept):
         weak.chmod(0o777)
         (hits, said), (again, _) = compiling.run(), compiling.run()
@@ -123,6 +124,7 @@ def test_what_others_could_have_put_there_is_never_run(compiling: Compiling, tmp
 
 def test_a_folder_that_cannot_be_trusted_anywhere_means_compiling_each_time(compiling: Compiling) -> None:
     compiling.kept.chmod(0o777)
+    compiling.sources.chmod(0o777)
     compiling.home.mkdir()
     compiling.home.chmod(0o777)
     for _ in range(2):
@@ -168,6 +170,16 @@ def test_files_that_others_can_write_are_compiled_anew(compiling: Compiling) -> 
     hits, said = compiling.run()
     assert (sum(hits), said) == (1, [])
     assert compiling.run() == ([1, 1], [])
+
+
+def test_compiled_code_lies_beside_the_sources_unless_another_place_is_named(compiling: Compiling) -> None:
+    assert compiling.run(NUMBA_CACHE_DIR="") == ([0, 0], [])
+    assert compiling.run(NUMBA_CACHE_DIR="") == ([1, 1], [])
+    assert len(compiling.files(compiling.sources / "__pycache__")) == 2
+    compiling.sources.chmod(0o775)
+    assert compiling.run(NUMBA_CACHE_DIR="") == ([0, 0], []), "nobody named that place, so that nothing is said"
+    assert compiling.run(NUMBA_CACHE_DIR="") == ([1, 1], [])
+    assert len(compiling.files(compiling.home)) == 2
 
 
 def test_changed_sources_are_compiled_anew_and_old_code_is_removed(compiling: Compiling) -> None:

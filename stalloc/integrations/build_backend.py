@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "stalloc.pth"
+# Python reads the line once for each name of a folder (lib and lib64), and a sentence is said once.
 _ARM = """try:
     from stalloc.integrations.startup import arm
     arm()
 except Exception as error:
     try:
-        sys.stderr.write(f'stalloc: it cannot be loaded ({error!a}): install it again, or unset STALLOC.\\n')
+        sentence = f'stalloc: it cannot be loaded ({error!a}): install it again, or unset STALLOC.\\n'
+        if sys.stderr and not hasattr(sys, '_stalloc_is_missing'):
+            sys._stalloc_is_missing = True
+            os.write(2, sentence.encode())
     except Exception:
         pass
 """
