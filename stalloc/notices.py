@@ -10,14 +10,15 @@ import sys
 
 def say(sentence: str) -> None:
     """Print `stalloc: SENTENCE`; what cannot be printed is shown escaped."""
-    if sys.stderr is None:
-        return  # print would turn to standard output
+    stream, own = sys.stderr, sys.__stderr__
+    if stream is None:
+        return
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in sentence)
     text = f"stalloc: {line}\n"
     with contextlib.suppress(Exception):  # closed, full, or replaced by the program
-        sys.stderr.flush()
-        if sys.stderr is sys.__stderr__:
+        stream.flush()
+        if own is not None and stream is own:
             # past its buffer: what cannot be written and stays in there changes the exit code of the program
-            os.write(sys.stderr.fileno(), text.encode(sys.stderr.encoding, "backslashreplace"))
+            os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
         else:
-            sys.stderr.write(text)
+            stream.write(text)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("usual_umask")
+
 PROGRAM = """
 import json
 import sys

@@ -12,6 +12,7 @@ import pytest
 from stalloc.device.elf import ElfFile
 from stalloc.device.virtual_build import MAIN_LIBRARY, compiler
 
+pytestmark = pytest.mark.usefixtures("usual_umask")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 _BUILD = """

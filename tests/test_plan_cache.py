@@ -11,6 +11,7 @@ from stalloc.integrations.plan_cache import PlanCache
 from stalloc.planner import load_plans, plan, save_plans
 from stalloc.trace import load_traces
 
+pytestmark = pytest.mark.usefixtures("usual_umask")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 SOMEBODY = 12345
 ADVICE = "name another folder in STALLOC_CACHE, or set it to off."

@@ -14,6 +14,7 @@ from stalloc.private import check_private_file, private_folder, read_private, re
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 SOMEBODY = 12345
 ADVICE = "name another folder"
+pytestmark = pytest.mark.usefixtures("usual_umask")
 DAY = 24 * 3600
 
 
