@@ -55,7 +55,7 @@ def test_a_folder_that_others_can_write_to_is_left_alone(
     [sentence] = _said(capsys)
     who = "everybody" if mode & 0o002 else "its group"
     assert sentence == (
-        f"stalloc: no plan is kept from run to run: {kept.parent} is not used, because {who} can write to "
+        f"stalloc: plans could not be kept from run to run: {kept.parent} is not used, because {who} can write to "
         f"{kept.parent}: run chmod go-w {kept.parent}, or {ADVICE}"
     )
     assert kept.exists(), "nothing of theirs is removed"
@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_a_folder_is_one_sentence(
     assert (found, cache.kept) == ([], False)
     said = _said(capsys)
     assert len(said) <= 1
-    assert all(line.startswith("stalloc: no plan is kept") and line.endswith(ADVICE) for line in said)
+    assert all(line.startswith("stalloc: plans could not be kept") and line.endswith(ADVICE) for line in said)
 
 
 @pytest.mark.usefixtures("cupy_installed")
@@ -130,7 +130,7 @@ def test_a_program_goes_on_without_kept_plans(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "the program prints" in done.stdout
     assert len(done.stderr.splitlines()) == 1
-    assert "no plan is kept from run to run" in done.stderr
+    assert "plans could not be kept from run to run" in done.stderr
     assert os.listdir(folder) == []
     folder.chmod(0o755)
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)

@@ -161,7 +161,7 @@ class PlanCache:
     def _refuse(self, error: Exception) -> None:
         self._refused = True
         reason = error if not isinstance(error, OSError) else f"{self.file.parent}: {error.strerror}: {_ADVICE}."
-        say(f"no plan is kept from run to run: {reason}")
+        say(f"plans could not be kept from run to run: {reason}")
 
     def remove(self) -> None:
         """Forget the plans."""
