@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from stalloc.inputs import memory_limit_bytes
 
-MAX_RATIO, FREE_BYTES = 250, 64 << 20
-"""Contents of a compressed file are at most FREE_BYTES and so many times its size: columns compress to a tenth."""
+MAX_RATIO, FREE_BYTES = 250, 16 << 20
+"""Contents of a compressed file are at most FREE_BYTES and so many times its size: columns shrink to a tenth,
+snapshots to a hundredth."""
 MAX_MEMBERS = 100_000
 _CHUNK = 1 << 20
 _MAX_DIMENSIONS = 8

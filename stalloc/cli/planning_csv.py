@@ -15,7 +15,7 @@ from stalloc.inputs import read_input
 from stalloc.planner import Plan
 from stalloc.trace import Trace
 
-_MAX_DIGITS = 19  # of a number below 2**63
+_MAX_DIGITS = 40  # zeros in front of a number do no harm, thousands of digits take time
 
 
 def _ids(trace: Trace) -> list[Any]:

@@ -28,9 +28,9 @@ def read_header(content: bytes) -> list[dict[str, Any]]:
         raise NotATrace("not a trace of stalloc: give a .trace.npz file that stalloc wrote")
     schema = header.get("schema")
     if type(schema) is not int or schema != SCHEMA_VERSION:
-        shown = schema if isinstance(schema, int | str) else f"a {type(schema).__name__}"
+        shown = str(schema)[:20] if type(schema) is int else f"of type {type(schema).__name__}"
         raise NotATrace(
-            f"written with trace schema {shown!s:.20}, this stalloc reads {SCHEMA_VERSION}: "
+            f"written with trace schema {shown}, this stalloc reads {SCHEMA_VERSION}: "
             f"use the version of stalloc that wrote it, or record again"
         )
     entries = header.get("devices")
