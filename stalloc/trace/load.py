@@ -12,6 +12,7 @@ from typing import BinaryIO
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
 from stalloc.npz import unpacked_limit_bytes
+from stalloc.trace.extras import check_extra
 from stalloc.trace.record import Trace
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import read_kineto
@@ -38,8 +39,14 @@ def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
             magic = file.read(4)
             file.seek(0)
             if magic.startswith(b"PK"):
-                return read_npz(name, file)
-            return _read_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
+                traces = read_npz(name, file)
+            else:
+                traces = _read_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
+            for trace in traces:
+                check_extra(trace)
+            return traces
+    except BadInputError as error:  # what a trace says of itself does not know the file
+        raise error if str(name) in str(error) else BadInputError(f"{name}: {error}") from error
     except (EOFError, zlib.error) as error:
         raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
     except MemoryError as error:

@@ -16,7 +16,6 @@ import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.npz import DAMAGE, Columns
-from stalloc.trace.extras import check_extra
 from stalloc.trace.header import FORMAT, SCHEMA_VERSION, NotATrace, read_header
 from stalloc.trace.record import COLUMNS, Column, Trace
 
@@ -84,12 +83,9 @@ def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
         columns = Columns(file)
         if "header" not in columns:
             raise NotATrace(f"a zip archive, but not a trace of stalloc: give a {_SUFFIX} file")
-        traces = [_read_device(columns, entry) for entry in read_header(columns["header"].tobytes())]
-        for trace in traces:
-            check_extra(trace)
-        return traces
-    except BadInputError as error:
-        raise BadInputError(f"{path}: {error}") from error
+        return [_read_device(columns, entry) for entry in read_header(columns["header"].tobytes())]
+    except BadInputError:
+        raise
     except NotATrace as error:
         raise BadInputError(f"{path}: {error}.") from error
     except DAMAGE as error:

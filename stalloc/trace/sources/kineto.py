@@ -253,9 +253,8 @@ def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
     for begin, end in zip(*spans, strict=True) if spans else ():
         entry = decode(path, data[begin:end], "an entry of deviceProperties")
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
-            known[entry["id"]] = {
-                to: entry[name]
-                for name, to, type_ in (("name", "device_name", str), ("totalGlobalMem", "total_bytes", int))
-                if isinstance(entry.get(name), type_)
-            }
+            device_name, total_bytes = entry.get("name"), entry.get("totalGlobalMem")
+            known[entry["id"]] = {"device_name": device_name} if isinstance(device_name, str) else {}
+            if type(total_bytes) is int and 0 <= total_bytes <= MAX_SIZE_BYTES:
+                known[entry["id"]]["total_bytes"] = total_bytes
     return known
