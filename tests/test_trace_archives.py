@@ -140,6 +140,28 @@ def test_a_column_that_is_missing_is_named(tmp_path, name):
     assert f"d0.{name} is missing" in refused(load_traces, trace)
 
 
+EVENTS = {
+    "start": np.array([0, 2, 3]),
+    "end": np.array([3, 4, 4]),
+    "free_requested": np.array([4, 4, 0]),
+    "event_request": np.array([1, 0, 0, 2]),
+    "action": np.array([0, 0, 0, 0], np.int8),
+    "size": np.array([-8, 600, 16]),
+    "event_size": np.array([8, 600, 8, -16]),
+    "time_us": np.array([0, -(2**63), 0, 2**63 - 1]),
+    "mark_name": np.array([1]),
+    "mark_event": np.array([5]),
+    "event_stream": np.array([0, 0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_events_and_requests_that_contradict_each_other_are_refused(tmp_path, name):
+    trace, _ = saved(tmp_path)
+    rewrite(trace, {f"d0.{name}.npy": npy(EVENTS[name])})
+    assert "the file is damaged" in refused(load_traces, trace)
+
+
 TABLES = {
     "id": np.arange(2),
     "offset": np.array([0, 1, -5]),

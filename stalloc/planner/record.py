@@ -141,7 +141,7 @@ def load_plans(path: str | Path) -> list[Plan]:
         return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
     except Exception as error:  # zipfile and numpy raise a dozen kinds for damaged bytes, none of them a defect of ours
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")
+        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
     raise BadInputError(f"{path} is not a plan ({reason}): write one with `stalloc plan FILE -o step.plan.npz`.")
 
 

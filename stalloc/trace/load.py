@@ -12,7 +12,7 @@ from typing import BinaryIO
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
 from stalloc.npz import unpacked_limit_bytes
-from stalloc.trace.extras import check_extra
+from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import read_kineto
@@ -43,7 +43,7 @@ def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
             else:
                 traces = _read_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
             for trace in traces:
-                check_extra(trace)
+                check_read(trace)
             return traces
     except BadInputError as error:  # what a trace says of itself does not know the file
         raise error if str(name) in str(error) else BadInputError(f"{name}: {error}") from error

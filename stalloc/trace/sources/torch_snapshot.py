@@ -18,7 +18,7 @@ from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import Action, Column, Trace
 from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
-from stalloc.trace.sources.unpickle import load_plain_pickle
+from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
 from stalloc.trace.streams import index_streams
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
@@ -47,6 +47,7 @@ class _Segments:
     """Every block, free ones included, and what else is said of segments: see docs/files.md."""
 
 
+@without_collection()
 def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     """The traces of a snapshot, one for each device with events.
 
