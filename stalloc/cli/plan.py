@@ -26,6 +26,7 @@ from stalloc.cli.interrupt import stop_on_interrupt
 from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
+from stalloc.inputs import read_input
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate
 from stalloc.trace import load_traces
 
@@ -95,7 +96,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             plans.append(made)
             devices.append(_entry(file, made, seconds) | {"notes": list(trace.info.get("notes", []))})
         if args.output and not refused:
-            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
             save_plans(
                 args.output,
                 [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans],

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
+from stalloc.inputs import read_input
+from stalloc.npz import Columns
 
 FORMAT, VERSION = "stalloc plan", 2
 #: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
@@ -127,12 +129,7 @@ def plans_to_bytes(plans: list[Plan]) -> bytes:
 def load_plans(path: str | Path) -> list[Plan]:
     """The plans of a file, one a device. Raises BadInputError for anything that is not a whole plan file."""
     path = Path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(
-            f"cannot read {path}: {error.strerror}: give a file that `stalloc plan -o` wrote."
-        ) from error
+    data = read_input(path, "a file that `stalloc plan -o` wrote")
     return plans_from_bytes(data, path)
 
 
@@ -141,13 +138,13 @@ def plans_from_bytes(data: bytes, source: str | Path) -> list[Plan]:
     try:
         if not data.startswith(b"PK"):
             raise ValueError("it is no archive of columns")
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            header = _header(archive)
-            later = header["version"] != READABLE[0]
-            return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
+        archive = Columns(io.BytesIO(data))
+        header = _header(archive)
+        later = header["version"] != READABLE[0]
+        return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
     except Exception as error:  # zipfile and numpy raise a dozen kinds for damaged bytes, none of them a defect of ours
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")
+        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
     raise BadInputError(f"{source} is not a plan ({reason}): write one with `stalloc plan FILE -o step.plan.npz`.")
 
 

@@ -186,7 +186,7 @@ def read_sites(trace: Trace) -> Sites | None:
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise BadInputError(wrong) from error
     fits = len(site) == trace.num_requests and len(event_site) == len(trace.action) and len(begin) >= 1
-    fits = fits and begin[0] == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
+    fits = fits and begin[0] == begin.min() == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
     for column, end in ((site, len(begin) - 1), (event_site, len(begin) - 1)):
         fits = fits and (not len(column) or bool(column.min() >= -1 and column.max() < end))
     fits = fits and (not len(frame) or bool(frame.min() >= 0 and frame.max() < len(frames)))
