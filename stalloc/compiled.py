@@ -20,6 +20,8 @@ import numba
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
 
+from stalloc.printable import say
+
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
@@ -43,7 +45,7 @@ class _Waiting(event.Listener):
         self._depth += 1
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
-            print("stalloc: compiling for this machine, up to a minute; the result is kept.", file=sys.stderr)
+            say("compiling for this machine, up to a minute; the result is kept.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""

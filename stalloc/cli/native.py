@@ -18,6 +18,7 @@ from typing import Any
 
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.errors import SetupError, StallocError
+from stalloc.printable import say
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def main() -> int:
 
         kind = device.activate(args.device, chosen_gpu(args))
     except StallocError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     step_times: list[float] = []
 

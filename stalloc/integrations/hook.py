@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stalloc.errors import SetupError
 from stalloc.integrations.build_backend import FILE_NAME, LINE
+from stalloc.printable import MAX_SENTENCE, printable, say
 
 
 def place(folder: Path | None = None) -> Path:
@@ -38,14 +39,14 @@ def remove(folder: Path | None = None) -> Path:
 def main() -> int:
     """Place or remove the file, and say where."""
     if sys.argv[1:] not in ([], ["--remove"]):
-        print("stalloc: give no argument, or --remove.", file=sys.stderr)
+        say("give no argument, or --remove.")
         return 2
     try:
         file = remove() if sys.argv[1:] else place()
     except SetupError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
-    print(f"{'removed' if sys.argv[1:] else 'wrote'} {file}")
+    print(f"{'removed' if sys.argv[1:] else 'wrote'} {printable(str(file), MAX_SENTENCE)}")
     return 0
 
 
