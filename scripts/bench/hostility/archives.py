@@ -39,8 +39,9 @@ def member(name: bytes, data: bytes, *, packed: bool) -> Member:
     return Member(name, payload, _DEFLATED if packed else _STORED, zlib.crc32(data), len(data))
 
 
-@lru_cache(maxsize=512)
-def _members(data: bytes) -> tuple[tuple[bytes, bytes], ...]:
+@lru_cache(maxsize=2048)
+def members_of(data: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Names and contents, none of what cannot be read."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
@@ -71,7 +72,7 @@ def write_archive(members: list[Member]) -> bytes:
 
 def mutate_archive(rng: random.Random, data: bytes, other: bytes) -> bytes:
     """An archive with a member, a header, a value or a claim changed, or damaged as bytes."""
-    listed = list(_members(data))
+    listed = list(members_of(data))
     if not listed or rng.random() < 0.15:
         return mutate_bytes(rng, data, other)
     at = rng.randrange(len(listed))

@@ -5,23 +5,24 @@ from which inputs were kept before it; a finding is saved as the file that shows
 """
 
 import random
+import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stalloc.errors import BadInputError
 
-from .corpus import MUTATORS, Seed, load
-from .texts import bomb, packed
+from .corpus import MUTATORS, Seed, load, parse
+from .texts import packed
 from .verbs import Verb, run, verbs_of
-from .workers import Outcome, run_all
+from .workers import Outcome, Run, Task, observe, run_all
 
 LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 """Above what the intact file takes."""
-ROUND = 800
+ROUND = 2000
 """Mutations between two looks at what is new."""
 MOST_KEPT = 400
 """Inputs a kind that said something new and are mutated further."""
@@ -87,7 +88,8 @@ class Campaign:
         for prepared in self._prepared:
             self._of_kind[prepared.seed.kind].append(prepared)
         self._kept: dict[str, list[tuple[Seed, _Prepared]]] = defaultdict(list)
-        bomb(ord("0"))
+        for seed in seeds:
+            parse(seed.kind, seed.data)
 
     def _prepare(self, seeds: list[Seed]) -> list[_Prepared]:
         """Write the seeds and run each verb on them as they are, here, so that children find everything compiled."""
@@ -105,27 +107,29 @@ class Campaign:
                     save_plans(folder / "plan.npz", [plan(trace) for trace in load(seed)])
                 except BadInputError:
                     save_plans(folder / "plan.npz", [])
+        compiled: set[tuple[str, str]] = set()
         for seed in seeds:
             (file,) = folders[seed.name].glob("intact*")
             (intact,) = folders[seed.partner or seed.name].glob("intact*")
             prepared = _Prepared(seed, intact, {})
             made.append(prepared)
             verbs = verbs_of(seed.kind)
-            compiled = {
-                verb.name for one in made[:-1] for verb in verbs_of(one.seed.kind) if one.seed.kind == seed.kind
-            }
-            for verb in verbs:
-                if verb.name not in compiled:
-                    _quietly(
-                        lambda verb=verb, file=file, intact=intact: run(verb, file, intact, Path(self._folder.name))
-                    )
-            tasks = [lambda verb=verb, file=file, intact=intact: run(verb, file, intact, file.parent) for verb in verbs]
+            runs = [self._intact(verb, file, intact) for verb in verbs]
+            for verb, once in zip(verbs, runs, strict=True):
+                if (seed.kind, verb.name) not in compiled:
+                    compiled.add((seed.kind, verb.name))
+                    observe(once)
+            tasks: list[Task] = [lambda once=once: once for once in runs]  # type: ignore[misc]
             for index, outcome in run_all(tasks, 1):
                 prepared.cost[verbs[index].name] = outcome
                 if outcome.failure:
                     self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed, seed.data)
                 self._known.add((seed.kind, verbs[index].name, outcome.signature))
         return made
+
+    @staticmethod
+    def _intact(verb: Verb, file: Path, intact: Path) -> Run:
+        return lambda: run(verb, file, intact, file.parent)
 
     def run(self, mutations: int, seconds: float = float("inf")) -> Iterator[int]:
         """Run so many mutations, or for so long; the number done so far, after each round."""
@@ -164,15 +168,21 @@ class Campaign:
             return f"m{suffix}.gz", packed(rng, data)
         return f"m{suffix}", data
 
-    def _task(self, plan: _Plan) -> Callable[[], int]:
-        def task() -> int:
-            with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-                name, data = self._mutated(plan)
-                file = Path(folder) / name
-                file.write_bytes(data)
-                return run(plan.verb, file, plan.prepared.intact, Path(folder))
+    def _task(self, plan: _Plan) -> Task:
+        def prepare() -> Run:
+            folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+            name, data = self._mutated(plan)
+            (folder / name).write_bytes(data)
 
-        return task
+            def once() -> int:
+                try:
+                    return run(plan.verb, folder / name, plan.prepared.intact, folder)
+                finally:
+                    shutil.rmtree(folder)
+
+            return once
+
+        return prepare
 
     def _note(self, plan: _Plan, outcome: Outcome) -> None:
         kind, verb = plan.base.kind, plan.verb.name
@@ -193,11 +203,12 @@ class Campaign:
             cell.findings += 1
             name, data = self._mutated(plan)
             self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
-        elif (kind, verb, outcome.signature) not in self._known:
+        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind]) < MOST_KEPT:
             self._known.add((kind, verb, outcome.signature))
             name, data = self._mutated(plan)
-            if not name.endswith(".gz") and len(data) < 1 << 20 and len(self._kept[kind]) < MOST_KEPT:
+            if not name.endswith(".gz") and len(data) < 1 << 18:
                 self.num_kept += 1
+                parse(kind, data)
                 self._kept[kind].append((Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared))
 
     def _find(
@@ -223,9 +234,3 @@ class Campaign:
     def close(self) -> None:
         """Remove what was written."""
         self._folder.cleanup()
-
-
-def _quietly(task: Callable[[], int]) -> None:
-    from .workers import observe
-
-    observe(task)

@@ -1,6 +1,6 @@
 """The files that are mutated: a small file of each kind, made here, and recorded traces cut to a few events.
 
-Contract: a seed is read without an error as it is; what cannot be cut so is left out and said.
+Contract: a seed made here is read without an error as it is; of the recorded ones those that the whole file is.
 """
 
 import base64
@@ -19,8 +19,8 @@ from stalloc.errors import BadInputError
 from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
 
-from .archives import mutate_archive
-from .pickles import mutate_pickle
+from .archives import members_of, mutate_archive
+from .pickles import mutate_pickle, opcodes
 from .texts import mutate_json, mutate_lines, mutate_page
 
 Mutator = Callable[[random.Random, bytes, bytes], bytes]
@@ -76,31 +76,29 @@ def own_seeds() -> list[Seed]:
     return seeds + made
 
 
-def shared_seeds(folder: Path) -> tuple[list[Seed], list[str]]:
-    """The traces of a folder, cut to their last events, also as traces and plans of stalloc; and what is left out."""
-    seeds, left_out = [], []
+def shared_seeds(folder: Path) -> list[Seed]:
+    """The recorded traces of a folder, cut to a few events, and snapshots also as traces and plans of stalloc."""
+    seeds = []
     for path in sorted([*folder.glob("*.gz"), *folder.glob("*/*.gz")]):
-        if path.is_symlink() or not path.is_file():
-            continue
-        data = gzip.decompress(path.read_bytes())
         name = str(path.relative_to(folder))
-        try:
-            kind, cut = _cut(name, data)
-            seed = Seed(name, kind, cut)
-            load(seed)
-        except BadInputError as error:
-            if path.parent.name == "bad":  # its sentence is what there is to see
-                seeds.append(Seed(name, "snapshot", cut))
-            else:
-                left_out.append(str(error))
-            continue
+        kind, cut = _cut(name, gzip.decompress(path.read_bytes()))
+        seed = Seed(name, kind, cut)
         seeds.append(seed)
         if kind == "snapshot":
-            seeds += [
-                Seed(f"{name}, trace", "trace", _as_trace(seed)),
-                Seed(f"{name}, plan", "plan", _as_plan(seed), name),
-            ]
-    return seeds, left_out
+            try:
+                trace, made = _as_trace(seed), _as_plan(seed)
+            except BadInputError:
+                continue  # one that is there to be refused
+            seeds += [Seed(f"{name}, trace", "trace", trace), Seed(f"{name}, plan", "plan", made, name)]
+    return seeds
+
+
+def parse(kind: str, data: bytes) -> None:
+    """Take a file apart here, so that children need not."""
+    if kind == "snapshot":
+        opcodes(data)
+    elif kind in ("trace", "plan"):
+        members_of(data)
 
 
 def load(seed: Seed) -> Any:
@@ -137,7 +135,7 @@ def _cut(name: str, data: bytes) -> tuple[str, bytes]:
         return "page", data
     content = json.loads(data)
     if isinstance(content, list) and content and isinstance(content[0], list):
-        return "timeline", json.dumps(content[:KEPT_EVENTS]).encode()
+        return "timeline", json.dumps(content[-KEPT_EVENTS:]).encode()
     events = content["traceEvents"]
     memory = [event for event in events if event.get("name") == "[memory]" and event["args"].get("Device Type") != 0]
     others = [event for event in events if event.get("cat") == "user_annotation"]

@@ -51,15 +51,16 @@ def _values(rng: random.Random, data: bytes) -> bytes | None:
         return None
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)
 def opcodes(data: bytes) -> tuple[bytes, ...]:
     """The opcodes with their arguments, without frames, which only say how long they are; as far as it is a pickle."""
     starts = []
     with contextlib.suppress(Exception):  # of many kinds, for what mutations have made of it
         for opcode, _, position in pickletools.genops(data):
             starts.append((position, opcode.code))
-    ends = [position for position, _ in starts[1:]] + [len(data)]
-    return tuple(data[position:end] for (position, code), end in zip(starts, ends, strict=True) if code != chr(_FRAME))
+    places = [position for position, _ in starts] + [len(data)]
+    parts = zip(starts, places[1:], strict=True)
+    return tuple(data[position:end] for (position, code), end in parts if code != chr(_FRAME))
 
 
 def _mutate_opcodes(rng: random.Random, data: bytes, other: bytes) -> bytes:

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 20.0
-"""Of the parent, on a machine that may be busy with other work; a run that hangs is ended then."""
+PATIENCE_SECONDS, PATIENCE_ON_PROCESSOR = 30.0, 6.0
+"""Of the parent with a run: by the clock, on a machine that may be busy with other work, and of processor time."""
 ADDRESS_SPACE = 6 << 30
 """Bytes that a child may take beyond what it had, so that a bomb does not take the machine."""
 FRESH_BYTES = 128 << 20
@@ -42,11 +42,14 @@ class Outcome:
     grown_bytes: int = 0  #: the most that was resident, above what was before
 
 
-def run_all(tasks: Sequence[Callable[[], int]], slots: int) -> Iterator[tuple[int, Outcome]]:
-    """Run the tasks in `slots` children at a time, each of which takes what is left of its share; index and outcome.
+Run = Callable[[], int]
+"""Returns an exit code."""
+Task = Callable[[], Run]
+"""Makes what a run needs, which is not measured."""
 
-    A task returns an exit code.
-    """
+
+def run_all(tasks: Sequence[Task], slots: int) -> Iterator[tuple[int, Outcome]]:
+    """Run the tasks in `slots` children at a time, each of which takes what is left of its share; index and outcome."""
     shares = [list(range(len(tasks)))[slot::slots] for slot in range(slots)]
     children = [_Child(tasks, share) for share in shares if share]
     try:
@@ -66,10 +69,11 @@ def run_all(tasks: Sequence[Callable[[], int]], slots: int) -> Iterator[tuple[in
 class _Child:
     """A process that works through a share of the tasks, and the ones that follow it when it dies."""
 
-    def __init__(self, tasks: Sequence[Callable[[], int]], share: list[int]) -> None:
+    def __init__(self, tasks: Sequence[Task], share: list[int]) -> None:
         self._tasks, self._left = tasks, share
         self._running: int | None = None
         self._buffer = b""
+        self._doing, self._began_at = "prepares", 0.0
         self.is_done = False
         self._start()
 
@@ -92,8 +96,9 @@ class _Child:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             said = json.loads(line)
-            if "begins" in said:
-                self._running = said["begins"]
+            if "prepares" in said or "begins" in said:
+                self._running, self._doing = next((index, what) for what, index in said.items())
+                self._began_at = _processor_seconds(self._pid)
             else:
                 yield self._finish(Outcome(**said["outcome"]))
         if not data:
@@ -104,7 +109,7 @@ class _Child:
             if self._running is not None:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 name = signal.Signals(number).name if number else f"exit code {os.WEXITSTATUS(status)}"
-                yield self._finish(Outcome(None, "signal", name))
+                yield self._finish(Outcome(None, "signal", f"{name} while it {self._doing}"))
             if self._left:
                 self._start()
             else:
@@ -112,13 +117,16 @@ class _Child:
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
         """End a child that has said nothing for too long."""
-        if not self.is_done and self._running is not None and time.monotonic() - self._heard > PATIENCE_SECONDS:
-            where = _stack(self._pid)
+        if self.is_done or self._running is None:
+            return
+        used = _processor_seconds(self._pid) - self._began_at
+        if used > PATIENCE_ON_PROCESSOR or time.monotonic() - self._heard > PATIENCE_SECONDS:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
             os.close(self.pipe)
             self._buffer = b""
-            yield self._finish(Outcome(None, "hang", f"nothing for {PATIENCE_SECONDS:.0f} s{where}"))
+            what = "works" if used > PATIENCE_ON_PROCESSOR else "waits"
+            yield self._finish(Outcome(None, "hang", f"it {what} without end while it {self._doing}", "", used))
             if self._left:
                 self._start()
             else:
@@ -138,13 +146,15 @@ class _Child:
             os.waitpid(self._pid, 0)
 
 
-def _stack(pid: int) -> str:
+def _processor_seconds(pid: int) -> float:
+    """What a process has used so far, 0 if it is gone."""
     with contextlib.suppress(OSError):
-        return f", in state {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]}"
-    return ""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
-def _work(tasks: Sequence[Callable[[], int]], share: list[int], writing: int) -> None:
+def _work(tasks: Sequence[Task], share: list[int], writing: int) -> None:
     """What a child does; never returns."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_own("VmSize") + ADDRESS_SPACE, hard))
@@ -153,8 +163,10 @@ def _work(tasks: Sequence[Callable[[], int]], share: list[int], writing: int) ->
     try:
         with open(writing, "wb", buffering=0) as pipe:
             for index in share:
+                pipe.write(json.dumps({"prepares": index}).encode() + b"\n")
+                run = tasks[index]()
                 pipe.write(json.dumps({"begins": index}).encode() + b"\n")
-                outcome = observe(tasks[index])
+                outcome = observe(run)
                 pipe.write(json.dumps({"outcome": asdict(outcome)}).encode() + b"\n")
                 if outcome.grown_bytes > FRESH_BYTES:
                     break  # the parent goes on with a fresh one
@@ -170,8 +182,8 @@ def _own(name: str) -> int:
     return int(text.partition(f"{name}:")[2].split(maxsplit=1)[0]) << 10
 
 
-def observe(task: Callable[[], int]) -> Outcome:
-    """Run one task here, with its output kept from the terminal."""
+def observe(run: Run) -> Outcome:
+    """What a run does, here, with its output kept from the terminal."""
     out, err = io.StringIO(), io.StringIO()
     before = _own("VmRSS")
     with contextlib.suppress(OSError):
@@ -181,7 +193,7 @@ def observe(task: Callable[[], int]) -> Outcome:
     failure, cause = "", ""
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = task()
+            code = run()
     except SystemExit as ending:
         failure, cause = "traceback", f"SystemExit({ending.code!r})"
     except BaseException as error:
