@@ -15,6 +15,9 @@ from stalloc.errors import BadInputError
 from stalloc.planner import Plan
 from stalloc.trace import Trace
 
+_DIGITS = 20
+"""A number of more is above 64 bits."""
+
 
 def _ids(trace: Trace) -> list[Any]:
     ids = trace.extra.get("id")
@@ -53,7 +56,7 @@ def read_fixed(file: str, trace: Trace) -> dict[int, int]:
             raise BadInputError(f"{file}: line {number}: the trace has no id {name[:40]!r}: correct it.")
         if row_of[name] in fixed:
             raise BadInputError(f"{file}: line {number}: the id {name[:40]} is there twice: leave one of them.")
-        if not (offset.isascii() and offset.isdigit()):
+        if not (offset.isascii() and offset.isdigit() and len(offset) < _DIGITS):
             raise BadInputError(f"{file}: line {number}: offset is {offset[:40]!r}, expected a whole number from 0.")
         fixed[row_of[name]] = int(offset)
     return fixed

@@ -37,7 +37,7 @@ MUTATORS: dict[str, tuple[str, Mutator]] = {
     "fixed": (".csv", mutate_lines),
 }
 """By kind of file: how names end, and what mutates it."""
-KEPT_EVENTS, KEPT_FRAMES = 120, 3
+KEPT_EVENTS, KEPT_FRAMES = 80, 3
 ADDRESS, MIB = 0x7F00_0000_0000, 1 << 20
 
 

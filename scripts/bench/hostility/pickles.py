@@ -11,6 +11,7 @@ from .trees import mutate_tree
 
 _FRAME = 0x95
 _NEVER_LOADED = b"R2cibobPQ\x81\x82\x83\x84\x93"  # of a mutation: what calls, and what doubles
+_VALUES = tuple(b"KMJNIX\x8c]})"[number : number + 1] for number in range(10))
 _GLOBALS = (
     b"cos\nsystem\n",
     b"cbuiltins\neval\n",
@@ -42,7 +43,7 @@ def mutate_pickle(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def _values(rng: random.Random, data: bytes) -> bytes | None:
-    if any(part[0] in _NEVER_LOADED for part in opcodes(data)):
+    if data in _made or not _is_plain(data):
         return None
     try:
         values = mutate_tree(rng, pickle.loads(data))
@@ -52,8 +53,22 @@ def _values(rng: random.Random, data: bytes) -> bytes | None:
 
 
 @lru_cache(maxsize=2048)
+def _is_plain(data: bytes) -> bool:
+    return not any(part[:1] in _NEVER_LOADED for part in _parsed(data))
+
+
 def opcodes(data: bytes) -> tuple[bytes, ...]:
     """The opcodes with their arguments, without frames, which only say how long they are; as far as it is a pickle."""
+    if data in _made:  # by the mutation before this one
+        return _made[data]
+    return _parsed(data)
+
+
+_made: dict[bytes, tuple[bytes, ...]] = {}
+
+
+@lru_cache(maxsize=2048)
+def _parsed(data: bytes) -> tuple[bytes, ...]:
     starts = []
     with contextlib.suppress(Exception):  # of many kinds, for what mutations have made of it
         for opcode, _, position in pickletools.genops(data):
@@ -85,10 +100,13 @@ def _mutate_opcodes(rng: random.Random, data: bytes, other: bytes) -> bytes:
         case 6:
             parts.insert(at, hostile_value(rng))
         case _:  # in the place of a value, so that the rest still fits
-            values = [number for number in range(at, min(at + 50, len(parts))) if parts[number][0] in b"KMJNIX\x8c]})"]
+            values = [number for number in range(at, min(at + 50, len(parts))) if parts[number][:1] in _VALUES]
             if values:
                 parts[rng.choice(values)] = hostile_value(rng)
-    return b"".join(parts)
+    _made.clear()
+    made = b"".join(parts)
+    _made[made] = tuple(parts)
+    return made
 
 
 def hostile_value(rng: random.Random) -> bytes:
