@@ -15,9 +15,6 @@ from stalloc.errors import BadInputError
 from stalloc.planner import Plan
 from stalloc.trace import Trace
 
-_DIGITS = 20
-"""A number of more is above 64 bits."""
-
 
 def _ids(trace: Trace) -> list[Any]:
     ids = trace.extra.get("id")
@@ -56,7 +53,7 @@ def read_fixed(file: str, trace: Trace) -> dict[int, int]:
             raise BadInputError(f"{file}: line {number}: the trace has no id {name[:40]!r}: correct it.")
         if row_of[name] in fixed:
             raise BadInputError(f"{file}: line {number}: the id {name[:40]} is there twice: leave one of them.")
-        if not (offset.isascii() and offset.isdigit() and len(offset) < _DIGITS):
+        if not (offset.isascii() and offset.isdigit()):
             raise BadInputError(f"{file}: line {number}: offset is {offset[:40]!r}, expected a whole number from 0.")
         fixed[row_of[name]] = int(offset)
     return fixed

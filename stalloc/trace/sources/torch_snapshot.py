@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
-from stalloc.printable import printable
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
-from stalloc.trace.sites import StackCollector
+from stalloc.trace.sites import StackCollector, printable
 from stalloc.trace.sources.unpickle import load_plain_pickle
 from stalloc.trace.streams import index_streams
 
@@ -303,8 +302,8 @@ def _info(path: Path, snapshot: dict[str, Any], device: int) -> dict[str, Any]:
     converted = snapshot.get("stalloc")  # what `stalloc convert` says of a snapshot that it wrote
     if isinstance(converted, dict):
         said = converted["devices"][str(device)]
-        info["notes"] = [printable(str(note), 300) for note in said["notes"][:20]]
-        info["converted_from"] = printable(str(said["source"]), 100)
+        info["notes"] = [printable(str(note)[:300]) for note in said["notes"][:20]]
+        info["converted_from"] = printable(str(said["source"])[:100])
     settings = snapshot.get("allocator_settings")
     if isinstance(settings, dict):
         info["allocator_settings"] = {str(key): value for key, value in settings.items() if _is_plain(value)}
