@@ -25,7 +25,7 @@ LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 ROUND = 2000
 """Mutations between two looks at what is new."""
 MOST_KEPT = 400
-"""Inputs a kind that said something new and are mutated further."""
+"""Inputs of a kind, read or refused, that made a verb say something new and are mutated further."""
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Campaign:
         self._of_kind: dict[str, list[_Prepared]] = defaultdict(list)
         for prepared in self._prepared:
             self._of_kind[prepared.seed.kind].append(prepared)
-        self._kept: dict[str, list[tuple[Seed, _Prepared]]] = defaultdict(list)
+        self._kept: dict[tuple[str, bool], list[tuple[Seed, _Prepared]]] = defaultdict(list)
+        """By kind of file and whether it was read: what is refused already hides what comes after."""
         for seed in seeds:
             parse(seed.kind, seed.data)
 
@@ -148,8 +149,9 @@ class Campaign:
         kind = rng.choice([*self._of_kind, "snapshot", "trace", "plan"])
         if kind not in self._of_kind:
             kind = rng.choice(list(self._of_kind))
-        if self._kept[kind] and rng.random() < 0.5:
-            base, prepared = rng.choice(self._kept[kind])
+        pool = self._kept[kind, rng.random() < 0.8]
+        if pool and rng.random() < 0.5:
+            base, prepared = rng.choice(pool)
         else:
             prepared = rng.choice(self._of_kind[kind])
             base = prepared.seed
@@ -194,7 +196,7 @@ class Campaign:
         cell.refused += outcome.code == 2
         cell.most_seconds = max(cell.most_seconds, outcome.seconds)
         cell.most_bytes = max(cell.most_bytes, outcome.grown_bytes)
-        failure, cause = outcome.failure, outcome.cause
+        failure, cause, was_read = outcome.failure, outcome.cause, outcome.code != 2
         if not failure and outcome.seconds > clean.seconds + LIMIT_SECONDS:
             failure, cause = "slow", outcome.signature
         if not failure and outcome.grown_bytes > clean.grown_bytes + LIMIT_BYTES:
@@ -203,13 +205,15 @@ class Campaign:
             cell.findings += 1
             name, data = self._mutated(plan)
             self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
-        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind]) < MOST_KEPT:
+        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MOST_KEPT:
             self._known.add((kind, verb, outcome.signature))
             name, data = self._mutated(plan)
             if not name.endswith(".gz") and len(data) < 1 << 18:
                 self.num_kept += 1
                 parse(kind, data)
-                self._kept[kind].append((Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared))
+                self._kept[kind, was_read].append(
+                    (Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared)
+                )
 
     def _find(
         self,

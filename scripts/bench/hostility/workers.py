@@ -229,5 +229,4 @@ _VARIES = re.compile(r"/\S*|'[^']*'|[\d,.]+|(?<=: )\S+(?=: )")
 
 
 def _signature(code: int | None, out: str, err: str) -> str:
-    said = err if code == 2 else "\n".join(line for line in out.splitlines() if "note" in line or "invalid" in line)
-    return f"{code} {_VARIES.sub('#', said)[:300]}"
+    return f"{code} {_VARIES.sub('#', err if code == 2 else out)[:600]}"
