@@ -135,7 +135,8 @@ def _cut(name: str, data: bytes) -> tuple[str, bytes]:
         return "page", data
     content = json.loads(data)
     if isinstance(content, list) and content and isinstance(content[0], list):
-        return "timeline", json.dumps(content[-KEPT_EVENTS:]).encode()
+        first = next(number for number, row in enumerate(content) if row[0] >= 0)
+        return "timeline", json.dumps(content[first : first + KEPT_EVENTS]).encode()
     events = content["traceEvents"]
     memory = [event for event in events if event.get("name") == "[memory]" and event["args"].get("Device Type") != 0]
     others = [event for event in events if event.get("cat") == "user_annotation"]
@@ -239,7 +240,8 @@ def _timeline() -> list[list[int]]:
     rows = [[-1, 1, 512, 0]]
     for step in range(4):
         for number, size in enumerate((600, 4096, -600, -4096)):
-            rows.append([10 * step + number, 1 if size > 0 else 2, size, step % 3])
+            rows.append([10 * step + number, 2 if size > 0 else 4, size, step % 3])
+        rows += [[10 * step + 5, 3, -512, 0], [10 * step + 5, 3, 512, 0]]
     return rows
 
 
