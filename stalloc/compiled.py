@@ -20,8 +20,6 @@ import numba
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
 
-from stalloc.printable import say
-
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
@@ -45,7 +43,7 @@ class _Waiting(event.Listener):
         self._depth += 1
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
-            say("compiling for this machine, up to a minute; the result is kept.")
+            print("stalloc: compiling for this machine, up to a minute; the result is kept.", file=sys.stderr)
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""

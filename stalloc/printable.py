@@ -6,8 +6,6 @@ or `\\u202e`; a text without them comes back as it is, and so does what was made
 writes are data and keep what they say.
 """
 
-import contextlib
-import sys
 import unicodedata
 
 MAX_NAME, MAX_SENTENCE = 200, 1000
@@ -30,16 +28,6 @@ def encodable(text: str, encoding: str | None) -> str:
     """The text with escapes for what a stream of this encoding cannot hold, so that printing it never raises."""
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def say(sentence: str) -> None:
-    """Tell the user on standard error, in one line. Raises nothing: with nobody to listen it is lost."""
-    file = sys.stderr
-    if file is None:
-        return
-    with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
-        line = printable(f"stalloc: {sentence}", MAX_SENTENCE)
-        print(encodable(line, getattr(file, "encoding", None)), file=file, flush=True)
 
 
 def _escape(text: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from stalloc import printable
 from stalloc.cli import main
 from stalloc.errors import BadInputError
+from stalloc.notices import say
 from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
 
@@ -311,7 +312,7 @@ def test_the_start_up_hook_and_the_allocator_speak_in_one_harmless_line(run_prog
 
 def test_sentences_are_lost_where_nobody_listens(monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
-    printable.say("nobody hears this")
+    say("nobody hears this")
 
 
 @pytest.mark.parametrize(

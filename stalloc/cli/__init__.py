@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from stalloc.errors import StallocError
-from stalloc.printable import MAX_SENTENCE, printable, say
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 VERBS = (
     "run",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from stalloc.printable import say
+from stalloc.notices import say
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.errors import SetupError, StallocError
-from stalloc.printable import say
+from stalloc.notices import say
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
+from stalloc.notices import say
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate
-from stalloc.printable import printable, say
+from stalloc.printable import printable
 from stalloc.trace import load_traces
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from stalloc.cli.output import human_bytes
 from stalloc.device import VirtualGPU, find_gpu, parse_memory
 from stalloc.errors import BadInputError
-from stalloc.printable import say
+from stalloc.notices import say
 
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 

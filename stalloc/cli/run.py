@@ -38,7 +38,8 @@ from stalloc.cli.program import (
     run_program,
 )
 from stalloc.errors import BadInputError
-from stalloc.printable import MAX_SENTENCE, printable, say
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from stalloc.errors import SetupError
 from stalloc.integrations.build_backend import FILE_NAME, LINE
-from stalloc.printable import MAX_SENTENCE, printable, say
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 def place(folder: Path | None = None) -> Path:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.errors import BadInputError
-from stalloc.printable import say
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
@@ -82,7 +81,7 @@ class PlanCache:
         try:
             plans = load_plans(self.file)
         except BadInputError as error:
-            say(f"the plan kept from the last run is ignored: {error}")
+            print(f"stalloc: the plan kept from the last run is ignored: {error}", file=sys.stderr)
             self.remove()
             return []
         with contextlib.suppress(OSError):
@@ -108,7 +107,7 @@ class PlanCache:
             found = [(c.observed_trace, c.settings) for c in used if c.observed_trace is not None]
             self._keep(found)
         except Exception as error:  # the program is over: nothing of ours may spoil its ending
-            say(f"no plan is kept for the next run ({type(error).__name__}: {error}).")
+            print(f"stalloc: no plan is kept for the next run ({type(error).__name__}: {error}).", file=sys.stderr)
 
     def _keep(self, found: "list[tuple[Trace, Settings]]") -> None:
         from stalloc.planner import plan
@@ -137,9 +136,10 @@ class PlanCache:
             save_plans(self.file, plans)
             _prune(self.file.parent)
         except (BadInputError, OSError) as error:
-            say(
-                f"the plan could not be kept for the next run ({error}): name a folder in STALLOC_CACHE, or set it to "
-                "off."
+            print(
+                f"stalloc: the plan could not be kept for the next run ({error}): name a folder in STALLOC_CACHE, or "
+                "set it to off.",
+                file=sys.stderr,
             )
 
     def remove(self) -> None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.integrations.imports import after_import, before_import
-from stalloc.printable import say
 
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
@@ -36,6 +35,10 @@ _lock = threading.RLock()
 _armed = False
 _tried = False
 _cupy_allocators: tuple[Any, ...] = ()  # what CuPy allocates by as long as the program has not chosen itself
+
+
+def _say(sentence: str) -> None:
+    print(f"stalloc: {sentence}", file=sys.stderr, flush=True)
 
 
 def arm() -> None:
@@ -52,7 +55,7 @@ def arm() -> None:
         chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
         chosen_arena()
     except StallocError as error:
-        say(str(error))
+        _say(str(error))
         return
     if kind == "virtual":
         before_import(("torch", "cupy", "cupy_backends"), lambda: _activate_virtual(gpu))
@@ -106,7 +109,7 @@ def _activate_virtual(gpu: "VirtualGPU | None") -> None:
     try:
         device.activate("virtual", gpu)
     except StallocError as error:
-        say(f"{error} The program goes on without stalloc.")
+        _say(f"{error} The program goes on without stalloc.")
         return
     _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
 
@@ -183,7 +186,7 @@ def _install(kind: str) -> None:
             _install_with_cache(kind)
         except Exception as error:
             named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
-            say(f"{named}{error} The program goes on without stalloc.")
+            _say(f"{named}{error} The program goes on without stalloc.")
 
 
 def _install_with_cache(kind: str) -> None:
@@ -208,7 +211,7 @@ def _install_with_cache(kind: str) -> None:
     if serve_torch:
         sentence = torch_settings.report(runtime)
         if sentence:
-            say(sentence)
+            _say(sentence)
     if cache is not None:
         atexit.register(cache.update, runtime)
     file = os.environ.get("STALLOC_REPORT")
@@ -225,4 +228,4 @@ def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
         text = json.dumps({"plan_source": plan_source, "devices": reports}, indent=2) + "\n"
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        say(f"cannot write {file}: {error.strerror}: name another file in STALLOC_REPORT.")
+        _say(f"cannot write {file}: {error.strerror}: name another file in STALLOC_REPORT.")

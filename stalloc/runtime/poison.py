@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stalloc.errors import CorruptionError
-from stalloc.printable import say
+from stalloc.notices import say
 from stalloc.runtime import core, layout, owners
 from stalloc.runtime.poison_memory import PoisonMemory, memory_of
 

@@ -50,8 +50,8 @@ def run(verb: Verb, file: Path, intact: Path, out: Path) -> int:
         from stalloc.cli import main
 
         return main(verb.arguments(file, intact, out))
+    from stalloc.notices import say
     from stalloc.planner import load_plans, validate
-    from stalloc.printable import say
 
     try:
         plans = load_plans(file)
