@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stalloc.errors import BadInputError
+from stalloc.planner import plan, save_plans
 
 from .corpus import MUTATORS, Seed, load, parse
 from .texts import packed
@@ -94,8 +95,9 @@ class Campaign:
 
     def _prepare(self, seeds: list[Seed]) -> list[_Prepared]:
         """Write the seeds and run each verb on them as they are, here, so that children find everything compiled."""
-        from stalloc.planner import plan, save_plans
+        from planning.warming import compile_all
 
+        compile_all()
         folders = {}
         made: list[_Prepared] = []
         for number, seed in enumerate(seeds):

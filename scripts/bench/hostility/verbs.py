@@ -19,10 +19,15 @@ class Verb:
     weight: int = 1
 
 
+def _plan(file: Path, intact: Path, out: Path) -> list[str]:
+    """How long a search goes on is no matter of what the file holds."""
+    return ["plan", str(file), "-o", str(out / "p.plan.npz"), "--time-budget", "0.5"]
+
+
 _ON_TRACES = (
     Verb("stats", lambda file, _, __: ["stats", str(file)], 4),
     Verb("explain", lambda file, _, __: ["explain", str(file)], 3),
-    Verb("plan", lambda file, _, out: ["plan", str(file), "-o", str(out / "p.plan.npz")], 2),
+    Verb("plan", _plan, 2),
     Verb("simulate", lambda file, _, __: ["simulate", str(file)]),
     Verb("diff", lambda file, intact, _: ["diff", str(intact), str(file)], 2),
     Verb("validate", lambda file, intact, _: ["validate", str(intact.parent / "plan.npz"), str(file)], 2),
