@@ -19,6 +19,7 @@ from typing import Any
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
+from stalloc.notices import say
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def main() -> int:
 
         kind = device.activate(args.device, chosen_gpu(args))
     except StallocError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     step_times: list[float] = []
 

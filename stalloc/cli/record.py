@@ -10,7 +10,15 @@ recorded until then is written all the same.
 import argparse
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
 from stalloc.errors import BadInputError
 from stalloc.files import check_writable
@@ -58,13 +66,15 @@ def run(args: argparse.Namespace) -> int:
         for controller, trace in zip(used, traces, strict=True)
     ]
     if wants_text(args):
+        console = table_console()
         for device in devices:
-            print(
+            console.print(
                 f"device {device['device']}: {device['requests']} requests, {device['steps']} steps, "
                 f"allocated peak {human_bytes(device['allocated_peak_bytes'])}"
             )
-            for note in device["notes"]:
-                print(f"  {note}")
-        print(f"wrote {args.output}; next: stalloc stats {args.output}, or stalloc plan {args.output} -o step.plan.npz")
+            for note in note_texts(device["notes"]):
+                console.print(f"  {note}")
+        name = command_text(args.output)
+        console.print(f"wrote {name}; next: stalloc stats {name}, or stalloc plan {name} -o step.plan.npz")
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED

@@ -15,6 +15,8 @@ from pathlib import Path
 from stalloc.errors import SetupError
 from stalloc.files import write_whole
 from stalloc.integrations.build_backend import FILE_NAME, LINE
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 def place(folder: Path | None = None) -> Path:
@@ -37,14 +39,14 @@ def remove(folder: Path | None = None) -> Path:
 def main() -> int:
     """Place or remove the file, and say where."""
     if sys.argv[1:] not in ([], ["--remove"]):
-        print("stalloc: give no argument, or --remove.", file=sys.stderr)
+        say("give no argument, or --remove.")
         return 2
     try:
         file = remove() if sys.argv[1:] else place()
     except SetupError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
-    print(f"{'removed' if sys.argv[1:] else 'wrote'} {file}")
+    print(f"{'removed' if sys.argv[1:] else 'wrote'} {printable(str(file), MAX_SENTENCE)}")
     return 0
 
 

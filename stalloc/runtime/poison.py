@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stalloc.errors import CorruptionError
+from stalloc.notices import say
 from stalloc.runtime import core, layout, owners
 from stalloc.runtime.poison_memory import PoisonMemory, memory_of
 
@@ -73,7 +74,7 @@ class Poison:
         """Look no further: what is free may be written to from now on."""
         self._memory = None
         if why:
-            _say(f"STALLOC_POISON looks no further: {why}")
+            say(f"STALLOC_POISON looks no further: {why}")
 
     def raise_found(self) -> None:
         """Raise CorruptionError for what was found since the last time, if anything was."""
@@ -229,7 +230,7 @@ class Poison:
     def _tell(self, sentence: str) -> None:
         self.found.append(sentence)
         if len(self.found) <= _MOST_SAID:
-            _say(f"memory corruption: {sentence}")
+            say(f"memory corruption: {sentence}")
 
     # --- helpers
 
@@ -250,10 +251,6 @@ class Poison:
     def _row(self, address: int) -> np.ndarray | None:
         row = np.zeros(4, np.int64)
         return row if owners.find_owner(self.state.address, address, row) else None
-
-
-def _say(sentence: str) -> None:
-    print(f"stalloc: {sentence}", file=sys.stderr, flush=True)
 
 
 def _calling_line() -> str:
@@ -278,7 +275,7 @@ class Watch:
         """Watch a device; None, and a sentence, if its memory does not exist."""
         memory = memory_of(device)
         if memory is None:
-            _say(
+            say(
                 "STALLOC_POISON finds nothing on a virtual GPU, which keeps no bytes: use VirtualGPU(copy_limit_bytes="
                 "None), whose memory is real, or a real GPU."
             )
@@ -309,7 +306,7 @@ class Watch:
         """A program in which something was found does not end as if all were well."""
         found = sum(len(poison.found) for poison in self.devices.values())
         if found and os.getpid() == self._pid:
-            _say(f"memory corruption: {found} findings: the program ends with exit code 1.")
+            say(f"memory corruption: {found} findings: the program ends with exit code 1.")
             sys.stdout.flush()
             ctypes.CDLL(None).fflush(None)
             os._exit(1)

@@ -19,6 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from stalloc import device as devices
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
+from stalloc.printable import printable
 from stalloc.runtime import entry, layout
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.interruptions import is_interruption
@@ -153,8 +154,8 @@ class Runtime:
             return self._help(device, request, argument, tell=False)  # an observer may have raised it
         with contextlib.suppress(Exception):
             warnings.warn(
-                f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
-                "serving without a plan.",
+                f"stalloc: the allocator's slow path failed ({type(error).__name__}: {printable(str(error))}); "
+                "the heap goes on serving without a plan.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.trace.record import Column, Trace
 
 MAX_DEPTH = 512
@@ -267,9 +268,4 @@ def _frame_name(frame: Frame) -> str:
         name = f"{node[1]} (autograd)" if node else frame.name.partition("(")[0] or frame.name
     else:
         name = f"{frame.filename.rpartition('/')[2]}:{frame.line} {frame.name}"
-    return printable(name)
-
-
-def printable(text: str) -> str:
-    """The text with `?` for each character that is not printable, so that no file steers a terminal."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+    return printable(name, 2 * MAX_TEXT)
