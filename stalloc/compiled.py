@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
 
@@ -86,15 +87,29 @@ def _tie(compiled: Any, function: Callable[..., Any]) -> None:
         compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
 
 
+def _compile_once(dispatcher: Any) -> None:
+    """Let a constant argument be a number like any other: numba compiles a function anew for each constant."""
+    template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, kws: template(
+        tuple(types.unliteral(arg) for arg in args), {name: types.unliteral(arg) for name, arg in kws.items()}
+    )
+
+
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)`, cached and tied to the folder."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
+        _compile_once(dispatcher)
         _tie(dispatcher, function)
         return dispatcher
 
     return compile_later
+
+
+def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """The same for what only compiled code calls, without what Python and C would need to."""
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
 def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:

@@ -73,12 +73,10 @@ class Pool:
         """How many free ranges there are."""
         controller, free = self._controller(), 0
         if controller is not None:
-            from stalloc.runtime import layout
-            from stalloc.runtime.statistics import segments
+            from stalloc.core.constants import BLOCK_FREE
+            from stalloc.core.snapshot import segments
 
-            free = sum(
-                block.state == layout.BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks
-            )
+            free = sum(block.state == BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks)
         return free + self._own.n_free_blocks()
 
     def free_all_blocks(self, stream: Any = None) -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import llvmlite.binding as llvm
 
-from stalloc.runtime import core
+from stalloc.core.records import State, offset_of
+from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.runtime.interruptions import is_interruption
-from stalloc.runtime.layout import FAILED, OOM_TEXT, OOM_TEXT_LENGTH
 
 if TYPE_CHECKING:
     from stalloc.runtime.poison import Watch
@@ -364,7 +364,7 @@ def lasting_entry(handler: _Handler) -> int:
 
 def core_entries() -> tuple[int, int]:
     """Where requests are served: addresses of `int64 allocate(state, bytes, stream)`, `void free(state, address)`."""
-    return core.allocate_entry.address, core.free_entry.address
+    return malloc_entry.address, free_entry.address
 
 
 def checked_entries(watch: "Watch") -> tuple[int, int]:
@@ -497,8 +497,8 @@ throw:
 
 define void @throw(i64 %state) noinline uwtable {{
   %base = inttoptr i64 %state to ptr
-  %text.word = getelementptr i64, ptr %base, i64 {OOM_TEXT}
-  %length.word = getelementptr i64, ptr %base, i64 {OOM_TEXT_LENGTH}
+  %text.word = getelementptr i8, ptr %base, i64 {offset_of(State, "oom_text")}
+  %length.word = getelementptr i8, ptr %base, i64 {offset_of(State, "oom_text_length")}
   %text.address = load i64, ptr %text.word
   %length = load i64, ptr %length.word
   %from = inttoptr i64 %text.address to ptr
@@ -525,7 +525,7 @@ define void @throw(i64 %state) noinline uwtable {{
   %error = call ptr %allocate(i64 1024)
   %make = inttoptr i64 {make} to ptr
   call void %make(ptr %error, ptr byval(%location) align 8 %where, ptr %message)
-  %failed.word = getelementptr i64, ptr %base, i64 {FAILED}
+  %failed.word = getelementptr i8, ptr %base, i64 {offset_of(State, "driver_error")}
   %status = load i64, ptr %failed.word
   %failed = icmp ne i64 %status, 0
   %vtable.address = select i1 %failed, i64 {usual_vtable}, i64 {vtable}

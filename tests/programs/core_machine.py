@@ -12,12 +12,13 @@ import threading
 import numpy as np
 from numba import njit
 
+from stalloc.core.intrinsics import call3
+from stalloc.core.records import word_at
 from stalloc.runtime import core, layout
 from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3, peek, poke
 
 KIB, MIB = 1 << 10, 1 << 20
 FIRST_ADDRESS = 0x7000_0000_0000
@@ -301,9 +302,9 @@ def hammer(allocate, free, stream, sizes, order, operations, slots, seed, tag):
         if address[slot] != 0:
             mark = tag << 48 | slot << 32 | held[slot] >> 9
             for granule in range((held[slot] + 511) >> 9):
-                if peek(address[slot], granule * 64) != mark:
+                if word_at(address[slot], granule * 64).value != mark:
                     foreign += 1
-                poke(address[slot], granule * 64, 0)
+                word_at(address[slot], granule * 64).value = 0
             call3(free, stream, address[slot], 0)
             address[slot] = 0
         else:
@@ -315,12 +316,12 @@ def hammer(allocate, free, stream, sizes, order, operations, slots, seed, tag):
             address[slot], held[slot] = at, size
             mark = tag << 48 | slot << 32 | size >> 9
             for granule in range((size + 511) >> 9):
-                poke(at, granule * 64, mark)
+                word_at(at, granule * 64).value = mark
     for slot in range(slots):
         if address[slot] != 0:
             mark = tag << 48 | slot << 32 | held[slot] >> 9
             for granule in range((held[slot] + 511) >> 9):
-                if peek(address[slot], granule * 64) != mark:
+                if word_at(address[slot], granule * 64).value != mark:
                     foreign += 1
             call3(free, stream, address[slot], 0)
     return foreign, failed

@@ -14,8 +14,9 @@ import numpy as np
 
 from running import soak_threads as threads
 from running.soak_rings import MIB, Ring, make_ring
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
+from stalloc.core import arena
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.runtime import layout
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.entry import cupy_entries
 from stalloc.runtime.process import Runtime, start
@@ -170,7 +171,8 @@ class Soak:
         self._note("limits")
 
     def _look(self) -> None:
-        from stalloc.runtime.statistics import report, segments
+        from stalloc.core.snapshot import segments
+        from stalloc.runtime.statistics import report
 
         found = segments(self.state)
         for segment in found:  # what is shown at one moment is consistent
@@ -284,9 +286,8 @@ class Soak:
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
         if state["MODE"] == layout.MODE_REPLAY and state["ARENA_BYTES"]:
-            core.call_back_all(state.address)
-            taken = state._tape[1]
-            if taken.any():
+            arena.arena_is_idle(state.address)  # no lease is left
+            if state.tape is not None and state.tape.bits.any():
                 problems.append("cells are taken though nothing lives")
         if state["MODE"] == layout.MODE_REPLAY:
             counted = "NUM_LEASES", "BYTES_LEASED", "ARENA_LIVE"
@@ -299,15 +300,15 @@ class Soak:
         zero = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "NUM_DEFERRED", "BYTES_DEFERRED", "LIVE_COUNT"
         zero += "NUM_UNKNOWN_FREES", "LOCK", "PRIVATE", "ARENA_BYTES", "ARENA_LIVE", "NUM_LEASES", "BYTES_LEASED"
         problems += [f"{name} is {state[name]} at the end" for name in zero if state[name]]
-        if state.live[:, layout.L_ADDRESS].any():
+        if state.tables.live["address"].any():
             problems.append("the table of live blocks is not empty")
-        if state.chunks[1:, layout.C_BASE].any():
+        if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
-        if state.pools[:, layout.P_ROOT].any():
+        if state.tables.pools["root"].any():
             problems.append("free blocks are left")
         spare, row = 0, state["BLOCKS_SPARE"]
         while row:
-            spare, row = spare + 1, int(state.blocks[row, layout.B_NEXT])
+            spare, row = spare + 1, int(state.tables.blocks["next"][row])
         if spare != state["BLOCKS_USED"] - 1:
             problems.append(f"{state['BLOCKS_USED'] - 1 - spare} rows of the table of blocks are lost")
         if controller._segments or controller._arena is not None:

@@ -15,12 +15,12 @@ import numpy as np
 
 from running.soak_rings import MIB, Ring, from_requests, make_ring
 from stalloc.compiled import njit
+from stalloc.core.intrinsics import call3
 from stalloc.runtime import core, layout
 from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3
 
 INSERT, DROP, RESIZE, REORDER, STREAM, REPEAT, CUT, HALVE = range(8)
 NAMES = ("insert", "drop", "resize", "reorder", "change stream", "repeat", "cut short", "halve all")

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from stalloc.core.intrinsics import call3
 from stalloc.runtime import core, layout
 from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
 from stalloc.runtime.segments import round_up, segment_bytes
 from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200

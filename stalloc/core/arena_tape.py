@@ -1,0 +1,65 @@
+"""What is to be served from an arena, in columns; and the last check before the arena's tables are built from it.
+
+Contract: what passes `check` makes no address outside [arena, arena + arena_bytes) and no index outside a table,
+whoever made it. It shares no code with the planner's validator, which has judged overlaps in time before.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
+from stalloc.core.record_types import Words
+from stalloc.errors import PlanError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArenaTape:
+    """One tape, or those of several kinds of steps one after the other."""
+
+    arena_bytes: int  #: of the arena that serves it; 0: the tape is followed, but not served
+    size: Words  #: (k,) requested bytes
+    stream: Words  #: (k,) stream indices
+    offset: Words  #: (k,) bytes from where the arena begins; -1: served from the heap
+    num_prologue: int = 0  #: entries that are served once, before the ring
+    begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
+    gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
+
+    @property
+    def cross_streams(self) -> bool:
+        """Whether memory passes from one stream to another."""
+        return self.gives is not None and len(self.gives) > 0
+
+    @property
+    def rings(self) -> Words:
+        """(r, 2) entries [begin, end) of each ring."""
+        begins = self.begins or (self.num_prologue,)
+        return np.array([begins, (*begins[1:], len(self.size))], np.int64).T.copy()
+
+
+def check(tape: ArenaTape, cursor: int) -> None:
+    """Raise PlanError unless every entry, however it is reached, stays inside the arena and the tables."""
+    count = len(tape.size)
+    if count == 0 or {len(tape.stream), len(tape.offset)} != {count}:
+        raise PlanError(f"a tape of {count} entries cannot be served.")
+    if not 0 <= tape.arena_bytes <= MAX_REQUEST:
+        raise PlanError(f"an arena of {tape.arena_bytes} bytes cannot be served.")
+    placed = tape.offset != -1
+    # each bound by itself first, so that no sum below overflows
+    wrong = (tape.size < 0) | (tape.size > MAX_REQUEST) | (tape.stream < 0) | (tape.stream >= MAX_STREAMS)
+    wrong |= placed & ((tape.offset < 0) | (tape.offset > tape.arena_bytes) | (tape.offset % ALIGNMENT != 0))
+    last = np.where(wrong, 0, tape.offset) + (np.where(wrong, 0, tape.size) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    wrong |= placed & (last > tape.arena_bytes)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise PlanError(
+            f"tape entry {row} ({tape.size[row]} bytes at {tape.offset[row]}, stream {tape.stream[row]}) is not inside "
+            f"an arena of {tape.arena_bytes} bytes."
+        )
+    rings = tape.rings
+    if tape.num_prologue < 0 or (rings[:, 0] < tape.num_prologue).any() or (rings[:, 0] >= rings[:, 1]).any():
+        raise PlanError(f"rings that begin at {rings[:, 0].tolist()} do not fit a tape of {count} entries.")
+    if not 0 <= cursor < count:
+        raise PlanError(f"entry {cursor} is none of a tape of {count} entries.")
+    if tape.gives is not None and ((tape.gives < 0) | (tape.gives >= count)).any():
+        raise PlanError(f"a hand-over names an entry that is none of {count}.")
