@@ -11,6 +11,7 @@ import numpy as np
 
 from stalloc.compiled import njit
 from stalloc.core import arena, counters, handovers, pools, segments, stream_table
+from stalloc.core import tape as core_tape
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     ACTION_ALLOC,
@@ -159,6 +160,14 @@ class DeviceState:
         """Add a segment; False if the tables are full."""
         return bool(segments.give_segment(self.address, pool, address, size_bytes))
 
+    def general_pool(self, stream: int) -> int:
+        """The pool of a stream (index) whose segments are split; -1 if the table is full."""
+        return int(pools.general_pool(self.address, stream))
+
+    def unpin_pools(self, kind: int) -> None:
+        """The graphs that a private kind of pool served are gone: its free segments may go back."""
+        pools.unpin_pools(self.address, kind)
+
     def remove_free_segments(self, idle_passes: int = 0) -> dict[int, int]:
         """Take every segment without live blocks, not used in the last `idle_passes`, out: address -> bytes."""
         removed: dict[int, int] = {}
@@ -271,9 +280,21 @@ class DeviceState:
         assert arena_bytes >= self._arena_needs
         arena.serve_arena(self.address, address, arena_bytes)
 
+    def begin_step(self, begin: int, end: int, position: int) -> None:
+        """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
+        core_tape.begin_step(self.address, begin, end, position)
+
     def drop_tape(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
         self.write(mode=MODE_HEAP, ask_at_boundary=0, ask_after_misses=0)
+
+    def count_arena(self, arena_bytes: int) -> None:
+        """Count an arena that came from the device (negative: went back)."""
+        counters.count_arena(self.address, arena_bytes)
+
+    def arena_is_idle(self) -> bool:
+        """Whether nothing lives in the arena."""
+        return bool(arena.arena_is_idle(self.address))
 
     def forget_arena(self) -> int:
         """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it has to stay."""
@@ -320,12 +341,13 @@ class DeviceState:
         offsets = np.zeros(_MAX_KEPT, np.int64)
         retired = segments.retire_segments(self.address, np.array(addresses, np.int64), offsets) >= 0
         if not retired:
-            self._reuse(addresses)
+            for address in addresses:
+                self.reuse_segment(address)
         return bool(retired)
 
-    def _reuse(self, addresses: list[int]) -> None:
-        for address in addresses:
-            segments.reuse_segment(self.address, address)
+    def reuse_segment(self, address: int) -> None:
+        """Serve from a segment again, if it is retired."""
+        segments.reuse_segment(self.address, address)
 
     def resize_segment(self, address: int, size_bytes: int) -> bool:
         """Let a segment end elsewhere, where its memory has grown or is to shrink; False if a block is in the way."""
@@ -359,7 +381,8 @@ class DeviceState:
             if arena.serve_segments(self.address, column, size_bytes):
                 return True
             self.drop_tape()
-        self._reuse(addresses)
+        for address in addresses:
+            self.reuse_segment(address)
         return False
 
     @property

@@ -58,12 +58,12 @@ class Pool:
     def used_bytes(self) -> int:
         """Bytes that are allocated now, rounded up to 512 each."""
         controller = self._controller()
-        return self._own.used_bytes() + (controller.state["ALLOCATED"] if controller is not None else 0)
+        return self._own.used_bytes() + (controller.state.record.total.allocated_bytes if controller is not None else 0)
 
     def total_bytes(self) -> int:
         """Bytes taken from the device, used or not."""
         controller = self._controller()
-        return self._own.total_bytes() + (controller.state["RESERVED"] if controller is not None else 0)
+        return self._own.total_bytes() + (controller.state.record.reserved_bytes if controller is not None else 0)
 
     def free_bytes(self) -> int:
         """Bytes taken from the device that nobody uses now."""

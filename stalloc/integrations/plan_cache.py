@@ -96,7 +96,7 @@ class PlanCache:
         """
         if os.getpid() != runtime.pid:
             return  # a child of fork
-        used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
+        used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
             watched = any(controller.observed is not None for controller in used)

@@ -56,7 +56,7 @@ class History:
             settings = dataclasses.replace(controller.settings, keep_recording=self.enabled)
             controller.settings = settings
             if self.enabled:
-                controller.state.write(RECORDING=1)
+                controller.state.write(recording=1)
 
     def record_legacy(
         self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any
@@ -81,7 +81,7 @@ class History:
         if self.enabled and include_traces is not False:
             from stalloc.report.snapshot import snapshot_of
 
-            used = [controller for controller in controllers if controller.state["NUM_EVENTS"]]
+            used = [controller for controller in controllers if controller.state.record.num_events]
             recorded, _ = snapshot_of([controller.trace() for controller in used])
             for index, history in enumerate(recorded["device_traces"]):
                 wanted = [event for event in history if event["time_us"] >= self._begin_us]

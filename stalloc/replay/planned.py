@@ -21,6 +21,7 @@ import numpy as np
 from stalloc.compiled import njit
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, MAX_REQUEST, TINY
+from stalloc.core.entry import slow_entry
 from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
@@ -29,7 +30,6 @@ from stalloc.replay.model import check_rows, read_settings
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.entry import slow_entry
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
 from stalloc.trace.record import Column
@@ -126,7 +126,7 @@ class OfflineController(Controller):
     def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
         memory = self.device.malloc(size_bytes)
         if memory is None:
-            self.state["NUM_RETRIES"] += 1
+            self.state.record.num_retries += 1
             self.release_unused()
             memory = self.device.malloc(size_bytes)
         return memory
@@ -155,7 +155,7 @@ class OfflineController(Controller):
 
     def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
         """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-        self.state.write(LASTING=0, RECORDING=0, CHECK_AT=0)
+        self.state.write(allocating_persistent=0, recording=0, check_at=0)
         arena_bytes = round_up(peak_bytes)
         memory = self._malloc(arena_bytes) if arena_bytes else None
         if memory is None:
@@ -242,7 +242,7 @@ class Planned:
         self._plan_seconds = time.perf_counter() - began
         if self._controller.serve_recording(size, stream, made.offset, made.peak_bytes):
             self._plan_bytes = made.peak_bytes
-            self._words[_PEAK_RESERVED] = self._controller.state["RESERVED"]
+            self._words[_PEAK_RESERVED] = self._controller.state.record.reserved_bytes
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; see Allocator.feed."""
@@ -266,31 +266,31 @@ class Planned:
                 break
             if stop < num_events:
                 self._controller.release_unused()
-                reserved[stop], allocated[stop] = state["RESERVED"], words[_ALLOCATED]
+                reserved[stop], allocated[stop] = state.record.reserved_bytes, words[_ALLOCATED]
             start = stop + 1
         if failed >= 0:
-            reserved[failed:], allocated[failed:] = state["RESERVED"], words[_ALLOCATED]
+            reserved[failed:], allocated[failed:] = state.record.reserved_bytes, words[_ALLOCATED]
         return Fed(reserved, allocated, failed)
 
     def counters(self) -> Counters:
         """What was done so far."""
         state, device = self._controller.state, self._controller.device
         return Counters(
-            reserved_bytes=state["RESERVED"],
+            reserved_bytes=state.record.reserved_bytes,
             peak_reserved_bytes=int(self._words[_PEAK_RESERVED]),
             allocated_bytes=int(self._words[_ALLOCATED]),
             peak_allocated_bytes=int(self._words[_PEAK_ALLOCATED]),
             device_allocs=device.num_allocs,
             device_frees=device.num_frees,
-            retries=state["NUM_RETRIES"],
+            retries=state.record.num_retries,
             more={
-                "planned_hits": state["HITS"],
-                "unplanned": state["MISSES"],
-                "conflicts": state["CONFLICTS"],
-                "arena_bytes": state["ARENA_BYTES"],
+                "planned_hits": state.record.hits,
+                "unplanned": state.record.misses,
+                "conflicts": state.record.conflicts,
+                "arena_bytes": state.record.arena_bytes,
                 "plan_bytes": self._plan_bytes,
                 "plans": self._controller.num_plans,
-                "peak_reserved_since_plan_bytes": state.span_peak("RESERVED") if state["STEP_COUNT"] else 0,
+                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.step_count else 0,
             },
         )
 

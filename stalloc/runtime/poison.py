@@ -29,8 +29,8 @@ from stalloc.errors import CorruptionError
 from stalloc.runtime.poison_memory import PoisonMemory, memory_of
 
 if TYPE_CHECKING:
+    from stalloc.core.state import DeviceState
     from stalloc.device import Device
-    from stalloc.runtime.state import DeviceState
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
@@ -102,7 +102,7 @@ class Poison:
         block = self._owner(address) if address else None
         if self._memory is None or block is None or block.is_private:
             self._free(self.state.address, address)
-        elif self.state["PRIVATE"]:
+        elif self.state.record.private_kind:
             self._waiting.append(address)
         else:
             self._do(self._free_waiting)
@@ -111,7 +111,7 @@ class Poison:
             self._free(self.state.address, address)  # shared with others: `ending` comes when those are done
 
     def _free_waiting(self, memory: PoisonMemory) -> None:
-        while self._waiting and not self.state["PRIVATE"]:
+        while self._waiting and not self.state.record.private_kind:
             self.free(self._waiting.pop())
 
     def _begin(self, memory: PoisonMemory, address: int, requested: int, place: str) -> None:
@@ -149,7 +149,7 @@ class Poison:
         self._do(self._taken, base, size_bytes)
 
     def _taken(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
-        if self.state["PRIVATE"]:
+        if self.state.record.private_kind:
             self._of_graphs.add(base)
             return
         memory.fill(base, size_bytes, FREED, 0)
@@ -162,12 +162,12 @@ class Poison:
     def _returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         if base in self._of_graphs:
             self._of_graphs.discard(base)
-        elif not self.state["PRIVATE"] and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
+        elif not self.state.record.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
             self._name_writer(memory, base, size_bytes, "when it went back to the device")
 
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
-        if not self.state["PRIVATE"]:
+        if not self.state.record.private_kind:
             self._do(self._free_waiting)
             self._do(self._check)
 
@@ -178,10 +178,10 @@ class Poison:
             # a block that another thread has freed meanwhile holds FREED; that was looked at then
             if count and self._live.get(owner.address) is owner:
                 self._name_owner(memory, owner, "at the end of a step")
-        served = self.state["NUM_ALLOCS"]
+        served = self.state.record.total.num_allocs
         free = self._free_ranges()
         counts = memory.mismatches(free, FREED, None)
-        if self.state["NUM_ALLOCS"] == served:  # else some of it is another thread's by now
+        if self.state.record.total.num_allocs == served:  # else some of it is another thread's by now
             for (address, size), count in zip(free, counts, strict=True):
                 if count:
                     self._name_writer(memory, address, size, "at the end of a step")

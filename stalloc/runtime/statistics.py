@@ -56,12 +56,12 @@ class Report:
 def _planned_steps(controller: "Controller") -> list[Step]:
     """The whole passes over the ring, the one that just ended included."""
     state, steps = controller.state, controller.state.steps()
-    hits = state["HITS"] - state["HITS_BEFORE"]
-    seen = hits + state["STEP_MISSES"]
-    length = state["TAPE_LENGTH"] - state["RING_START"]
-    if state["CURSOR"] == state["RING_START"] and seen >= length > 0:
-        peaks = state["STEP_ALLOCATED_PEAK"], state["STEP_RESERVED_PEAK"]
-        steps.append(Step(0, hits, state["STEP_MISSES"], *peaks))
+    hits = state.record.hits - state.record.hits_before
+    seen = hits + state.record.step_misses
+    length = state.record.ring_end - state.record.ring_start
+    if state.record.cursor == state.record.ring_start and seen >= length > 0:
+        peaks = state.record.step_allocated_peak, state.record.step_reserved_peak
+        steps.append(Step(0, hits, state.record.step_misses, *peaks))
     return steps
 
 
@@ -95,11 +95,11 @@ def report(controller: "Controller") -> Report:
         planned_steps=len(steps) * per_ring,
         requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
         hit_rate=served / asked if asked else None,
-        hits=state["HITS"],
-        misses=state["MISSES"],
-        conflicts=state["CONFLICTS"],
-        allocated_peak_bytes=state.span_peak("ALLOCATED"),
-        reserved_peak_bytes=state.span_peak("RESERVED"),
+        hits=state.record.hits,
+        misses=state.record.misses,
+        conflicts=state.record.conflicts,
+        allocated_peak_bytes=state.allocated_peak_bytes,
+        reserved_peak_bytes=state.reserved_peak_bytes,
         observed_allocated_peak_bytes=observed.allocated_peak_bytes if observed is not None else None,
         observed_reserved_peak_bytes=observed.reserved_peak_bytes if observed is not None else None,
         plan_peak_bytes=plan.peak_bytes if plan is not None else None,
@@ -108,28 +108,29 @@ def report(controller: "Controller") -> Report:
         plans_made=controller.num_plans,
         step_ms=step_ms,
         observed_step_ms=_median_ms(before),
-        segment_allocs=state["NUM_SEGMENT_ALLOCS"],
-        segment_frees=state["NUM_SEGMENT_FREES"],
-        retries=state["NUM_RETRIES"],
-        out_of_memory_errors=state["NUM_OOMS"],
-        unknown_frees=state["NUM_UNKNOWN_FREES"],
+        segment_allocs=state.record.num_segment_allocs,
+        segment_frees=state.record.num_segment_frees,
+        retries=state.record.num_retries,
+        out_of_memory_errors=state.record.num_ooms,
+        unknown_frees=state.record.num_unknown_frees,
     )
 
 
 def out_of_memory_text(controller: "Controller", size_bytes: int) -> str:
     """What an out-of-memory error says: what was asked for, what there is, what to try."""
-    state = controller.state
+    state, record = controller.state, controller.state.record
     free, total = controller.device.memory_info()
     blocks = [block for segment in segments(state) for block in segment.blocks]
     live = sorted((block.requested_bytes for block in blocks), reverse=True)[:5]
     largest = ", ".join(f"{size / GIB:.2f} GiB" for size in live if size)
     largest_free = max((block.size_bytes for block in blocks if block.state == BLOCK_FREE), default=0)
-    arena = f", {state['ARENA_BYTES'] / GIB:.2f} GiB of it the plan's arena" if state["ARENA_BYTES"] else ""
+    arena = f", {state.record.arena_bytes / GIB:.2f} GiB of it the plan's arena" if state.record.arena_bytes else ""
     return (
         f"stalloc: out of memory on device {controller.device.index} "
         f"({controller.device.name}, {total / GIB:.2f} GiB): "
         f"tried to allocate {size_bytes / GIB:.2f} GiB ({size_bytes} bytes). "
-        f"Allocated {state['ALLOCATED'] / GIB:.2f} GiB, reserved {state['RESERVED'] / GIB:.2f} GiB{arena}, "
+        f"Allocated {record.total.allocated_bytes / GIB:.2f} GiB, "
+        f"reserved {record.reserved_bytes / GIB:.2f} GiB{arena}, "
         f"free on the device {free / GIB:.2f} GiB, largest free range {largest_free / GIB:.2f} GiB"
         f"{f', largest live blocks {largest}' if largest else ''}. "
         "To see what the program needs, run it on a virtual GPU: stalloc dryrun SCRIPT."

@@ -78,8 +78,8 @@ class Machine:
             hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
         else:
             hits, missed = 0, int((step.size > TINY).sum())
-        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state["RESERVED"], planned)
+        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state.record.reserved_bytes, planned)
 
     def _counts(self) -> tuple[int, int]:
         state = self.state
-        return state["HITS"], state["MISSES"] + state["CONFLICTS"]
+        return state.record.hits, state.record.misses + state.record.conflicts

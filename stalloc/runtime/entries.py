@@ -2,15 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from stalloc.core.entry import (  # noqa: F401
-    Handler,
-    core_entries,
-    cupy_entries,
-    free_by,
-    keep_whole_at_fork,
-    slow_entry,
-    torch_entries,
-)
+from stalloc.core.entry import Handler, free_by, slow_entry
 from stalloc.runtime.interruptions import is_interruption
 
 if TYPE_CHECKING:

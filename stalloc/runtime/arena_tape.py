@@ -1,3 +1,0 @@
-"""Old place."""
-
-from stalloc.core.arena_tape import ArenaTape, check  # noqa: F401

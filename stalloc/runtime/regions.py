@@ -1,3 +1,0 @@
-"""Old place."""
-
-from stalloc.core.regions import Region, moved_into  # noqa: F401

@@ -1,3 +1,0 @@
-"""Old place."""
-
-from stalloc.core.intrinsics import call3  # noqa: F401
