@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import FunctionPass, LoweringPass, register_pass
+from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
 
+_WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
@@ -90,12 +95,79 @@ def _tie(compiled: Any, function: Callable[..., Any]) -> None:
         compiled._cache = KeptCode(function, place, _stamp(sources))
 
 
+def _compile_once(dispatcher: Any) -> None:
+    """Let a constant argument be a number like any other: numba compiles a function anew for each constant."""
+    template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, kws: template(
+        tuple(types.unliteral(arg) for arg in args), {name: types.unliteral(arg) for name, arg in kws.items()}
+    )
+
+
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)`, cached and tied to the folder."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
+        _compile_once(dispatcher)
         _tie(dispatcher, function)
+        return dispatcher
+
+    return compile_later
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _LeaveUnfinished(FunctionPass):
+    """Make no machine code of a function: it is optimized as a part of those that call it, once."""
+
+    _name = "stalloc_leave_unfinished"
+
+    def __init__(self) -> None:
+        FunctionPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
+        library._optimize_final_module = lambda: None
+        library._finalize_final_module = lambda: setattr(library, "_finalized", True)
+        state.library = library
+        state.flags.no_compile = True
+        return True
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _NameUncallable(LoweringPass):
+    """Give a function without machine code an entry point that is its own: numba finds functions by it."""
+
+    _name = "stalloc_name_uncallable"
+
+    def __init__(self) -> None:
+        LoweringPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        # numba takes a builtin function only; this one is like no other, and raises whatever it is called with
+        entry: Any = {}.__getitem__
+        state.cr = state.cr._replace(cfunc=entry)
+        state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
+        return True
+
+
+class _InnerCompiler(CompilerBase):
+    """numba's compiler, up to where machine code would be made."""
+
+    def define_pipelines(self) -> list[Any]:
+        """The passes."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.add_pass_after(_NameUncallable, NativeLowering)
+        passes.add_pass_after(_LeaveUnfinished, NopythonTypeInference)
+        passes.finalize()
+        return [passes]
+
+
+def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(**options)` for what only compiled code calls; it is cached as a part of what calls it."""
+
+    def compile_later(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(pipeline_class=_InnerCompiler, **_WITHOUT_WRAPPERS, **options)(function)
+        _compile_once(dispatcher)
         return dispatcher
 
     return compile_later

@@ -41,7 +41,7 @@ def address(x):
 def _said(cache: Path, terminal: bool) -> str:
     """What a program that uses the compiled core says on its standard error."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
-    command = [sys.executable, "-c", "import stalloc.runtime.core"]
+    command = [sys.executable, "-c", "import stalloc.core.requests"]
     process = subprocess.Popen(command, stderr=theirs, env={**os.environ, "NUMBA_CACHE_DIR": str(cache)})
     assert process.wait(timeout=300) == 0
     os.write(theirs, b"|")

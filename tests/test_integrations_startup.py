@@ -173,7 +173,7 @@ torch.cuda.is_available(), torch.cuda.device_count()
 assert installing.current() is before is None
 x = torch.empty(1 << 20, device="cuda")
 state = installing.current().controllers[0].state
-print(state["NUM_LIVE"], torch.cuda.memory_allocated(), os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+print(state.record.total.num_live, torch.cuda.memory_allocated(), os.environ["PYTORCH_CUDA_ALLOC_CONF"])
 try:
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError:
@@ -194,7 +194,7 @@ import torch
 print(torch.cuda.memory.get_allocator_backend())
 x = torch.empty(1000, device="cuda")
 import stalloc.integrations.installing as installing
-print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory.get_allocator_backend())
+print(installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory.get_allocator_backend())
 """
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual", **conf)
@@ -246,7 +246,7 @@ import {order}
 import stalloc.integrations.installing as installing
 x = {"torch.ones(1000, device='cuda')" if order.startswith("cupy") else "cupy.ones(1000)"}
 y = {"cupy.ones(1000)" if order.startswith("cupy") else "torch.ones(1000, device='cuda')"}
-print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated())
+print(installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory_allocated())
 """
     done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
     assert done.stdout == f"2 {4096 + 8192}\n"
@@ -284,7 +284,7 @@ class Numbers(Dataset):
 def child(queue):
     import stalloc.integrations.installing as installing
     x = torch.ones(1 << 20, device="cuda")
-    queue.put([installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()])
+    queue.put([installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory_allocated()])
 
 if __name__ == "__main__":
     x = torch.ones(1000, device="cuda")

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
-    used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
+    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
     traces = [controller.trace() for controller in used]
     if not traces:
         raise BadInputError(
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
             "requests": trace.num_requests,
             "events": trace.num_events,
             "steps": int((trace.mark_kind == 0).sum()),
-            "allocated_peak_bytes": controller.state["ALLOCATED_PEAK"],
-            "reserved_peak_bytes": controller.state["RESERVED_PEAK"],
+            "allocated_peak_bytes": controller.state.record.total.allocated_peak,
+            "reserved_peak_bytes": controller.state.record.reserved_peak.total,
             "notes": trace.info["notes"],
         }
         for controller, trace in zip(used, traces, strict=True)

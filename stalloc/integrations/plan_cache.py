@@ -120,7 +120,7 @@ class PlanCache:
             say(f"no plan is kept for the next run ({type(error).__name__}: {error}).")
 
     def _update(self, runtime: "Runtime") -> None:
-        used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
+        used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
             watched = any(controller.observed is not None for controller in used)

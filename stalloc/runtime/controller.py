@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.host_memory import trim
+from stalloc.core.regions import moved_into
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
-from stalloc.runtime import core, layout
 from stalloc.runtime.admission import admit
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
-from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import is_interruption, start_thread
-from stalloc.runtime.regions import moved_into
 from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
 from stalloc.runtime.settings import Observed, Phase, Settings
 from stalloc.runtime.steps import Steps
@@ -111,38 +111,38 @@ class Controller(Arenas):
 
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
-        reason = request & ((1 << layout.REASON_BITS) - 1)
+        reason = request & ((1 << constants.REASON_BITS) - 1)
         with self._lock:
-            if reason == layout.NEED_SEGMENT:
-                return self._add_segment(request >> layout.REASON_BITS, argument)
-            if reason == layout.REFUSED:
-                return self._help_refused(request >> layout.REASON_BITS, argument)
-            if reason == layout.AT_BOUNDARY:
+            if reason == constants.NEED_SEGMENT:
+                return self._add_segment(request >> constants.REASON_BITS, argument)
+            if reason == constants.REFUSED:
+                return self._help_refused(request >> constants.REASON_BITS, argument)
+            if reason == constants.AT_BOUNDARY:
                 self._at_boundary()
-            elif reason == layout.CHECK:
+            elif reason == constants.CHECK:
                 self.look()
-            elif reason == layout.STALE:
+            elif reason == constants.STALE:
                 self._drop_plan("the program left the plan for good")
-            elif reason == layout.DEFER:
-                self._deferred.add(argument, capturing=self.state["PRIVATE"] != 0)
-            elif reason == layout.POLL:
+            elif reason == constants.DEFER:
+                self._deferred.add(argument, capturing=self.state.record.private_kind != 0)
+            elif reason == constants.POLL:
                 self._find_deferred()
                 self._deferred.poll()
         return True
 
     def recover(self, request: int, argument: int, error: BaseException) -> None:
         """Whatever `help` was at when an error stopped it: no memory is lost, and the heap serves."""
-        reason = request & ((1 << layout.REASON_BITS) - 1)
+        reason = request & ((1 << constants.REASON_BITS) - 1)
         with self._lock:
-            if reason == layout.DEFER:
+            if reason == constants.DEFER:
                 self._deferred.add(argument, capturing=True)  # its events come later
-            elif reason == layout.NEED_SEGMENT:
+            elif reason == constants.NEED_SEGMENT:
                 self.state.set_out_of_memory_text(
                     f"stalloc: a request of {argument} bytes was not served, since the way to memory failed "
                     f"({type(error).__name__}: {error}): try it again.",
                     _driver_status(error),
                 )
-            elif reason not in (layout.REFUSED, layout.POLL):
+            elif reason not in (constants.REFUSED, constants.POLL):
                 self._give_up(error)
             self._match_segments()
 
@@ -166,8 +166,8 @@ class Controller(Arenas):
                 self._end_lasting()
                 self.step_times_ns.append(time.monotonic_ns())
                 self._doubt_unmarked_plan()
-            if self.state["RECORDING"] or not self.marks:
-                self.marks.append((self.state["NUM_EVENTS"], kind, name))
+            if self.state.record.recording or not self.marks:
+                self.marks.append((self.state.record.num_events, kind, name))
             if kind == MARK_STEP:
                 try:
                     self._steps.at_mark()
@@ -187,11 +187,11 @@ class Controller(Arenas):
         """
         with self._lock:
             self._building = False
-            if self.phase is Phase.OBSERVING and self.settings.plan and not self.state["LASTING"]:
+            if self.phase is Phase.OBSERVING and self.settings.plan and not self.state.record.allocating_persistent:
                 self.release_unused()
-                if self.free_bytes() < _STATE_SHARE * self.state["ALLOCATED"]:
+                if self.free_bytes() < _STATE_SHARE * self.state.record.total.allocated_bytes:
                     self._save_memory()
-                self.state.write(LASTING=1)
+                self.state.write(allocating_persistent=1)
 
     def _is_built(self) -> bool:
         """Whether a program that has only made what lasts (a model) goes on with something else.
@@ -199,13 +199,13 @@ class Controller(Arenas):
         It does so once it has an optimizer, marks steps, or frees what it allocates.
         """
         state = self.state
-        served = state["NUM_ALLOCS"] - state["SMALL_ALLOCS"]
-        freed = served - (state["NUM_LIVE"] - state["SMALL_LIVE"])
+        served = state.record.total.num_allocs - state.record.small.num_allocs
+        freed = served - (state.record.total.num_live - state.record.small.num_live)
         return self.expects_marks or bool(self.marks) or freed > max(4, served // 8)
 
     def _end_lasting(self) -> None:
-        if self.state["LASTING"]:
-            self.state.write(LASTING=0)
+        if self.state.record.allocating_persistent:
+            self.state.write(allocating_persistent=0)
             self.release_unused()  # what did not last
 
     def _doubt_unmarked_plan(self) -> None:
@@ -216,7 +216,7 @@ class Controller(Arenas):
             self._drop_tape()
             self._steps.forget()
             self.phase, self._making = Phase.OBSERVING, None
-        elif self.phase is Phase.PLANNED and 10 * self.state["MISSES"] > self.state["HITS"]:
+        elif self.phase is Phase.PLANNED and 10 * self.state.record.misses > self.state.record.hits:
             self._drop_plan("the first plan did not follow the steps that are marked now")
 
     def begin_in_child(self) -> None:
@@ -232,7 +232,7 @@ class Controller(Arenas):
         self.pool = self.device.new_pool()
         self._segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
         self.state.drop_tape()
-        self.state.write(RECORDING=0, CHECK_AT=0, LASTING=0)
+        self.state.write(recording=0, check_at=0, allocating_persistent=0)
         self.phase, self.note = Phase.RESTING, "this process is a fork, which is not watched"
 
     # --- memory from the device
@@ -245,12 +245,12 @@ class Controller(Arenas):
             return True  # the core asks again for what it wants now
         kind = state.pool_kind(pool)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
-        if state["TIGHT"] and kind == layout.GENERAL_KIND:
+        if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
-        if self.phase is Phase.PLANNED and kind == layout.GENERAL_KIND:
+        if self.phase is Phase.PLANNED and kind == constants.GENERAL_KIND:
             wanted = least  # what the plan does not serve is the exception: it gets no more than it needs
         if self.phase is Phase.PLANNED:
-            state["ASK_AT_BOUNDARY"] = 1  # to give it back when it is no longer used
+            state.record.ask_at_boundary = 1  # to give it back when it is no longer used
         if self._take_segment(pool, wanted) or self._take_segment(pool, least):
             return True
         if self.state.largest_free_bytes() < size_bytes:  # else the core finds that block
@@ -272,7 +272,7 @@ class Controller(Arenas):
 
     def _help_refused(self, table: int, size_bytes: int) -> bool:
         """Make room in the table that is full, or say why the request of `size_bytes` is not served."""
-        if table == layout.FULL_STREAMS and self._forget_streams():
+        if table == constants.FULL_STREAMS and self._forget_streams():
             return True
         if table:
             self.state.set_out_of_memory_text(full_table_text(self.state, FULL_TABLES[table], size_bytes))
@@ -282,7 +282,7 @@ class Controller(Arenas):
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
-        if self.state["PRIVATE"]:
+        if self.state.record.private_kind:
             return False  # a capture must not wait for what the streams were at
         if self.phase in (Phase.PLANNED, Phase.PLANNING):
             self._drop_plan("the program uses ever new streams")
@@ -301,7 +301,7 @@ class Controller(Arenas):
             lacking, for_arena = self._lacking_bytes, self._arena_lacks_room
             self._lacking_bytes = 0
             if for_arena and self.phase is Phase.PLANNING:
-                self.state["ASK_AT_BOUNDARY"] = 1
+                self.state.record.ask_at_boundary = 1
         return lacking, for_arena
 
     def ask_for_room(self, arena_bytes: int) -> bool:
@@ -312,7 +312,8 @@ class Controller(Arenas):
         mapped = self._mapped_arena()
         if (
             self._has_room(arena_bytes - (mapped.size_bytes if mapped is not None else 0))
-            or max(sum(region.size_bytes for region in self._old_regions()), self.state["ARENA_BYTES"]) >= arena_bytes
+            or max(sum(region.size_bytes for region in self._old_regions()), self.state.record.arena_bytes)
+            >= arena_bytes
         ):
             return False
         self._lacking_bytes, self._arena_lacks_room = max(self._lacking_bytes, arena_bytes), True
@@ -329,33 +330,35 @@ class Controller(Arenas):
         self.phase, self._patience, self._look_at = Phase.OBSERVING, _PATIENCE, 0
         self.marks.clear()
         self._arena_lacks_room = False
-        self._reserved_start = self.state["RESERVED"]
+        self._reserved_start = self.state.record.reserved_bytes
         self._settled = False
-        self._building = self.settings.plan and self.state["NUM_ALLOCS"] == 0
-        self.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, LASTING=int(self._building), CHECK_AT=64)
+        self._building = self.settings.plan and self.state.record.total.num_allocs == 0
+        self.state.write(
+            recording=1, num_events=0, num_sizable=0, allocating_persistent=int(self._building), check_at=64
+        )
 
     def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
         self.phase, self.note = Phase.RESTING, note
         self._drop_tape()
         self.settle()
-        self.state.write(LASTING=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        self.state.write(allocating_persistent=0, recording=int(self.settings.keep_recording), check_at=0)
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
         from stalloc.trace.recorder import from_recorded
 
         events = self.state.recorded()
-        tags = events[:, layout.E_ACTION]
+        tags = events["action"]
         action = tags & 0xFF
-        raw = [int(stream) for stream in self.state.streams[: self.state["NUM_STREAMS"]]]
+        raw = self.state.tables.streams["value"][: self.state.record.num_streams].tolist()
         return from_recorded(
             self.device.index,
             action,
-            events[:, layout.E_ADDRESS].view(np.uint64),
-            events[:, layout.E_SIZE],
+            events["address"].view(np.uint64),
+            events["requested_bytes"],
             tags >> 8,
-            events[:, layout.E_TIME],
+            events["time_ns"],
             self.marks,
             raw,
             reserved_start_bytes=self._reserved_start,
@@ -363,7 +366,9 @@ class Controller(Arenas):
             info={
                 "device_name": self.device.name,
                 "total_bytes": self.device.total_bytes,
-                "notes": [] if self.state["RECORDING"] else ["the record's table filled up: later events are missing"],
+                "notes": []
+                if self.state.record.recording
+                else ["the record's table filled up: later events are missing"],
             },
         )
 
@@ -376,18 +381,18 @@ class Controller(Arenas):
         if self.phase is not Phase.OBSERVING or not self.settings.plan:
             return
         state = self.state
-        if not state["RECORDING"]:
+        if not state.record.recording:
             self.rest("no repeating step was found before the record's table was full")
             return
         num_steps = sum(kind == MARK_STEP for _, kind, _ in self.marks)
-        if num_steps > _EAGER_MARKS and state["NUM_SIZABLE"] < self._look_at:
+        if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
             return
-        self._look_at = state["NUM_SIZABLE"] * 5 // 4
+        self._look_at = state.record.num_sizable * 5 // 4
         # marks come at the right moments; without them, look again when the record has grown by a quarter
-        state["CHECK_AT"] = 0 if self.marks or self.expects_marks else state["NUM_SIZABLE"] * 5 // 4 + 64
+        state.record.check_at = 0 if self.marks or self.expects_marks else state.record.num_sizable * 5 // 4 + 64
         if (self.marks and num_steps < self.settings.observe_steps) or (self.expects_marks and not self.marks):
             return
-        if self._arena is not None and self.state["ARENA_LIVE"]:
+        if self._arena is not None and self.state.record.arena_live:
             return  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
         try:
             self._start_planning(num_steps)
@@ -401,7 +406,7 @@ class Controller(Arenas):
         from stalloc.lifespans.tape import fold
 
         trace = self.trace()
-        sizable = np.flatnonzero(trace.size > layout.TINY)
+        sizable = np.flatnonzero(trace.size > constants.TINY)
         # layers and microbatches repeat too: without marks only what fills most of the record is a step
         if self.marks:
             period = find_step_period(trace)
@@ -435,11 +440,11 @@ class Controller(Arenas):
         """Follow the ring of a tape from an entry on without serving it, and ask when it begins again."""
         ring = slice(tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
-        self.state.write(CHECK_AT=0)
+        self.state.write(check_at=0)
         self.state.install_tape(
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
-        self.state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
+        self.state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
 
     @property
     def observed_trace(self) -> "Trace | None":
@@ -460,11 +465,11 @@ class Controller(Arenas):
                 self._drop_plan("somebody else took the memory of the arena")
                 return
             # what the switch left behind in the old segments has died meanwhile
-            self.state["ASK_AFTER_MISSES"] = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
+            self.state.record.ask_after_misses = 8 * len(self.plan.tape_size) + 1024 if self.plan is not None else 0
             self._release_at_boundaries -= 1
             # and then what a step needed that deviated: segments that no pass uses any more
             self.release_unused(0 if self._release_at_boundaries > 0 else _IDLE_PASSES)
-            self.state["ASK_AT_BOUNDARY"] = int(
+            self.state.record.ask_at_boundary = int(
                 self._release_at_boundaries > -_SHRINK_PASSES * (self._too_large is not None)
                 or len(self._segments) > self._segments_kept
                 or bool(self._retired)
@@ -477,7 +482,7 @@ class Controller(Arenas):
             return
         wait, self._wait_seconds = self._wait_seconds, 0.0
         if not making.done.wait(wait):
-            self.state["ASK_AT_BOUNDARY"] = 1
+            self.state.record.ask_at_boundary = 1
             return
         self._making = None
         self.steps_per_ring = making.tape.ring_length // making.tape.period_requests
@@ -493,18 +498,18 @@ class Controller(Arenas):
         """Keep what the steps before the plan were like, and end watching."""
         state = self.state
         self.observed = Observed(
-            allocated_peak_bytes=state.span_peak("ALLOCATED"),
-            reserved_peak_bytes=state.span_peak("RESERVED"),
-            num_requests=state["NUM_ALLOCS"],
+            allocated_peak_bytes=state.allocated_peak_bytes,
+            reserved_peak_bytes=state.reserved_peak_bytes,
+            num_requests=state.record.total.num_allocs,
             seconds=time.monotonic() - self._began,
         )
         self.release_unused()
         recording = self.settings.keep_recording or (bool(self.marks) and self._steps.goes_on())
-        state.write(LASTING=0, RECORDING=int(recording), CHECK_AT=0)
+        state.write(allocating_persistent=0, recording=int(recording), check_at=0)
 
     def _switch(self, making: _Making) -> None:
         self.note_observed()
-        if not self.state["RECORDING"]:
+        if not self.state.record.recording:
             self.state.forget_record()
         plan, tape = making.plan, making.admitted
         assert plan is not None
@@ -525,7 +530,7 @@ class Controller(Arenas):
             self._follow(making.tape, 0)
         else:
             self.rest(
-                f"an arena of {plan.peak_bytes} bytes does not fit beside the {self.state['RESERVED']} bytes "
+                f"an arena of {plan.peak_bytes} bytes does not fit beside the {self.state.record.reserved_bytes} bytes "
                 "that hold live blocks"
             )
 
@@ -536,7 +541,7 @@ class Controller(Arenas):
         is usual; where it is nearly all, the plan gains nothing.
         """
         assert self.observed is not None
-        needed, held = self.state["RESERVED"] + tape.arena_bytes, self.observed.reserved_peak_bytes
+        needed, held = self.state.record.reserved_bytes + tape.arena_bytes, self.observed.reserved_peak_bytes
         regions = self._old_regions()
         if moved_into(regions, tape.size, tape.stream, tape.offset) is not None:
             needed -= sum(region.size_bytes for region in regions)  # it is taken over
@@ -552,17 +557,17 @@ class Controller(Arenas):
         A plan that is found later takes it over.
         """
         state = self.state
-        if self._settled or state["TIGHT"]:
+        if self._settled or state.record.memory_is_short:
             return
         self._settled = True
         events = state.recorded()
-        tags = events[:, layout.E_ACTION]
-        allocs = (tags & 0xFF) == layout.ACTION_ALLOC
-        by_stream = np.bincount(tags[allocs] >> 8, weights=events[allocs, layout.E_SIZE], minlength=1)
-        state.write(LASTING=0)
+        tags = events["action"]
+        allocs = (tags & 0xFF) == constants.ACTION_ALLOC
+        by_stream = np.bincount(tags[allocs] >> 8, weights=events["requested_bytes"][allocs], minlength=1)
+        state.write(allocating_persistent=0)
         self.release_unused()
-        pool = core.general_pool(state.address, int(by_stream.argmax()))
-        size_bytes = round_up(max(0, state.span_peak("ALLOCATED") - state["ALLOCATED"]))
+        pool = state.general_pool(int(by_stream.argmax()))
+        size_bytes = round_up(max(0, state.allocated_peak_bytes - state.record.total.allocated_bytes))
         memory = self._malloc(size_bytes, for_arena=True) if size_bytes and pool >= 0 else None
         if memory is not None:
             self._segments[memory.ptr] = memory
@@ -581,7 +586,7 @@ class Controller(Arenas):
         self.phase, self.num_plans, self._making = Phase.PLANNED, self.num_plans + 1, None
         self.planned_since_ns, self.note = time.monotonic_ns(), ""
         self.plan = plan
-        self.state["ASK_AFTER_MISSES"] = ask_after_misses
+        self.state.record.ask_after_misses = ask_after_misses
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -591,9 +596,9 @@ class Controller(Arenas):
             raise PlanError(
                 "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
             )
-        if self.state["NUM_ALLOCS"]:
+        if self.state.record.total.num_allocs:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
-        self.state.write(LASTING=0, RECORDING=int(self.settings.keep_recording), CHECK_AT=0)
+        self.state.write(allocating_persistent=0, recording=int(self.settings.keep_recording), check_at=0)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
         if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
             free, total = self.device.memory_info()
@@ -608,16 +613,18 @@ class Controller(Arenas):
             return
         self._making = None
         self._steps.forget()
-        crowded = self.state["CONFLICTS"] > self.state["MISSES"]
+        crowded = self.state.record.conflicts > self.state.record.misses
         self._drop_tape()
         if crowded:
             self._old_arena = []  # something lives on there for long: the next plan gets another arena
-        misled = 4 * self.state["MISSES"] > self.state["HITS"]  # not a step that changed after it had served long
+        misled = (
+            4 * self.state.record.misses > self.state.record.hits
+        )  # not a step that changed after it had served long
         # what counts is drift that goes on: a plan that served for long begins the count anew
-        served_long = self.state["STEP_COUNT"] >= _SERVED_LONG
+        served_long = self.state.record.step_count >= _SERVED_LONG
         self._plans_in_a_row = 1 if served_long else self._plans_in_a_row + 1
         if misled and self.observed is not None and not self.marks:  # found in this run, without marks: look for longer
-            self._min_period = max(4, self.state["TAPE_LENGTH"] - self.state["RING_START"] + 1)
+            self._min_period = max(4, self.state.record.ring_end - self.state.record.ring_start + 1)
         if self._plans_in_a_row >= self.settings.max_plans or not self.settings.plan:
             self.rest(f"{note} (after {self.num_plans} plans)")
             return
@@ -630,7 +637,7 @@ class Controller(Arenas):
             if self.phase in (Phase.PLANNED, Phase.PLANNING):
                 self.rest("the plan was dropped on request")
             self.phase = Phase.RESTING
-            self.state.write(RECORDING=int(self.settings.keep_recording), CHECK_AT=0, LASTING=0)
+            self.state.write(recording=int(self.settings.keep_recording), check_at=0, allocating_persistent=0)
 
 
 def _driver_status(error: BaseException) -> int:

@@ -9,13 +9,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from stalloc.core import constants
+from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
 from stalloc.device.mapped import MappedRange
-from stalloc.runtime import core, layout
 from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.settings import Phase, Settings
-from stalloc.runtime.state import DeviceState
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
@@ -61,12 +61,12 @@ class DeviceMemory:
         """
         import cupy
 
-        capturing = relaxed_capture() if self.state["PRIVATE"] else contextlib.nullcontext()
+        capturing = relaxed_capture() if self.state.record.private_kind else contextlib.nullcontext()
         with cupy.cuda.Device(self.device.index), capturing:
             for retry in (False, True):
                 if retry:
-                    self.state["NUM_RETRIES"] += 1
-                    if not self.state["PRIVATE"]:  # a capture must not wait for events
+                    self.state.record.num_retries += 1
+                    if not self.state.record.private_kind:  # a capture must not wait for events
                         self._find_deferred()
                         self._deferred.wait()
                     self.release_unused()
@@ -83,7 +83,9 @@ class DeviceMemory:
 
     def _new_range(self, size_bytes: int) -> MappedRange | None:
         """A range of addresses with so much memory; None if arenas are not to be mapped, or cannot be."""
-        memory = self.device.new_range() if self.settings.arena == "mapped" and not self.state["PRIVATE"] else None
+        memory = (
+            self.device.new_range() if self.settings.arena == "mapped" and not self.state.record.private_kind else None
+        )
         if memory is None or not memory.grow(size_bytes):
             return None
         self._ranges.add(memory)
@@ -114,8 +116,8 @@ class DeviceMemory:
 
     def _save_memory(self) -> None:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state["TIGHT"] and self.phase is not Phase.PLANNED:
-            self.state.write(TIGHT=1)
+        if not self.state.record.memory_is_short and self.phase is not Phase.PLANNED:
+            self.state.write(memory_is_short=1)
 
     def release_unused(self, idle_passes: int = 0) -> None:
         """Give back to the device what holds no live block: free segments, an arena that is no longer served.
@@ -141,7 +143,7 @@ class DeviceMemory:
 
     def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
-        return self.state.take_free_segments(idle_passes)
+        return self.state.remove_free_segments(idle_passes)
 
     def _match_segments(self) -> None:
         """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
@@ -149,7 +151,7 @@ class DeviceMemory:
 
     def _let_go(self, memory: Any) -> None:
         """Memory is not used any more; what is mapped waits until no graph is captured."""
-        if not self.state["PRIVATE"]:
+        if not self.state.record.private_kind:
             self._kept_mapped.clear()
         elif isinstance(memory, MappedRange):
             self._kept_mapped.append(memory)
@@ -163,7 +165,7 @@ class DeviceMemory:
 
     def _find_deferred(self) -> None:
         """Know of freed blocks of which an interruption kept the word back."""
-        if self.state["NUM_DEFERRED"] > len(self._deferred):
+        if self.state.record.num_deferred > len(self._deferred):
             for address in self.state.deferred_blocks():
                 self._deferred.add(address, capturing=True)  # its events come later
 
@@ -179,18 +181,18 @@ class DeviceMemory:
             kind, users = self._private.get(graph_pool, (0, 0))
             if not self._counted.get(me):
                 if users == 0:
-                    unused = layout.PRIVATE_KINDS + len(self._private)
+                    unused = constants.PRIVATE_KINDS + len(self._private)
                     kind = self._spare_kinds[-1] if self._spare_kinds else unused
                 if users == 0 and self._spare_kinds:
                     del self._spare_kinds[-1]
                 self._private[graph_pool] = kind, users + 1
                 self._counted[me] = True
-            self.state["PRIVATE"] = kind
+            self.state.record.private_kind = kind
         self._counted[me] = False
 
     def end_capture(self) -> None:
         """The capture is over; what it allocated stays where it is."""
-        self.state["PRIVATE"] = 0
+        self.state.record.private_kind = 0
 
     def release_capture(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""
@@ -201,7 +203,7 @@ class DeviceMemory:
                 if users > 1:
                     self._private[graph_pool] = kind, users - 1
                 elif users == 1:
-                    core.release_private(self.state.address, kind)
+                    self.state.unpin_pools(kind)
                     del self._private[graph_pool]
                     self._spare_kinds += (kind,)
                 self._counted[me] = True

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.runtime import core
-from stalloc.runtime.host_memory import trim
+from stalloc.core.constants import AT_ANY_REQUEST, MODE_REPLAY
+from stalloc.core.host_memory import trim
 from stalloc.runtime.interruptions import start_thread
-from stalloc.runtime.layout import AT_ANY_REQUEST, MODE_REPLAY
 from stalloc.runtime.settings import Phase
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
+    from stalloc.core.arena_tape import ArenaTape
     from stalloc.lifespans.tape import Tape
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout
-    from stalloc.runtime.arena_tape import ArenaTape
     from stalloc.runtime.controller import Controller
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
@@ -136,13 +135,13 @@ class Steps:
                 # before the first request of a step less may live in the arena, if nothing is lent from it any more
                 self._waiting, self._waits = search, 0
                 controller.stop_lending()
-                controller.state["ASK_AT_BOUNDARY"] = 1
+                controller.state.record.ask_at_boundary = 1
             else:
                 self._put_in_force(search)
         self._note_step()
         if controller.phase is Phase.PLANNED:
             missed, share = self._missed()
-            wasted = _WASTE * controller.state["STEP_ALLOCATED_PEAK"] < controller.state["RESERVED"]
+            wasted = _WASTE * controller.state.record.step_allocated_peak < controller.state.record.reserved_bytes
             if share * _UNKNOWN_SHARE > 1 and wasted:
                 controller.release_unused()  # no pass over the plan ends, after which unused segments go back
             self._watch(missed > 0)
@@ -156,8 +155,8 @@ class Steps:
 
     def _ask_at_first_request(self) -> None:
         """Whoever wants to hear of the begin of a ring hears of it, whichever kind of step comes."""
-        if self._controller.state["ASK_AT_BOUNDARY"]:
-            self._controller.state["ASK_AT_BOUNDARY"] = AT_ANY_REQUEST
+        if self._controller.state.record.ask_at_boundary:
+            self._controller.state.record.ask_at_boundary = AT_ANY_REQUEST
 
     def at_first_request(self) -> bool:
         """The first request after a mark is asked for: whether a plan was waiting for it."""
@@ -166,7 +165,7 @@ class Steps:
             return False
         self._waits += 1
         if self._waits <= _MOST_WAITS and self._controller.holds_twice(search.admitted):
-            self._controller.state["ASK_AT_BOUNDARY"] = 1  # should no mark come
+            self._controller.state.record.ask_at_boundary = 1  # should no mark come
             return True
         self._waiting = None
         self._put_in_force(search)
@@ -176,9 +175,9 @@ class Steps:
     def _note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
         controller = self._controller
-        num_allocs, self._num_allocs = self._num_allocs, controller.state["NUM_ALLOCS"]
+        num_allocs, self._num_allocs = self._num_allocs, controller.state.record.total.num_allocs
         self._last_allocs = self._num_allocs - num_allocs
-        if not controller.state["RECORDING"]:
+        if not controller.state.record.recording:
             return
         bounds = [*itertools.islice((event for event, kind, _ in controller.marks[::-1] if kind == MARK_STEP), 2)]
         if len(bounds) < 2:
@@ -211,7 +210,7 @@ class Steps:
     def _missed(self) -> tuple[int, float]:
         """Requests of the step that just ended which the plan did not serve, and their share."""
         state = self._controller.state
-        counts = state["HITS"], state["MISSES"] + state["CONFLICTS"]
+        counts = state.record.hits, state.record.misses + state.record.conflicts
         fresh = self._plans == self._controller.num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, self._controller.num_plans
@@ -222,22 +221,22 @@ class Steps:
         state = self._controller.state
         if self.tapes is not None:
             begins = self.tapes.begins
-            followed = int(np.searchsorted(begins, state["RING_START"], side="right")) - 1
+            followed = int(np.searchsorted(begins, state.record.ring_start, side="right")) - 1
             self._followers[self._before] = followed
             self._before = self._before[1], followed
             expected = self._followers.get(self._before, followed)
             begin = begins[expected]
-            core.begin_step(state.address, begin, begin + len(self.tapes.kinds[expected].size), begin)
+            state.begin_step(begin, begin + len(self.tapes.kinds[expected].size), begin)
         elif self._positions:
-            cursor, length = state["CURSOR"], state["TAPE_LENGTH"] - state["RING_START"]
-            places = np.array(self._positions) + state["RING_START"]
+            cursor, length = state.record.cursor, state.record.ring_end - state.record.ring_start
+            places = np.array(self._positions) + state.record.ring_start
             apart = np.abs((cursor - places + length // 2) % length - length // 2)
             nearest = int(apart.argmin())
             if apart[nearest] > _NEAR:
                 nearest = (self._current + 1) % len(places)
-                core.begin_step(state.address, state["RING_START"], state["TAPE_LENGTH"], int(places[nearest]))
+                state.begin_step(state.record.ring_start, state.record.ring_end, int(places[nearest]))
             elif apart[nearest] == 0:
-                core.begin_step(state.address, state["RING_START"], state["TAPE_LENGTH"], cursor)
+                state.begin_step(state.record.ring_start, state.record.ring_end, cursor)
             self._current = nearest
 
     # --- kinds
@@ -293,13 +292,13 @@ class Steps:
             self._next_pause *= 2
             state.forget_record()
             self._forget_record()
-        elif state["NUM_EVENTS"] > _MOST_EVENTS or not state["RECORDING"]:
+        elif state.record.num_events > _MOST_EVENTS or not state.record.recording:
             self._begin_record()
 
     def _begin_record(self) -> None:
         controller = self._controller
         controller.marks[:] = [(0, MARK_STEP, "")]
-        controller.state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, CHECK_AT=0)
+        controller.state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
         self._forget_record()
 
     def _start_search(self, trace: "Trace") -> None:
@@ -324,15 +323,15 @@ class Steps:
         if not controller.put_in_force(admitted, tapes.largest_plan, ask_after_misses=64 * longest + 1024):
             self._watched, self._pause = 0, self._next_pause
             self._refused |= self._planned  # as long as the program runs: it would be tried at every mark
-            if controller.state["MODE"] != MODE_REPLAY:
+            if controller.state.record.mode != MODE_REPLAY:
                 controller.rest("an arena for all kinds of steps does not fit beside what lives")
             return
         controller.steps_per_ring = 1
         self.tapes, self._positions = tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
-        if controller.state["NUM_EVENTS"]:
-            controller.state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+        if controller.state.record.num_events:
+            controller.state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:
             self._begin_record()  # planning took long: what was recorded is gone
 
