@@ -1,8 +1,10 @@
 """The package as a user meets it first: a light import, a version, help that tells exit codes and --json."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +67,10 @@ def test_wrong_usage_ends_with_exit_code_2_and_no_traceback(arguments: tuple[str
     assert done.returncode == 2
     assert done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_security_md_promises_is_held_by_tests_that_exist() -> None:
+    root = Path(__file__).parents[1]
+    named = re.findall(r"`((?:tests|scripts)/[\w/]+(?:\.py)?)`", (root / "SECURITY.md").read_text())
+    assert len(named) > 12
+    assert [name for name in named if not (root / name).is_file()] == []

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
-from stalloc.trace.sites import printable
 from stalloc.trace.sources.events import MAX_ADDRESS, MAX_SIZE_BYTES, Mark, NewestFirst, make_trace, whole_number
 from stalloc.trace.sources.json_text import decode, list_elements
 
@@ -243,7 +243,7 @@ def _converter_notes(path: Path, data: bytes) -> list[str] | None:
     if spans is None:
         return None
     listed = [decode(path, data[begin:end], "a note") for begin, end in zip(spans[0][:20], spans[1][:20], strict=True)]
-    return [printable(note[:300]) for note in listed if isinstance(note, str)]
+    return [printable(note, 300) for note in listed if isinstance(note, str)]
 
 
 def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.trace.header import is_plain
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Column
-from stalloc.trace.sites import printable
 
 
 class Budget:
@@ -51,8 +51,8 @@ class SnapshotNotes:
             notes, source = said["notes"][:20], said["source"]
             if not all(isinstance(text, str) for text in [*notes, source]):
                 raise TypeError("a note that is no text")
-            info["notes"] = [printable(note[:300]) for note in notes]
-            info["converted_from"] = printable(source[:100])
+            info["notes"] = [printable(note, 300) for note in notes]
+            info["converted_from"] = printable(source, 100)
         if self._settings is not None:
             info["allocator_settings"] = dict(self._settings)
         return info
