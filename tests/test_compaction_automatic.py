@@ -37,7 +37,8 @@ for nth in range(14):
     if sys.argv[2] == "marks":
         stalloc.step()
 moved = len(allowed.relocations) if sys.argv[1] == "allowed" else 0
-print(json.dumps([CONTROLLER.phase.name, moved, CONTROLLER.note, STATE["ALLOCATED"] // MIB, STATE["NUM_OOMS"]]))
+status = CONTROLLER.status
+print(json.dumps([status.phase.name, moved, status.note, STATE["ALLOCATED"] // MIB, STATE["NUM_OOMS"]]))
 """
 )
 
@@ -149,7 +150,7 @@ except torch.OutOfMemoryError:
     refused = True
 stalloc.compact(kept, needed_bytes=230 * MIB)
 large = new(230 * MIB)
-print(json.dumps([refused, large.numel() // MIB, CONTROLLER.pool.get_limit(), STATE["RESERVED_PEAK"]]))
+print(json.dumps([refused, large.numel() // MIB, CONTROLLER.memory.source.limit_bytes, STATE["RESERVED_PEAK"]]))
 """,
         MEMORY=str(1 << 30),
     )

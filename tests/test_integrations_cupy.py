@@ -133,7 +133,7 @@ before = stalloc.statistics()[0]
 extra = cp.empty(MIB // 2, dtype=cp.uint8)
 run(400, extra)
 after = stalloc.statistics()[0]
-CONTROLLER.release_unused()
+CONTROLLER.memory.release_unused()
 print(json.dumps([before.phase, after.phase, after.hit_rate, STATE["RESERVED"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]))
 """
     )
@@ -272,7 +272,7 @@ atexit.register(lambda: cp.empty(40 * MIB, dtype=cp.uint8))
 for _ in range(6):
     for i in range(3000):
         a = cp.empty(600 + 512 * (i % 700), dtype=cp.uint8)
-    CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+    CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
     stalloc.step()
 sys.keep = a
 """,
@@ -338,7 +338,7 @@ used = pool.used_bytes()
 same = bool((old.get() == 7).all())
 live = STATE["NUM_LIVE"]
 del old
-CONTROLLER.release_unused()
+CONTROLLER.memory.release_unused()
 print(json.dumps([used, same, live, STATE["NUM_LIVE"], STATE["RESERVED"]]))
 """
     )

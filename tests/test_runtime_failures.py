@@ -57,7 +57,7 @@ def program(marked):
                 size = MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)
                 held.append(alloc(size))
                 if i % 3 == 0:
-                    CONTROLLER.share(held[-1].ptr, streams[0].ptr)
+                    CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
             except cp.cuda.memory.OutOfMemoryError:
                 refused += 1
         if marked:
@@ -73,8 +73,8 @@ def left_over():
     RUNTIME.rest()
     names = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "NUM_DEFERRED", "ARENA_BYTES", "NUM_LEASES", "LOCK"
     found = {name: STATE[name] for name in names if STATE[name]}
-    if virtual.used_bytes() or CONTROLLER._segments:
-        found["held"] = [virtual.used_bytes(), len(CONTROLLER._segments)]
+    if virtual.used_bytes() or CONTROLLER.memory.segments:
+        found["held"] = [virtual.used_bytes(), len(CONTROLLER.memory.segments)]
     RUNTIME.resume()
     return found
 
@@ -119,7 +119,7 @@ for marked in (True, False):
         if found:
             left.append([marked, nth + 1, found])
             break
-        planned += CONTROLLER.num_plans
+        planned += CONTROLLER.status.num_plans
 print(json.dumps([total, refused, left, planned]))
 """
     )
@@ -171,11 +171,11 @@ def program(marked):
         for i in range(8):
             held.append(alloc(MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)))
             if i % 3 == 0:
-                CONTROLLER.share(held[-1].ptr, streams[0].ptr)
+                CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
         if marked:
             stalloc.step()
         if step == 12:
-            CONTROLLER.release_unused()
+            CONTROLLER.memory.release_unused()
 
 def overlaps():
     spans = sorted((block.ptr, block.ptr + block.mem.size) for block in held)
@@ -204,7 +204,7 @@ for number in range(rounds):
     found = left_over()
     if found:
         wrong.append([number, found])
-print(json.dumps([fired, sorted(set(range(1, fired + 1)) - set(heard)), wrong, CONTROLLER.num_plans]))
+print(json.dumps([fired, sorted(set(range(1, fired + 1)) - set(heard)), wrong, CONTROLLER.status.num_plans]))
 """
 
 
@@ -251,11 +251,11 @@ with torch.cuda.stream(stream):
     block = new(MIB)
     heard.append(interrupted(torch._C._CUDAGraph.capture_end, graph))
     after = STATE["PRIVATE"]
-kinds = len(CONTROLLER._private)
+kinds = len(CONTROLLER.captures.pools)
 del block
 heard.append(interrupted(torch._C._CUDAGraph.reset, graph))
 again = new(5 * MIB)
-print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER._private), STATE["NUM_OOMS"]]))
+print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools), STATE["NUM_OOMS"]]))
 """
     )
     assert results == [[True] * 6, 1, True, 0, 1, 0, 0]
@@ -269,18 +269,18 @@ def test_a_word_of_a_freed_block_that_comes_late_takes_nothing_from_the_next_one
 stream = cp.cuda.Stream(non_blocking=True)
 block = alloc(3 * MIB)
 address = block.ptr
-CONTROLLER.share(address, stream.ptr)
+CONTROLLER.memory.share(address, stream.ptr)
 holder = [block]
 del block
 late = threading.Thread(target=holder.clear)
-with CONTROLLER._lock:
+with CONTROLLER.lock:
     late.start()
     while not STATE["NUM_DEFERRED"]:
         pass
     CONTROLLER.help(layout.POLL, 0)  # finds it, and its events are over
     block = alloc(3 * MIB)
     same = block.ptr == address
-    CONTROLLER.share(address, stream.ptr)
+    CONTROLLER.memory.share(address, stream.ptr)
 late.join()
 CONTROLLER.help(layout.POLL, 0)
 recorded, record = [], cp.cuda.runtime.eventRecord
@@ -306,7 +306,7 @@ def deeper(size):
         pass
 sys.setrecursionlimit(150)
 deeper(11 * MIB)
-print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.note, STATE["NUM_OOMS"]]))
+print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE["NUM_OOMS"]]))
 """
     )
     assert depths > 20
@@ -372,8 +372,8 @@ for marked in (True, False):
                 refused += attempt(make, marked)
                 POOL.failing = range(0)
                 found = left_over()
-                refused_now, plans = attempt(make, marked), CONTROLLER.num_plans
-                planned += CONTROLLER.phase.value == "running on the plan"
+                refused_now, plans = attempt(make, marked), CONTROLLER.status.num_plans
+                planned += CONTROLLER.status.phase.value == "running on the plan"
                 found |= left_over()
                 if found or refused_now:
                     wrong.append([marked, nth, many, found, refused_now])

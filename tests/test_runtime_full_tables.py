@@ -162,7 +162,7 @@ def step():
     stalloc.step()
 for _ in range(8):
     step()
-phases = [CONTROLLER.phase.value]
+phases = [CONTROLLER.status.phase.value]
 kept = []
 for i in range(1500):
     kept.append(cp.cuda.Stream(non_blocking=True))
@@ -173,7 +173,7 @@ for i in range(1500):
         step()
 for _ in range(12):
     step()
-phases.append(CONTROLLER.phase.value)
+phases.append(CONTROLLER.status.phase.value)
 show(phases, texts, left_over())
 """
     )

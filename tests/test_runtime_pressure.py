@@ -69,7 +69,7 @@ class Program:
     def unserved(self, capacity_bytes: int) -> Iterator[int]:
         """Run it under the runtime, without a plan in force; yields the sizes (bytes) that were not served."""
         controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
-        controller.expects_marks = True
+        controller.watching.expects_marks = True
         address: dict[int, int] = {}
         for entry in self.script:
             if entry == LASTING:

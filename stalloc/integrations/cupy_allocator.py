@@ -90,7 +90,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         status = controller.state["FAILED"]
         if status:
             return CUDARuntimeError(status)
-        error = OutOfMemoryError(nbytes, controller.state["RESERVED"], controller.pool.get_limit())
+        error = OutOfMemoryError(nbytes, controller.state["RESERVED"], controller.memory.source.limit_bytes)
         error.args = (controller.state.out_of_memory_text,)
         return error
 

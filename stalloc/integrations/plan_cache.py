@@ -99,12 +99,14 @@ class PlanCache:
         used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
-            watched = any(controller.observed is not None for controller in used)
+            watched = any(controller.status.observed is not None for controller in used)
             if not watched and not any(_is_stale(report) for report in runtime.reports()):
                 return
             self.remove()
         try:
-            found = [(c.observed_trace, c.settings) for c in used if c.observed_trace is not None]
+            found = [
+                (c.recording.observed_trace, c.status.settings) for c in used if c.recording.observed_trace is not None
+            ]
             self._keep(found)
         except Exception as error:  # the program is over: nothing of ours may spoil its ending
             print(f"stalloc: no plan is kept for the next run ({type(error).__name__}: {error}).", file=sys.stderr)

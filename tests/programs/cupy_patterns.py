@@ -165,16 +165,16 @@ def main(operations: int, seed: int) -> None:
     streams = [cp.cuda.Stream.null, cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)]
     heap, kept = Heap(), [[], [], []]
     quarter = operations // 4
-    result = {"observing": CONTROLLER.phase.value}
+    result = {"observing": CONTROLLER.status.phase.value}
 
     random_part(heap, rngs, streams, quarter, kept)
-    result["while_observing"] = CONTROLLER.phase.value
+    result["while_observing"] = CONTROLLER.status.phase.value
 
     loop, steps = Loop(rngs[3], streams), 0
-    while CONTROLLER.phase.value != "running on the plan" and steps < 60:
+    while CONTROLLER.status.phase.value != "running on the plan" and steps < 60:
         loop.step(heap)
         steps += 1
-    result |= {"planned": CONTROLLER.phase.value, "steps_until_planned": steps, "note": CONTROLLER.note}
+    result |= {"planned": CONTROLLER.status.phase.value, "steps_until_planned": steps, "note": CONTROLLER.status.note}
     begin = heap.operations
     while heap.operations < begin + quarter // 2:
         loop.step(heap, rate=0.02)
@@ -195,7 +195,7 @@ def main(operations: int, seed: int) -> None:
     for _ in range(5):
         loop.step(heap)
     random_part(heap, rngs, streams, quarter, kept)
-    result["dropped"] = CONTROLLER.phase.value
+    result["dropped"] = CONTROLLER.status.phase.value
     stalloc.uninstall()
     loop.step(heap)
     random_part(heap, rngs, streams, quarter, kept)
@@ -205,7 +205,7 @@ def main(operations: int, seed: int) -> None:
     loop.end(heap)
     state = CONTROLLER.state
     counters = ("ALLOCATED", "REQUESTED", "NUM_LIVE", "NUM_UNKNOWN_FREES", "NUM_OOMS", "ARENA_LIVE")
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     result |= {name.lower(): state[name] for name in counters}
     result |= {"reserved": state["RESERVED"], "device_used": virtual.used_bytes()}

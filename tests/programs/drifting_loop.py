@@ -78,12 +78,12 @@ def main() -> None:
             del one
         parts.append(
             {
-                "phase": CONTROLLER.phase.value,
+                "phase": CONTROLLER.status.phase.value,
                 "reserved": STATE["RESERVED"],
                 "arena": STATE["ARENA_BYTES"],
                 "base": STATE["ARENA"],
                 "peak": virtual.peak_bytes(),
-                "plans": CONTROLLER.num_plans,
+                "plans": CONTROLLER.status.num_plans,
             }
         )
         for array in [*weights, *kept]:
@@ -93,7 +93,7 @@ def main() -> None:
     weights.clear()
     handed_on.clear()
     CONTROLLER.drop_plan()
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     left = {"allocated": STATE["ALLOCATED"], "reserved": STATE["RESERVED"], "device_used": virtual.used_bytes()}
     print(json.dumps({"parts": parts, "left": left, "ooms": STATE["NUM_OOMS"]}))
