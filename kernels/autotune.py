@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.errors import BadInputError
+
 from .configs import FILE, Config, known, write
 from .launch import batched_copy
 
@@ -81,7 +83,11 @@ def main() -> int:
     assert best is not None
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     configs = known() | {properties.major * 10 + properties.minor: replace(best, source=f"{properties.name} {day}")}
-    write(configs)
+    try:
+        write(configs)
+    except BadInputError as error:
+        print(f"stalloc.kernels.autotune: {error}")
+        return 2
     print(f"Wrote {FILE.name}: {best}")
     return 0
 

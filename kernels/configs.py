@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from stalloc.files import write_whole
+
 FILE = Path(__file__).with_name("configs.json")
 
 
@@ -41,5 +43,5 @@ def config_for(compute_capability: tuple[int, int]) -> Config:
 def write(configs: dict[int, Config]) -> None:
     """Write the file anew: configurations by architecture (90 for sm_90)."""
     fields = {str(capability): vars(config) for capability, config in sorted(configs.items())}
-    FILE.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_whole(FILE, json.dumps(fields, indent=2) + "\n", "tune in a copy of stalloc that you can write")
     known.cache_clear()

@@ -1,4 +1,4 @@
-"""numba's njit and cfunc with a disk cache that cannot go stale between files.
+"""numba's njit and cfunc, kept on disk in a way that cannot go stale between files.
 
 numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
 their neighbours, and of the core, so a cached function here is tied to every source file of its folder and of the
@@ -6,7 +6,6 @@ folders of stalloc that compiled code there is imported from: when one changes, 
 compiled anew.
 """
 
-import contextlib
 import os
 import re
 import sys
@@ -17,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import FunctionPass, LoweringPass, register_pass
+from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 
+from stalloc.kept_code import KeptCode, folder_for
+from stalloc.notices import say
+
+_WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
@@ -43,7 +50,8 @@ class _Waiting(event.Listener):
         self._depth += 1
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
-            print("stalloc: compiling for this machine, up to a minute; the result is kept.", file=sys.stderr)
+            kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
+            say(f"compiling for this machine, up to a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""
@@ -80,10 +88,19 @@ def _stamp(folder: Path) -> tuple[float, int]:
 
 
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:
-    """Cache what is compiled, tied to the folder; where nothing can be written, compile without a cache."""
-    with contextlib.suppress(RuntimeError):
-        compiled.enable_caching()
-        compiled._cache._cache_file._source_stamp = _stamp(Path(function.__code__.co_filename).parent)
+    """Keep what is compiled, tied to the folder; where there is no place for it, every process compiles."""
+    sources = Path(function.__code__.co_filename).parent
+    place = folder_for(sources)
+    if place is not None:
+        compiled._cache = KeptCode(function, place, _stamp(sources))
+
+
+def _compile_once(dispatcher: Any) -> None:
+    """Let a constant argument be a number like any other: numba compiles a function anew for each constant."""
+    template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, kws: template(
+        tuple(types.unliteral(arg) for arg in args), {name: types.unliteral(arg) for name, arg in kws.items()}
+    )
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -91,7 +108,66 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
+        _compile_once(dispatcher)
         _tie(dispatcher, function)
+        return dispatcher
+
+    return compile_later
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _LeaveUnfinished(FunctionPass):
+    """Make no machine code of a function: it is optimized as a part of those that call it, once."""
+
+    _name = "stalloc_leave_unfinished"
+
+    def __init__(self) -> None:
+        FunctionPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
+        library._optimize_final_module = lambda: None
+        library._finalize_final_module = lambda: setattr(library, "_finalized", True)
+        state.library = library
+        state.flags.no_compile = True
+        return True
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _NameUncallable(LoweringPass):
+    """Give a function without machine code an entry point that is its own: numba finds functions by it."""
+
+    _name = "stalloc_name_uncallable"
+
+    def __init__(self) -> None:
+        LoweringPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        # numba takes a builtin function only; this one is like no other, and raises whatever it is called with
+        entry: Any = {}.__getitem__
+        state.cr = state.cr._replace(cfunc=entry)
+        state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
+        return True
+
+
+class _InnerCompiler(CompilerBase):
+    """numba's compiler, up to where machine code would be made."""
+
+    def define_pipelines(self) -> list[Any]:
+        """The passes."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.add_pass_after(_NameUncallable, NativeLowering)
+        passes.add_pass_after(_LeaveUnfinished, NopythonTypeInference)
+        passes.finalize()
+        return [passes]
+
+
+def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(**options)` for what only compiled code calls; it is cached as a part of what calls it."""
+
+    def compile_later(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(pipeline_class=_InnerCompiler, **_WITHOUT_WRAPPERS, **options)(function)
+        _compile_once(dispatcher)
         return dispatcher
 
     return compile_later

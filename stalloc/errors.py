@@ -1,8 +1,16 @@
-"""Every error that stalloc raises on purpose: one sentence of what happened, where, and what to do next."""
+"""Every error that stalloc raises on purpose: one sentence of what happened, where, and what to do next.
+
+Sentences quote files, names and arguments of strangers; whoever shows one shows printable characters only.
+"""
+
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 class StallocError(Exception):
     """Base of all errors that stalloc raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), MAX_SENTENCE)
 
 
 class BadInputError(StallocError, ValueError):

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ def shared_traces() -> Path:
 def shared_instances() -> Path:
     """The directory of published packing instances; the test is skipped where it is absent."""
     return _shared("instances")
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """What the test makes can be written by its user alone, whatever the habits of the machine."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def _package_file(package: str, path: str) -> bool:

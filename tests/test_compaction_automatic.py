@@ -37,8 +37,8 @@ for nth in range(14):
     if sys.argv[2] == "marks":
         stalloc.step()
 moved = len(allowed.relocations) if sys.argv[1] == "allowed" else 0
-status = CONTROLLER.status
-print(json.dumps([status.phase.name, moved, status.note, STATE["ALLOCATED"] // MIB, STATE["NUM_OOMS"]]))
+print(json.dumps([CONTROLLER.status.phase.name, moved, CONTROLLER.status.note,
+    STATE.record.total.allocated_bytes // MIB, STATE.record.num_ooms]))
 """
 )
 
@@ -94,7 +94,7 @@ alive = weakref.ref(module)
 del module
 gc.collect()
 results += [alive() is None]       # allowing it keeps nothing alive
-results += [STATE["ALLOCATED"], STATE["NUM_UNKNOWN_FREES"]]
+results += [STATE.record.total.allocated_bytes, STATE.record.num_unknown_frees]
 print(json.dumps(results))
 """,
         MEMORY=str(1 << 30),
@@ -150,7 +150,8 @@ except torch.OutOfMemoryError:
     refused = True
 stalloc.compact(kept, needed_bytes=230 * MIB)
 large = new(230 * MIB)
-print(json.dumps([refused, large.numel() // MIB, CONTROLLER.memory.source.limit_bytes, STATE["RESERVED_PEAK"]]))
+limit = CONTROLLER.memory.source.limit_bytes
+print(json.dumps([refused, large.numel() // MIB, limit, STATE.record.reserved_peak.total]))
 """,
         MEMORY=str(1 << 30),
     )

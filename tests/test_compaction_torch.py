@@ -129,7 +129,8 @@ expected, nothing, _ = train(moves=False)
 phase = CONTROLLER.status.phase.name
 found, moved, elsewhere = train(moves=True)
 torch.cuda.empty_cache()
-print(json.dumps([found == expected, nothing, moved, elsewhere, phase, STATE["NUM_UNKNOWN_FREES"], STATE["ALLOCATED"]]))
+print(json.dumps([found == expected, nothing, moved, elsewhere, phase,
+    STATE.record.num_unknown_frees, STATE.record.total.allocated_bytes]))
 """
 
 
@@ -191,7 +192,7 @@ after = [t.data_ptr() for t in tensors]
 same = [a == b for a, b in zip(before, after)]
 del tensors, plain, crossing, captured, graph
 gc.collect()
-print(json.dumps([dict(result.kept), same, STATE["NUM_UNKNOWN_FREES"]]))
+print(json.dumps([dict(result.kept), same, STATE.record.num_unknown_frees]))
 """
     )
     assert kept == {"another stream or a CUDA graph uses it": 2}
@@ -220,11 +221,11 @@ from stalloc.compaction import compact_when_full
 attempt(compact_when_full(lambda: new(460 * MIB), blocks, needed_bytes=460 * MIB))
 attempt(lambda: new(460 * MIB))
 attempt(compact_when_full(lambda: new(900 * MIB), blocks))
-allocated = STATE["ALLOCATED"]
+allocated = STATE.record.total.allocated_bytes
 del blocks
 gc.collect()
 torch.cuda.empty_cache()
-counts = [STATE["ALLOCATED"], STATE["RESERVED"], STATE["NUM_UNKNOWN_FREES"]]
+counts = [STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, STATE.record.num_unknown_frees]
 print(json.dumps([texts, [unmoved, allocated], counts]))
 """,
         MEMORY=str(1 << 30),
@@ -264,7 +265,7 @@ refuse(blocks, needed_bytes=most + 1)
 refused = before == [t.data_ptr() for t in blocks]
 moved = stalloc.compact(blocks, needed_bytes=most).num_moved
 rest = new(most)
-full = [STATE["ALLOCATED"] == STATE["RESERVED"] == 1 << 30, STATE["NUM_UNKNOWN_FREES"]]
+full = [STATE.record.total.allocated_bytes == STATE.record.reserved_bytes == 1 << 30, STATE.record.num_unknown_frees]
 print(json.dumps([nothing, texts, refused, moved, rest.numel() == most, full]))
 """
     )
@@ -287,7 +288,7 @@ generator = __import__("random").Random(3)
 tensors = [new(generator.randrange(1, 24 * MIB)) for _ in range(120)]
 tensors = [t for i, t in enumerate(tensors) if i % 3]
 torch.cuda.empty_cache()
-cap = STATE["RESERVED"] + 8 * MIB
+cap = STATE.record.reserved_bytes + 8 * MIB
 try:
     stalloc.adopt(tensors, cap_bytes=100)
     refused = ""
@@ -296,7 +297,7 @@ except BadInputError as error:
 torch.cuda.reset_peak_memory_stats()
 result = stalloc.adopt(tensors, cap_bytes=cap)
 peak = torch.cuda.max_memory_reserved()
-print(json.dumps([STATE["ALLOCATED"], STATE["RESERVED"], peak, cap,
+print(json.dumps([STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, peak, cap,
                   result.num_moved, result.through_host_bytes, refused]))
 """,
         MEMORY=str(3 << 30),
@@ -452,7 +453,7 @@ for at in order.tolist():
                 break
             stalloc.compact(live)
             live[row] = new(int(trace.size[row]))
-print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state["NUM_UNKNOWN_FREES"]]))
+print(json.dumps([failed, bool(at == order[-1]), runtime.controllers[0].state.record.num_unknown_frees]))
 """
     failed, completed, _ = run_checks(program, str(trace), "still")
     assert (failed, completed) == (1, False)

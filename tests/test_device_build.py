@@ -1,8 +1,10 @@
 """Building the virtual GPU: once per user, by any C compiler, and a clear sentence where there is none."""
 
 import concurrent.futures
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from stalloc.device.elf import ElfFile
 from stalloc.device.virtual_build import MAIN_LIBRARY, compiler
 
+pytestmark = pytest.mark.usefixtures("usual_umask")
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 _BUILD = """
@@ -109,3 +112,85 @@ def test_elf_reader_has_empty_answers_for_other_files(tmp_path):
         assert elf.needed_libraries() == []
         assert elf.requirements() == []
         assert elf.functions((b"",)) == {}
+
+
+_ACTIVATE = "from stalloc import device; print(device.activate('virtual'))"
+
+
+def _activation_error(run_program, cache):
+    """The sentence with which the virtual GPU refuses to come."""
+    done = run_program(_ACTIVATE, XDG_CACHE_HOME=str(cache))
+    assert done.returncode == 1
+    error, _, sentence = done.stderr.splitlines()[-1].partition(": ")
+    assert error == "stalloc.errors.SetupError"
+    return sentence
+
+
+@pytest.fixture
+def built(run_program, tmp_path):
+    """A cache with a finished build in it: the folder of the build."""
+    done = run_program(_BUILD, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[1])
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_to_is_refused(run_program, built, tmp_path):
+    for weak in (built, built.parent, tmp_path / "cache"):
+        mode = weak.stat().st_mode & 0o7777
+        weak.chmod(0o777)
+        assert _activation_error(run_program, tmp_path / "cache").endswith(
+            f" is not used, because everybody can write to {weak}: run chmod go-w {weak}, or set XDG_CACHE_HOME to "
+            "another directory."
+        )
+        weak.chmod(mode)
+    built.rename(built.with_name("aside"))
+    (tmp_path / "cache").chmod(0o777)
+    assert "is not used" in _activation_error(run_program, tmp_path / "cache")
+    assert os.listdir(built.parent) == ["aside"], "nothing is built there either"
+
+
+@needs_compiler
+def test_only_libraries_that_were_built_are_loaded_and_only_if_nobody_else_could_write_them(
+    run_program, built, tmp_path
+):
+    command, source, marker = compiler(), tmp_path / "evil.c", tmp_path / "hacked"
+    assert command is not None
+    source.write_text(
+        '#include <stdlib.h>\n__attribute__((constructor)) static void act(void) { if (system("touch '
+        + str(marker)
+        + '")) abort(); }'
+    )
+    for name in ("libevil.so.1", "libcudnn.so.999"):
+        subprocess.run([*command, "-shared", "-fPIC", "-o", str(built / name), str(source)], check=True)
+    done = run_program(_ACTIVATE, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.stdout == "virtual\n", done.stderr
+    library = built / "libcuda.so.1"
+    library.chmod(0o777)
+    refusal = f"{library} is not used, because everybody can write to {library}: remove it."
+    assert _activation_error(run_program, tmp_path / "cache") == refusal
+    library.unlink()
+    library.symlink_to("libevil.so.1")
+    refusal = f"{library} is not used, because it is no regular file: remove it."
+    assert _activation_error(run_program, tmp_path / "cache") == refusal
+    library.unlink()
+    assert _activation_error(run_program, tmp_path / "cache") == (
+        f"the virtual GPU is not whole ({library} is missing): remove {built}."
+    )
+    assert not marker.exists()
+
+
+@needs_compiler
+def test_a_build_can_be_used_whatever_the_umask_and_clears_away_what_killed_ones_left(run_program, tmp_path):
+    folder = tmp_path / "cache" / "stalloc" / "virtual-gpu"
+    (folder / "building-old1").mkdir(parents=True)
+    (folder / "building-old1" / "stubs.c").write_text("")
+    (folder / "building-new1").mkdir()
+    two_days_ago = time.time() - 48 * 3600
+    os.utime(folder / "building-old1", (two_days_ago, two_days_ago))
+    done = run_program(f"import os; os.umask(0); {_ACTIVATE}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.stdout == "virtual\n", done.stderr
+    names = os.listdir(folder)
+    assert len(names) == 2
+    assert "building-new1" in names
+    assert run_program(_ACTIVATE, XDG_CACHE_HOME=str(tmp_path / "cache")).stdout == "virtual\n"

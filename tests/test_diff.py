@@ -127,7 +127,7 @@ def test_text_shows_both_files_what_changed_and_the_next_command(tmp_path, pair,
     assert main(["diff", pair[0], hostile, "--fail-over", "1%"]) == 0
     shown = capsys.readouterr().out
     assert "[red]h.pickle" in shown
-    assert "[bold]m.py:1 [/]?[31mf" in shown
+    assert "[bold]m.py:1 [/]\\x1b[31mf" in shown
     assert "\x1b" not in shown
     assert "train.py:9 step" in shown
     assert shown.rstrip().endswith(f"Next: stalloc explain '{hostile}'")

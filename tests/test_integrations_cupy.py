@@ -70,7 +70,8 @@ for size in (400 * MIB, 1 << 40, 1 << 50, (1 << 62) + 5, (1 << 63) - 1):
 intact = all(not array.any() for array in held)
 del held[3:]
 again = cp.empty(600 * MIB, dtype=cp.uint8)
-print(json.dumps([texts, intact, again.nbytes, STATE["NUM_OOMS"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]))
+print(json.dumps([texts, intact, again.nbytes, STATE.record.num_ooms, STATE.record.total.num_live,
+    STATE.record.total.allocated_bytes]))
 """
     )
     texts, intact, again, ooms, live, allocated = result
@@ -134,7 +135,8 @@ extra = cp.empty(MIB // 2, dtype=cp.uint8)
 run(400, extra)
 after = stalloc.statistics()[0]
 CONTROLLER.memory.release_unused()
-print(json.dumps([before.phase, after.phase, after.hit_rate, STATE["RESERVED"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]))
+print(json.dumps([before.phase, after.phase, after.hit_rate, STATE.record.reserved_bytes,
+    STATE.record.total.num_live, STATE.record.total.allocated_bytes]))
 """
     )
     before, _, _, reserved, live, allocated = result
@@ -149,12 +151,12 @@ def test_a_program_that_never_repeats_is_left_to_the_heap_when_the_record_is_ful
         _PROLOGUE
         + """
 import random
-STATE.write(EVENTS_CAPACITY=5000)
+STATE.write(events_capacity=5000)
 rng = random.Random(1)
 for _ in range(5000):
     x = cp.empty(rng.randrange(1000, 100_000), dtype=cp.uint8)
 report = stalloc.statistics()[0]
-print(json.dumps([report.phase, report.note, STATE["NUM_EVENTS"], STATE["LASTING"]]))
+print(json.dumps([report.phase, report.note, STATE.record.num_events, STATE.record.allocating_persistent]))
 """
     )
     assert phase == "serving from the heap"
@@ -179,9 +181,10 @@ with first:
 with cp.cuda.Device(1):
     d = cp.empty(5 * MIB, dtype=cp.uint8)
 other = RUNTIME.controllers[1].state
-held = [STATE["ALLOCATED"], other["ALLOCATED"], d.device.id]
+held = [STATE.record.total.allocated_bytes, other.record.total.allocated_bytes, d.device.id]
 del d
-print(json.dumps([b.data.ptr != address, c.data.ptr == address, held, other["ALLOCATED"], len(RUNTIME.reports())]))
+print(json.dumps([b.data.ptr != address, c.data.ptr == address, held,
+    other.record.total.allocated_bytes, len(RUNTIME.reports())]))
 """
     )
     assert result == [True, True, [6 << 20, 5 << 20, 1], 0, 2]
@@ -336,10 +339,10 @@ stalloc.uninstall()
 new = cp.empty(8 * MIB, dtype=cp.uint8)
 used = pool.used_bytes()
 same = bool((old.get() == 7).all())
-live = STATE["NUM_LIVE"]
+live = STATE.record.total.num_live
 del old
 CONTROLLER.memory.release_unused()
-print(json.dumps([used, same, live, STATE["NUM_LIVE"], STATE["RESERVED"]]))
+print(json.dumps([used, same, live, STATE.record.total.num_live, STATE.record.reserved_bytes]))
 """
     )
     assert result == [8 << 20, True, 1, 0, 0]

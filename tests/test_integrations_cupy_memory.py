@@ -23,7 +23,7 @@ class Hook(cp.cuda.MemoryHook):
     def __init__(self):
         self.heard = []
 def listener(event):
-    return lambda self, **facts: self.heard.append([event, facts, STATE["NUM_LIVE"]])
+    return lambda self, **facts: self.heard.append([event, facts, STATE.record.total.num_live])
 for event in ("alloc", "malloc", "free"):
     for when in ("preprocess", "postprocess"):
         setattr(Hook, f"{event}_{when}", listener(f"{event}_{when}"))
@@ -69,7 +69,7 @@ taken = alloc(1000)
 del pointer
 gc.collect()
 used.append(pool.used_bytes())  # the end of the object does not free what another one has now
-show(used, STATE["NUM_UNKNOWN_FREES"])
+show(used, STATE.record.num_unknown_frees)
 """
     ) == [[2048, 1024, 1024, 2048], 0]
 
@@ -119,7 +119,7 @@ with Hook() as hook:
     del old
     hook.heard.clear() if hook.heard[0][0] == "free_preprocess" else None
     pointer = alloc(3 * MIB)
-    address, identity, live = pointer.ptr, id(pointer.mem), STATE["NUM_LIVE"]
+    address, identity, live = pointer.ptr, id(pointer.mem), STATE.record.total.num_live
     pointer.mem.free()
     del pointer
     heard = list(hook.heard)
@@ -167,7 +167,7 @@ for event in ("malloc_preprocess", "alloc_preprocess", "malloc_postprocess", "fr
             errors.append(str(error))
     delattr(Failing, event)
     gc.collect()
-show(errors, [STATE["NUM_LIVE"], STATE["ALLOCATED"], STATE["NUM_UNKNOWN_FREES"]])
+show(errors, [STATE.record.total.num_live, STATE.record.total.allocated_bytes, STATE.record.num_unknown_frees])
 """
     )
     assert errors == ["from a hook"] * len(errors)
@@ -219,7 +219,7 @@ seen.append(pool.used_bytes())
 stalloc.uninstall()
 seen.append(cp.cuda.get_allocator() == pool.malloc)  # the program's own choice stays
 again = cp.cuda.alloc(100)
-seen.append([pool.used_bytes(), STATE["NUM_LIVE"]])
+seen.append([pool.used_bytes(), STATE.record.total.num_live])
 show(*seen)
 """
     ) == [True, [2048, 0], [1024, True], "refused", True, 2, 0, 0, 512, True, [512, 1]]
@@ -317,7 +317,7 @@ for wrong in (-1, 1.5, "1"):
         alloc(wrong)
     except (TypeError, ValueError, OverflowError) as error:
         seen.append("refused")
-seen.append(STATE["NUM_OOMS"])
+seen.append(STATE.record.num_ooms)
 show(*seen)
 """
     ) == [0, 0, 0, 0, [True], 1, 0, 0, "refused", "refused", "refused", 0]
@@ -358,7 +358,7 @@ tensor = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
 array = cp.empty(2 << 20, cp.uint8)
 pool = cp.get_default_memory_pool()
 import stalloc
-live = stalloc.integrations.installing.current().controllers[0].state["NUM_LIVE"]
+live = stalloc.integrations.installing.current().controllers[0].state.record.total.num_live
 print(json.dumps([mine.used_bytes(), live, torch.cuda.memory_allocated(), cp.cuda.get_allocator() == mine.malloc]))
 """,
         **_SWITCHED_ON,

@@ -39,13 +39,13 @@ def steps(count):
         stalloc.step()
 def child():
     state = CONTROLLER.state
-    before = state["ALLOCATED"]
+    before = state.record.total.allocated_bytes
     arrays = [cp.empty(i * MIB // 4 + 600, dtype=cp.uint8) for i in range(30)]
     addresses = sorted((a.data.ptr, a.data.ptr + a.nbytes) for a in [*arrays, *held])
     assert all(end <= begin for (_, end), (begin, _) in zip(addresses, addresses[1:]))
     arrays.clear()
     steps(20)
-    assert state["ALLOCATED"] == before, state["ALLOCATED"]
+    assert state.record.total.allocated_bytes == before, state.record.total.allocated_bytes
     held.clear()
 codes, phases = [], []
 context = multiprocessing.get_context("fork")
@@ -58,9 +58,9 @@ for round in range(3):
     if process.exitcode is None:
         process.kill()
     steps(10)
-live = CONTROLLER.state["NUM_LIVE"]
+live = CONTROLLER.state.record.total.num_live
 phases.append(CONTROLLER.status.phase.value)
-print(json.dumps([codes, phases, live, CONTROLLER.state["NUM_UNKNOWN_FREES"]]))
+print(json.dumps([codes, phases, live, CONTROLLER.state.record.num_unknown_frees]))
 """
     )
     assert codes == [0, 0, 0]

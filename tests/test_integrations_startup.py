@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import stalloc
 from stalloc.integrations import build_backend, hook, torch_settings
 from stalloc.integrations.startup import chosen_device
 
@@ -172,7 +173,7 @@ torch.cuda.is_available(), torch.cuda.device_count()
 assert installing.current() is before is None
 x = torch.empty(1 << 20, device="cuda")
 state = installing.current().controllers[0].state
-print(state["NUM_LIVE"], torch.cuda.memory_allocated(), os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+print(state.record.total.num_live, torch.cuda.memory_allocated(), os.environ["PYTORCH_CUDA_ALLOC_CONF"])
 try:
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError:
@@ -193,7 +194,7 @@ import torch
 print(torch.cuda.memory.get_allocator_backend())
 x = torch.empty(1000, device="cuda")
 import stalloc.integrations.installing as installing
-print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory.get_allocator_backend())
+print(installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory.get_allocator_backend())
 """
     conf = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual", **conf)
@@ -245,7 +246,7 @@ import {order}
 import stalloc.integrations.installing as installing
 x = {"torch.ones(1000, device='cuda')" if order.startswith("cupy") else "cupy.ones(1000)"}
 y = {"cupy.ones(1000)" if order.startswith("cupy") else "torch.ones(1000, device='cuda')"}
-print(installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated())
+print(installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory_allocated())
 """
     done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
     assert done.stdout == f"2 {4096 + 8192}\n"
@@ -283,7 +284,7 @@ class Numbers(Dataset):
 def child(queue):
     import stalloc.integrations.installing as installing
     x = torch.ones(1 << 20, device="cuda")
-    queue.put([installing.current().controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()])
+    queue.put([installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory_allocated()])
 
 if __name__ == "__main__":
     x = torch.ones(1000, device="cuda")
@@ -343,3 +344,146 @@ def test_ranks_of_torchrun_are_served_on_devices_of_their_own_and_plan_once(pyth
     assert [report["phase"] for report in reports] == ["running on the plan"] * 2
     assert [report["hit_rate"] for report in reports] == [1.0, 1.0]
     assert sorted("by another rank" in report["plan_method"] for report in reports) == [False, True]
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a Python that has the hook and, unless `there` is False, stalloc, but no other package."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    hook.place(packages)
+
+    def run(*arguments: str, there: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+        (packages / "checkout.pth").write_text(f"{Path(stalloc.__file__).parents[1]}\n" if there else "")
+        command = [str(folder / "bin" / "python"), "-B", *arguments]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+_LOADED = "import sys; print(sorted(name for name in sys.modules if name.startswith('stalloc')))"
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "virtual"])
+@pytest.mark.parametrize("isolated", ["-I", "-E"])
+def test_a_python_that_is_to_ignore_the_environment_is_left_alone(bare: Run, isolated: str, value: str) -> None:
+    done = bare(isolated, "-c", _LOADED, STALLOC=value, STALLOC_DEVICE="virtual")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+    assert "stalloc" in bare("-c", _LOADED, STALLOC=value).stdout, "else it is loaded"
+
+
+def test_a_hook_whose_stalloc_is_gone_is_one_sentence(bare: Run) -> None:
+    done = bare("-c", "print(1)", there=False, STALLOC="1")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr == (
+        "stalloc: it cannot be loaded (ModuleNotFoundError(\"No module named 'stalloc'\")): install it again, or unset "
+        "STALLOC.\n"
+    )
+    quiet = bare("-c", "print(1)", there=False, STALLOC="0")
+    assert (quiet.stdout, quiet.stderr) == ("1\n", "")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_a_sentence_that_cannot_be_said_stops_nothing(bare: Run, redirection: str, there: bool) -> None:
+    interpreter = bare("-c", "import sys; print(sys.executable)").stdout.strip()
+    bare("-c", "", there=there)
+    command = ["sh", "-c", f"{interpreter} -B -c 'print(1)' {redirection}"]
+    done = subprocess.run(command, env={"STALLOC": "yes"}, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+_ODD = (
+    "",
+    " ",
+    "\n",
+    "1\n2",
+    "\udcff\udc80",
+    "\x1b[31m",
+    "\u202e",
+    "²",
+    "-1",
+    "9" * 5000,
+    "None",
+    "{pid}" * 1000,
+    "/" * 5000,
+)
+_ODD_DEVICES = (
+    "virtual:99999999999999999999x1GiB",
+    "virtual:0x1GiB",
+    "virtual:-1x1GiB",
+    "virtual:2x",
+    "virtual:x1GiB",
+    "virtual:65x1GiB",
+    f"virtual:{'9' * 5000}x1GiB",
+    f"virtual:{'9' * 400}GiB",
+    f"virtual:{'9' * 5000}",
+    "virtual:99999999999999999999GiB",
+    "virtual:0GiB",
+    "virtual:1.5.5GiB",
+    "virtual:²GiB",
+    "virtual:\n",
+    "virtual:\udcff",
+    "virtual:" + "x" * 50_000,
+    "auto:A100-80GB",
+)
+_ODD_STREAMS = ("weigh:²", "weigh:" + "9" * 5000, "weigh:-1", "share:1", "weigh:99999999999999999999")
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"),
+    [
+        ("STALLOC", _ODD),
+        ("STALLOC_DEVICE", (*_ODD, *_ODD_DEVICES)),
+        ("STALLOC_STREAMS", (*_ODD, *_ODD_STREAMS)),
+        ("STALLOC_ARENA", _ODD),
+    ],
+)
+def test_whatever_a_variable_holds_the_program_runs(bare: Run, variable: str, values: tuple[str, ...]) -> None:
+    """What cannot be meant is one line that names it; a value that only matters later is not looked at."""
+    for value in values:
+        done = bare("-c", "print(1)", **{"STALLOC": "1", variable: value})
+        assert (done.returncode, done.stdout) == (0, "1\n"), value[:80]
+        if (variable, value) == ("STALLOC", ""):
+            assert done.stderr == ""
+            continue
+        [line] = done.stderr.splitlines()
+        assert line.startswith("stalloc: "), value[:80]
+        assert line.endswith(" The program goes on without stalloc.")
+        assert "Error" not in line
+        assert line.isprintable()
+        assert len(line) < 400
+
+
+@pytest.mark.usefixtures("cupy_installed")
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"STALLOC_REPORT": "/dev/null/x"}, "cannot write /dev/null/x: Not a directory: name another file"),
+        ({"STALLOC_REPORT": "\n" * 300}, "File name too long: name another file in STALLOC_REPORT."),
+        (
+            {"STALLOC_CACHE": "\udcff" * 300},
+            "File name too long: name another folder in STALLOC_CACHE, or set it to off.",
+        ),
+        ({"STALLOC_DEVICE": "virtual:64x4EiB"}, "'4EiB' is not an amount of memory"),
+        (
+            {"STALLOC_DEVICE": "virtual:64x4194303TiB", "STALLOC_REPORT": "/dev/full"},
+            "cannot write /dev/full: No space",
+        ),
+        ({"XDG_CACHE_HOME": "/dev/null"}, "the virtual GPU cannot be kept in /dev/null/stalloc/virtual-gpu"),
+        ({"CC": "no-such-compiler", "XDG_CACHE_HOME": "{empty}"}, "CC=no-such-compiler is not there"),
+    ],
+)
+def test_what_fails_later_costs_a_sentence_each_and_never_the_program(
+    python: Run, tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import cupy\ntry:\n    cupy.ones(1)\nexcept Exception:\n    print('no GPU')\nprint('the end')")
+    given = {name: value.format(empty=tmp_path) for name, value in variables.items()}
+    done = python(program, **{"STALLOC": "1", "STALLOC_DEVICE": "virtual", **given})
+    assert done.stdout.endswith("the end\n")
+    lines = done.stderr.splitlines()
+    assert any(said in line for line in lines), done.stderr
+    assert all(line.startswith("stalloc: ") and line.isprintable() for line in lines), done.stderr
+    assert len(lines) <= 2

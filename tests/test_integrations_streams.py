@@ -48,15 +48,15 @@ def orders():
 
 for _ in range(12):
     step()
-before, hits = orders(), STATE["HITS"]
+before, hits = orders(), STATE.record.hits
 for _ in range(10):
     step()
 after = orders()
 print(json.dumps({
-    "reserved_mib": STATE["RESERVED"] // MIB,
+    "reserved_mib": STATE.record.reserved_bytes // MIB,
     "records": after[0] - before[0],
     "waits": after[1] - before[1],
-    "hits": STATE["HITS"] - hits,
+    "hits": STATE.record.hits - hits,
     "plan_mib": CONTROLLER.status.plan.peak_bytes // MIB if CONTROLLER.status.plan is not None else None,
     "phase": CONTROLLER.status.phase.value,
 }))

@@ -61,7 +61,7 @@ held = [torch.cuda.memory_allocated(), weight.grad is None]
 weight.grad = None
 (weight * 2).sum().backward()
 again = [new(1 << 30).numel(), weight.grad.shape[0]]
-show(texts, held, again, STATE["NUM_OOMS"], STATE["NUM_UNKNOWN_FREES"])
+show(texts, held, again, STATE.record.num_ooms, STATE.record.num_unknown_frees)
 """
     )
     assert len(texts) == ooms == 12
@@ -82,7 +82,7 @@ for size in (300, 500, 700, 900, 1100, 1300, 1500, 1700):
     del_me = new(size * MIB)
     del del_me
 whole = new(1900 * MIB)
-show(STATE["NUM_OOMS"], torch.cuda.memory_reserved() // MIB)
+show(STATE.record.num_ooms, torch.cuda.memory_reserved() // MIB)
 """
     ) == [0, 1900]
 
@@ -130,7 +130,7 @@ for _ in range(10):
     out.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-show(list(out.shape), STATE["PRIVATE"], STATE["NUM_LIVE"])
+show(list(out.shape), STATE.record.private_kind, STATE.record.total.num_live)
 """
     )
     assert out == [8, 64]
@@ -197,9 +197,9 @@ allocated = torch.cuda.memory_allocated()
 del x
 y = new(3 * MIB)
 reused = y.data_ptr() == address
-deferred = [STATE["NUM_DEFERRED"], torch.cuda.memory_allocated() - allocated]
+deferred = [STATE.record.num_deferred, torch.cuda.memory_allocated() - allocated]
 held = [new(3 * MIB) for _ in range(70)]
-later = [STATE["NUM_DEFERRED"], any(z.data_ptr() == address for z in held)]
+later = [STATE.record.num_deferred, any(z.data_ptr() == address for z in held)]
 # recorded on several streams, or freed and recorded again; foreign memory is left alone
 others = [torch.cuda.Stream() for _ in range(3)]
 for _ in range(40):
@@ -228,8 +228,9 @@ for _ in range(70):
 for _ in range(70):
     torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
 states = [controller.state for controller in RUNTIME.controllers]
-freed = [[state["NUM_DEFERRED"], state["NUM_LIVE"], state["ALLOCATED"]] for state in states]
-show(reused, deferred, later, freed, STATE["NUM_UNKNOWN_FREES"])
+freed = [[state.record.num_deferred, state.record.total.num_live,
+    state.record.total.allocated_bytes] for state in states]
+show(reused, deferred, later, freed, STATE.record.num_unknown_frees)
 """
     )
     assert reused is False
@@ -278,7 +279,7 @@ second[0].reset()
 del second, graph, static
 gc.collect()
 torch.cuda.empty_cache()
-show(overlaps, shared, kept, [STATE["NUM_LIVE"], torch.cuda.memory_reserved()])
+show(overlaps, shared, kept, [STATE.record.total.num_live, torch.cuda.memory_reserved()])
 """
     )
     assert overlaps == 0
@@ -299,7 +300,7 @@ for i in range(4200):
     del x
     CONTROLLER.captures.release((1, i))
 torch.cuda.empty_cache()
-show(STATE["NUM_OOMS"], STATE["NUM_LIVE"], torch.cuda.memory_reserved())
+show(STATE.record.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reserved())
 """
     ) == [0, 0, 0]
 
@@ -374,7 +375,7 @@ import torch
 import stalloc
 runtime = stalloc.install(device="virtual")
 x = torch.empty(1 << 20, device="cuda")
-print(json.dumps([runtime.controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()]))
+print(json.dumps([runtime.controllers[0].state.record.total.num_live, torch.cuda.memory_allocated()]))
 """) == [1, 4 << 20]
 
 
@@ -387,7 +388,7 @@ runtime = stalloc.install(device="virtual")
 assert importlib.util.find_spec("torch") and importlib.util.find_spec("torch")
 import torch
 x = torch.empty(1 << 20, device="cuda")
-print(json.dumps([runtime.controllers[0].state["NUM_LIVE"], torch.cuda.memory_allocated()]))
+print(json.dumps([runtime.controllers[0].state.record.total.num_live, torch.cuda.memory_allocated()]))
 """) == [1, 4 << 20]
 
 
@@ -509,7 +510,8 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 gc.collect()
 torch.cuda.empty_cache()
-counters = [STATE["NUM_UNKNOWN_FREES"], STATE["NUM_OOMS"], STATE["NUM_LIVE"], STATE["ALLOCATED"]]
+counters = [STATE.record.num_unknown_frees, STATE.record.num_ooms, STATE.record.total.num_live,
+    STATE.record.total.allocated_bytes]
 show(errors, overlaps, counters, torch.cuda.memory_reserved())
 """
     )
@@ -528,10 +530,10 @@ x = torch.arange(1000, device="cuda", dtype=torch.float32)
 y = cp.from_dlpack(x)
 z = torch.from_dlpack(cp.zeros(5 * MIB, dtype=cp.uint8))
 addresses = [x.data_ptr() == y.data.ptr, z.numel()]
-counts = [torch.cuda.memory_allocated(), STATE["NUM_LIVE"]]
+counts = [torch.cuda.memory_allocated(), STATE.record.total.num_live]
 del x
 gc.collect()
-kept = STATE["NUM_LIVE"]
+kept = STATE.record.total.num_live
 address = z.data_ptr()
 del y, z
 gc.collect()
@@ -541,7 +543,8 @@ del again
 a = cp.empty(5 * MIB, dtype=cp.uint8)
 reused = [reused, a.data.ptr == address]
 del a
-show(addresses, reused, [*counts, kept], [STATE["NUM_LIVE"], torch.cuda.memory_allocated(), STATE["NUM_UNKNOWN_FREES"]])
+show(addresses, reused, [*counts, kept], [STATE.record.total.num_live,
+    torch.cuda.memory_allocated(), STATE.record.num_unknown_frees])
 """
     )
     assert addresses == [True, 5 * MIB]
@@ -834,9 +837,9 @@ for _ in range(2):
         a = cp.zeros(1000)
         phases.append(runtime.controllers[0].status.phase.value)
     b = c = None
-    live = state["NUM_LIVE"]
+    live = state.record.total.num_live
     b, c = cp.zeros(1000), torch.ones(1000, device="cuda")
-    counts.append(state["NUM_LIVE"] - live)
+    counts.append(state.record.total.num_live - live)
     work(3)
     phases.append(runtime.controllers[0].status.phase.value)
 print(json.dumps([counts, phases, cp.get_default_memory_pool().used_bytes() > 0]))
@@ -861,15 +864,15 @@ def work():
     return CONTROLLER.status.phase.value
 phases = [work()]
 stalloc.uninstall()
-live = STATE["NUM_LIVE"]
+live = STATE.record.total.num_live
 outside = cp.zeros(1000)
-served = [STATE["NUM_LIVE"] - live]
+served = [STATE.record.total.num_live - live]
 phases.append(work())
 assert stalloc.install(device="virtual") is RUNTIME
 inside = cp.zeros(1000)
-served.append(STATE["NUM_LIVE"] - live)
+served.append(STATE.record.total.num_live - live)
 phases.append(work())
-show(phases, served, STATE["NUM_UNKNOWN_FREES"])
+show(phases, served, STATE.record.num_unknown_frees)
 """
     ) == [["running on the plan", "serving from the heap", "running on the plan"], [0, 1], 0]
 

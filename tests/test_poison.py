@@ -12,7 +12,7 @@ _PROLOGUE = """
 import ctypes, gc, json, os, random, sys, threading
 import stalloc
 from stalloc.device import VirtualGPU
-from stalloc.runtime import entry
+from stalloc.core import entry
 from stalloc.runtime import Settings
 RUNTIME = stalloc.install(
     device="virtual",
@@ -141,10 +141,10 @@ def step(extra=0, seed=0):
             live.append(use(new(order.randrange(1, extra))))
         if nth % 7 == 3:
             live[-1].record_stream(side)
-        leased = max(leased, STATE["NUM_LEASES"])
+        leased = max(leased, STATE.record.num_leases)
         while len(live) > 6:
             use(live.pop(order.randrange(len(live))))
-        deferred = max(deferred, STATE["NUM_DEFERRED"])
+        deferred = max(deferred, STATE.record.num_deferred)
     for tensor in weights:
         use(tensor)
     del live
@@ -192,8 +192,9 @@ gc.collect()
 CONTROLLER.memory.deferred.wait()
 torch.cuda.empty_cache()
 stalloc.step()
-print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.status.num_plans, STATE["NUM_UNKNOWN_FREES"],
-                  STATE["ALLOCATED"], STATE["RESERVED"], CONTROLLER.poison._memory is not None]))
+print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.status.num_plans, STATE.record.num_unknown_frees,
+                  STATE.record.total.allocated_bytes, STATE.record.reserved_bytes,
+                      CONTROLLER.poison._memory is not None]))
 """
 
 
@@ -223,11 +224,11 @@ write(address + 2 * MIB)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     inside = use(new(MIB))
-    live = STATE["NUM_LIVE"]
+    live = STATE.record.total.num_live
     del before
-    assert STATE["NUM_LIVE"] == live
+    assert STATE.record.total.num_live == live
 print(found(stalloc.step))
-assert STATE["NUM_LIVE"] == live - 1
+assert STATE.record.total.num_live == live - 1
 del inside, graph
 """,
     )
@@ -285,7 +286,7 @@ def test_without_the_variable_requests_reach_the_core_directly(run_checks: Any) 
             _PROLOGUE
             + """
 use(new(1000))
-print(json.dumps([RUNTIME.entries == entry.core_entries(), RUNTIME.watch is None, STATE["REQUESTED_PEAK"]]))
+print(json.dumps([RUNTIME.entries == entry.core_entries(), RUNTIME.watch is None, STATE.record.total.requested_peak]))
 """,
             STALLOC_POISON=value,
         )
@@ -297,7 +298,7 @@ def test_a_virtual_gpu_without_bytes_is_not_looked_at(run_program: Any) -> None:
 import stalloc
 runtime = stalloc.install(device="virtual")
 import torch
-from stalloc.runtime import entry
+from stalloc.core import entry
 assert runtime.entries == entry.core_entries()
 torch.empty(10, device="cuda")
 stalloc.step()
@@ -317,7 +318,7 @@ torch.empty(1, device="cuda")
 gpu, host = GpuMemory(0), HostMemory()
 room = new(8 * MIB)
 base, rng = room.data_ptr(), random.Random(5)
-same, allocs = True, STATE["NUM_ALLOCS"]
+same, allocs = True, STATE.record.total.num_allocs
 for _ in range(20):
     at, size = base + rng.randrange(MIB), rng.randrange(1, 100_000)
     gpu.fill(at, size, 0xFB, 0)
@@ -333,7 +334,7 @@ same &= gpu.mismatches([(base, 8 * MIB)], 0xFB, None) == [5]
 for owner in (threading.get_ident(), threading.get_ident() + 512):  # a thread's default stream, and another one's
     gpu.fill(base, MIB, 0x11, owner << 4 | 2)
     same &= gpu.mismatches([(base, MIB)], 0x11, owner << 4 | 2) == [0]
-print(json.dumps([same and STATE["NUM_ALLOCS"] == allocs, "stalloc.kernels.launch" in sys.modules]))
+print(json.dumps([same and STATE.record.total.num_allocs == allocs, "stalloc.kernels.launch" in sys.modules]))
 """,
         TRITON_INTERPRET="1",
         PYTHONWARNINGS="ignore",
@@ -352,9 +353,9 @@ def test_a_check_by_kernel_takes_nothing_from_the_allocator_that_it_checks(run_c
 from stalloc.device import virtual
 from stalloc.runtime.poison_memory import GpuMemory
 room = new(MIB)
-memory, allocs, launches = GpuMemory(0), STATE["NUM_ALLOCS"], virtual.statistics()["launches"]
+memory, allocs, launches = GpuMemory(0), STATE.record.total.num_allocs, virtual.statistics()["launches"]
 memory.mismatches([(room.data_ptr() + 512 * nth, 512) for nth in range(2000)], 1, None)
-print(json.dumps([STATE["NUM_ALLOCS"] - allocs, virtual.statistics()["launches"] - launches]))
+print(json.dumps([STATE.record.total.num_allocs - allocs, virtual.statistics()["launches"] - launches]))
 """
     )
     assert took == 0

@@ -1,5 +1,7 @@
 """Recorded snapshots against the model: real files to the address, and files that say something else."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -108,3 +110,23 @@ def test_a_start_can_be_followed_event_by_event(snapshot):
     assert sorted(blocks.request[blocks.request >= 0].tolist()) == live.tolist()
     assert blocks.size_bytes.sum() == trace.reserved_bytes()[until]
     assert Kind.EMPTY_CACHE not in events.kind
+
+
+@pytest.mark.parametrize("flag", [-106, 5, 127])
+def test_flags_of_segments_are_flags_whatever_a_file_says(tmp_path, flag):
+    """They choose a tree of free blocks in compiled code, which checks no index."""
+    address, size = 0x7F00_0000_0000, 2 * MIB
+    event = {"action": "alloc", "addr": address, "size": 512, "stream": 0, "time_us": 0}
+    blocks = [
+        {"size": 512, "requested_size": 512, "state": "active_allocated"},
+        {"size": size - 512, "requested_size": 0, "state": "inactive"},
+    ]
+    segment = {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": blocks}
+    file = tmp_path / "s.pickle"
+    file.write_bytes(pickle.dumps({"segments": [segment | {"segment_type": "small"}], "device_traces": [[event]]}))
+    (trace,) = load_traces(file)
+    changed = trace.replace(extra=trace.extra | {"segment_is_small": np.array([flag], np.int8)})
+    models = [TorchCaching.from_record(one) for one in (trace, changed)]
+    fed = [model.feed(recorded_calls(trace, recorded_settings(trace))[0]) for model in models]
+    assert fed[0].address.tolist() == fed[1].address.tolist() == [address]
+    assert models[0].counters() == models[1].counters()

@@ -5,7 +5,7 @@ import pytest
 from programs.core_machine import MIB, Machine, Owners, Ring
 from programs.ring_program import DROP, INSERT, Program
 
-from stalloc.runtime import core, layout
+from stalloc.core import constants
 
 
 def rings(seed: int, streams: int = 1) -> tuple[Machine, Program, Ring, np.random.Generator]:
@@ -24,10 +24,10 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
     machine, program, _, _ = rings(1, streams)
     for _ in range(3):
         program.one_pass({7: INSERT, 30: DROP})
-    live, taken = machine.state["NUM_LIVE"], machine.taken
+    live, taken = machine.state.record.total.num_live, machine.taken
     assert len(machine.dissolve()) == streams
-    assert machine.state["ARENA_BYTES"] == machine.state["ARENA_LIVE"] == 0
-    assert machine.state["NUM_LIVE"] == live
+    assert machine.state.record.arena_bytes == machine.state.record.arena_live == 0
+    assert machine.state.record.total.num_live == live
     machine.check_counts()
     for _ in range(5):
         program.one_pass()
@@ -36,7 +36,7 @@ def test_an_arena_that_is_given_up_serves_on_as_a_segment(streams: int) -> None:
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == 0
+    assert machine.state.record.reserved_bytes == 0
     assert len(machine.segments) == 0
 
 
@@ -52,7 +52,7 @@ def test_what_lives_in_a_dissolved_arena_keeps_all_of_it_from_the_device() -> No
     assert len(machine.segments) == 2, "both parts: they came as one"
     machine.free(kept)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == 0
+    assert machine.state.record.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -64,16 +64,16 @@ def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there(stream
         bases = machine.dissolve()
         program.one_pass()
         squeeze(machine, other, bases)
-        reserved = machine.state["RESERVED"]
+        reserved = machine.state.record.reserved_bytes
         assert machine.take_over(other, bases)
-        assert machine.state["RESERVED"] == reserved
+        assert machine.state.record.reserved_bytes == reserved
         after = Program(machine, other, rng)
         for _ in range(3):
             after.one_pass({int(at): INSERT for at in rng.integers(0, 60, 4)})
         program.end()
         for _ in range(3):
             after.one_pass()
-        assert machine.state["HITS"] > 0
+        assert machine.state.record.hits > 0
         machine.check_counts()
         after.end()
         machine.check_counts()
@@ -123,13 +123,13 @@ def test_a_fenced_arena_serves_nothing_and_goes_back_with_its_last_block(streams
     begin, end = bases[0], bases[-1] + dict(machine.segments.items())[bases[-1]]
     there = [address for address in machine.live.addresses() if begin <= address < end]
     assert there
-    assert machine.state.fence(bases)
+    assert machine.state.retire(bases)
     later = Program(machine, program.ring, rng)
     later.one_pass()
     assert [address for address in machine.live.addresses() if begin <= address < end] == there
     program.end()
     for base in bases:
-        core.unfence_segment(machine.state.address, base)
+        machine.state.reuse_segment(base)
     machine.give_back_segments()
     assert not set(bases) & set(machine.segments.addresses())
     machine.check_counts()
@@ -146,11 +146,11 @@ def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int,
         deviations = {int(at): int(rng.integers(5)) for at in np.flatnonzero(rng.random(60) < 0.05)}
         chosen.one_pass(deviations)
         what = rng.integers(6)
-        if what == 0 and machine.state["ARENA_BYTES"]:
+        if what == 0 and machine.state.record.arena_bytes:
             bases = machine.dissolve()
             assert len(bases) == streams
             squeeze(machine, other, bases)
-        elif what == 1 and not machine.state["ARENA_BYTES"]:
+        elif what == 1 and not machine.state.record.arena_bytes:
             assert machine.take_over(chosen.ring, bases)
             served += 1
     print(f"{served} times taken over")
@@ -158,28 +158,28 @@ def test_plans_that_come_and_go_over_one_arena_keep_every_block_apart(seed: int,
     for chosen in programs:
         chosen.end()
     machine.check_counts()
-    if machine.state["ARENA_BYTES"]:
+    if machine.state.record.arena_bytes:
         machine.dissolve()
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == 0
+    assert machine.state.record.reserved_bytes == 0
 
 
 def test_an_extra_request_borrows_from_the_arena_and_the_plan_goes_on() -> None:
     machine, program, _, _ = rings(40)
     program.one_pass()
-    taken, misses = machine.taken, machine.state["MISSES"]
+    taken, misses = machine.taken, machine.state.record.misses
     program.one_pass({20: INSERT})
-    assert machine.state["NUM_LENT"] == 1
-    assert machine.state["MISSES"] == misses + 1
+    assert machine.state.record.num_lent == 1
+    assert machine.state.record.misses == misses + 1
     assert machine.taken == taken
     for _ in range(3):
         program.one_pass()
-    assert machine.state["MISSES"] == misses + 1
-    hits = machine.state["HITS"]
+    assert machine.state.record.misses == misses + 1
+    hits = machine.state.record.hits
     program.one_pass()
-    assert machine.state["HITS"] == hits + 60
+    assert machine.state.record.hits == hits + 60
 
 
 def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
@@ -197,12 +197,12 @@ def test_a_lease_is_of_the_stream_that_asked_for_it() -> None:
     for _ in range(200):
         stream = int(rng.integers(2))
         address = machine.allocate(int(rng.integers(513, 2 * MIB)), stream)
-        if base <= address < base + machine.state["ARENA_BYTES"]:
+        if base <= address < base + machine.state.record.arena_bytes:
             lent += 1
             assert (address - base >= border) == (stream == 1)
     assert lent
-    assert machine.state["NUM_UNKNOWN_FREES"] == 0
-    assert machine.state["MODE"] == layout.MODE_REPLAY
+    assert machine.state.record.num_unknown_frees == 0
+    assert machine.state.record.mode == constants.MODE_REPLAY
 
 
 def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_another() -> None:
@@ -222,8 +222,8 @@ def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_anoth
     ring.lifespan[long] = 20
     program.one_pass()
     ring.lifespan[long] = 12
-    conflicts = machine.state["CONFLICTS"]
+    conflicts = machine.state.record.conflicts
     program.one_pass()
-    assert machine.state["CONFLICTS"] == conflicts + 1
+    assert machine.state.record.conflicts == conflicts + 1
     program.one_pass()
-    assert machine.state["CONFLICTS"] == conflicts + 1
+    assert machine.state.record.conflicts == conflicts + 1

@@ -12,11 +12,13 @@ ROUNDS = int(os.environ.get("ROUNDS", "60"))  # that a signal interrupts, or com
 
 _PROLOGUE = """
 import ctypes, gc, json, signal, sys, threading, warnings
+from operator import attrgetter
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 import numpy as np
 import stalloc
 from stalloc.device import VirtualGPU, virtual
-from stalloc.runtime import layout, process
+from stalloc.core import constants
+from stalloc.runtime import process
 RUNTIME = stalloc.install(
     device="virtual", gpu=VirtualGPU(total_bytes=1 << 30), settings=stalloc.integrations.Settings(max_plans=1 << 30)
 )
@@ -69,10 +71,11 @@ def left_over():
     global error
     error = None  # it holds the frames that it went through, and they hold blocks
     gc.collect()
-    CONTROLLER.help(layout.POLL, 0)
+    CONTROLLER.help(constants.POLL, 0)
     RUNTIME.rest()
-    names = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "NUM_DEFERRED", "ARENA_BYTES", "NUM_LEASES", "LOCK"
-    found = {name: STATE[name] for name in names if STATE[name]}
+    names = ("total.allocated_bytes", "total.requested_bytes", "reserved_bytes", "total.num_live",
+        "num_deferred", "arena_bytes", "num_leases", "lock")
+    found = {name: attrgetter(name)(STATE.record) for name in names if attrgetter(name)(STATE.record)}
     if virtual.used_bytes() or CONTROLLER.memory.segments:
         found["held"] = [virtual.used_bytes(), len(CONTROLLER.memory.segments)]
     RUNTIME.resume()
@@ -242,20 +245,20 @@ heard = [interrupted(new, 40 * MIB)]
 stream = torch.cuda.Stream()
 heard.append(interrupted(first.record_stream, stream))
 del first
-deferred = STATE["NUM_DEFERRED"]
+deferred = STATE.record.num_deferred
 heard.append(interrupted(torch._C._cuda_emptyCache))
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.stream(stream):
     heard.append(interrupted(torch._C._CUDAGraph.capture_begin, graph, None, "global"))
-    private = STATE["PRIVATE"] > 0
+    private = STATE.record.private_kind > 0
     block = new(MIB)
     heard.append(interrupted(torch._C._CUDAGraph.capture_end, graph))
-    after = STATE["PRIVATE"]
+    after = STATE.record.private_kind
 kinds = len(CONTROLLER.captures.pools)
 del block
 heard.append(interrupted(torch._C._CUDAGraph.reset, graph))
 again = new(5 * MIB)
-print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools), STATE["NUM_OOMS"]]))
+print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools), STATE.record.num_ooms]))
 """
     )
     assert results == [[True] * 6, 1, True, 0, 1, 0, 0]
@@ -275,19 +278,19 @@ del block
 late = threading.Thread(target=holder.clear)
 with CONTROLLER.lock:
     late.start()
-    while not STATE["NUM_DEFERRED"]:
+    while not STATE.record.num_deferred:
         pass
-    CONTROLLER.help(layout.POLL, 0)  # finds it, and its events are over
+    CONTROLLER.help(constants.POLL, 0)  # finds it, and its events are over
     block = alloc(3 * MIB)
     same = block.ptr == address
     CONTROLLER.memory.share(address, stream.ptr)
 late.join()
-CONTROLLER.help(layout.POLL, 0)
+CONTROLLER.help(constants.POLL, 0)
 recorded, record = [], cp.cuda.runtime.eventRecord
 cp.cuda.runtime.eventRecord = lambda event, stream: (recorded.append(stream), record(event, stream))
 del block
-CONTROLLER.help(layout.POLL, 0)
-print(json.dumps([same, recorded == [stream.ptr], STATE["NUM_DEFERRED"], STATE["ALLOCATED"]]))
+CONTROLLER.help(constants.POLL, 0)
+print(json.dumps([same, recorded == [stream.ptr], STATE.record.num_deferred, STATE.record.total.allocated_bytes]))
 """
     ) == [True, True, 0, 0]
 
@@ -306,7 +309,7 @@ def deeper(size):
         pass
 sys.setrecursionlimit(150)
 deeper(11 * MIB)
-print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE["NUM_OOMS"]]))
+print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE.record.num_ooms]))
 """
     )
     assert depths > 20

@@ -17,8 +17,8 @@ RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=2 << 30, 
 CONTROLLER = RUNTIME.controllers[0]
 STATE = CONTROLLER.state
 from programs.core_machine import hammer
-from stalloc.runtime.entry import cupy_entries
-from stalloc.runtime.statistics import segments
+from stalloc.core.entry import cupy_entries
+from stalloc.core.snapshot import segments
 ALLOCATE, FREE = cupy_entries(RUNTIME.states.ctypes.data)
 SIZES = np.array([600, 5000, 70_000, 300_000, 1_500_000])
 
@@ -63,18 +63,19 @@ def test_children_of_a_process_whose_threads_are_inside_the_allocator(run_checks
         + """
 def check():
     whole()
-    live, allocated = STATE["NUM_LIVE"], STATE["ALLOCATED"]
+    live, allocated = STATE.record.total.num_live, STATE.record.total.allocated_bytes
     assert churn(9, 2_000) == (0, 0)
-    assert (STATE["NUM_LIVE"], STATE["ALLOCATED"]) == (live, allocated)
+    assert (STATE.record.total.num_live, STATE.record.total.allocated_bytes) == (live, allocated)
     CONTROLLER.memory.release_unused()
-    assert STATE["NUM_UNKNOWN_FREES"] == 0
+    assert STATE.record.num_unknown_frees == 0
     whole()
 codes = [in_child(check) for _ in range(15)]
 done = True
 for thread in threads:
     thread.join()
 CONTROLLER.memory.release_unused()
-print(json.dumps([codes, [STATE["ALLOCATED"], STATE["NUM_LIVE"], STATE["RESERVED"], STATE["NUM_UNKNOWN_FREES"]]]))
+print(json.dumps([codes, [STATE.record.total.allocated_bytes, STATE.record.total.num_live,
+    STATE.record.reserved_bytes, STATE.record.num_unknown_frees]]))
 """,
         PYTHONPATH=_with_tests(),
     )

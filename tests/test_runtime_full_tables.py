@@ -8,6 +8,7 @@ pytestmark = pytest.mark.usefixtures("cupy_installed")
 
 _PROLOGUE = """
 import gc, json
+from operator import attrgetter
 import stalloc
 from stalloc.device import VirtualGPU, virtual
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=16 << 30))
@@ -36,8 +37,9 @@ def left_over():
     held.clear()
     gc.collect()
     RUNTIME.rest()
-    names = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "LIVE_COUNT", "NUM_UNKNOWN_FREES", "LOCK"
-    return [STATE[name] for name in names] + [virtual.used_bytes()]
+    names = ("total.allocated_bytes", "total.requested_bytes", "reserved_bytes", "total.num_live",
+        "live_count", "num_unknown_frees", "lock")
+    return [attrgetter(name)(STATE.record) for name in names] + [virtual.used_bytes()]
 def show(*values):
     print(json.dumps(values))
 """
@@ -81,7 +83,7 @@ def test_a_full_table_of_pools_is_named(run_checks: Any) -> None:
     texts, count, left = run_checks(
         _PROLOGUE
         + """
-STATE.write(POOLS_MASK=31)  # no request came before
+STATE.write(pools_mask=31)  # no request came before
 streams = [cp.cuda.Stream(non_blocking=True) for _ in range(40)]
 count = 0
 for stream in streams:

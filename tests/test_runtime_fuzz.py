@@ -32,20 +32,25 @@ def deviate(seed: int) -> tuple[int, int]:
         if rng.random() < 0.2:
             machine.give_back_segments()
         if rng.random() < 0.15:
-            if machine.state["ARENA_BYTES"]:
+            if machine.state.record.arena_bytes:
                 bases = machine.dissolve()
             elif bases and set(bases) <= set(machine.segments.addresses()):
                 machine.take_over(ring, bases)
-    served = machine.state["HITS"], machine.state["MISSES"] + machine.state["CONFLICTS"]
+    served = machine.state.record.hits, machine.state.record.misses + machine.state.record.conflicts
     program.end()
     machine.check_counts()
-    if machine.state["ARENA_BYTES"]:
+    if machine.state.record.arena_bytes:
         assert machine.dissolve(), "nothing keeps an arena"
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == machine.state["ALLOCATED"] == machine.state["REQUESTED"] == 0
-    assert machine.state["NUM_UNKNOWN_FREES"] == 0
+    assert (
+        machine.state.record.reserved_bytes
+        == machine.state.record.total.allocated_bytes
+        == machine.state.record.total.requested_bytes
+        == 0
+    )
+    assert machine.state.record.num_unknown_frees == 0
     assert len(machine.segments) == 0
     return served
 

@@ -8,10 +8,10 @@ import pytest
 from programs.core_machine import Machine, Ring
 from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
+from stalloc.core import requests
 from stalloc.device.ordering import Ordering
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
-from stalloc.runtime import core
 from stalloc.runtime.segments import round_up
 
 _HANDLE = 16  # handles of streams are addresses
@@ -96,9 +96,9 @@ class Checked(Machine):
         arena_bytes = round_up(ring.peak)
         self.state.install_tape(ring.tape())
         gives = np.unique(plan.handover_earlier)
-        self.state.hand_over(gives, self.driver.ordering, list(range(1, ring.length + 1)))
+        self.state.share_cells(gives, self.driver.ordering, list(range(1, ring.length + 1)))
         base = self.take(arena_bytes)
-        core.reserve(self.state.address, arena_bytes)
+        self.state.count_arena(arena_bytes)
         self.state.serve_arena(base, arena_bytes)
 
 
@@ -142,14 +142,14 @@ def test_a_stream_waits_exactly_where_the_plan_hands_over(seed: int) -> None:
     machine, program, plan = start(seed)
     for _ in range(3):
         program.one_pass()
-    assert machine.state["MISSES"] + machine.state["CONFLICTS"] == 0
+    assert machine.state.record.misses + machine.state.record.conflicts == 0
     machine.driver.calls.clear()
-    before = machine.state["NUM_WAITS"]
+    before = machine.state.record.num_waits
     program.one_pass()
     calls = machine.driver.calls
     waits = [stream for what, stream, _ in calls if what == "wait"]
     records = [stream for what, stream, _ in calls if what == "record"]
-    assert len(waits) == len(plan.handover_later) == machine.state["NUM_WAITS"] - before
+    assert len(waits) == len(plan.handover_later) == machine.state.record.num_waits - before
     assert sorted(waits) == sorted(plan.tape_stream[plan.handover_later].tolist())
     assert len(records) == len(np.unique(plan.handover_earlier)), "one for each block that is handed on, at its free"
 
@@ -162,7 +162,7 @@ def test_no_stream_overtakes_another_when_the_program_deviates(seed: int) -> Non
         where = rng.integers(0, program.ring.length, 6)
         what = rng.choice([INSERT, DROP, RESIZE, SWAP, LINGER], 6)
         program.one_pass(dict(zip(where.tolist(), what.tolist(), strict=True)))
-    assert machine.state["HITS"] > 15 * program.ring.length
+    assert machine.state.record.hits > 15 * program.ring.length
     machine.check_counts()
     program.end()
 
@@ -175,13 +175,13 @@ def test_what_cannot_be_secured_is_served_from_the_heap(failing: str) -> None:
     machine.driver.fails.add(failing)
     for _ in range(2):
         program.one_pass()
-    assert machine.state["CONFLICTS"] > 0
+    assert machine.state.record.conflicts > 0
     machine.driver.fails.clear()
     for _ in range(3):
         program.one_pass()
-    conflicts = machine.state["CONFLICTS"]
+    conflicts = machine.state.record.conflicts
     program.one_pass()
-    assert machine.state["CONFLICTS"] == conflicts, "all is as before"
+    assert machine.state.record.conflicts == conflicts, "all is as before"
     assert len(plan.handover_later)
     machine.check_counts()
     program.end()
@@ -192,17 +192,17 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     program.one_pass()
     live = [address for address, size in machine.live.items() if size > 512]
     for address in live:
-        assert core.share(machine.state.address, address)
+        assert requests.share(machine.state.address, address)
     deferred = []
     machine.on_request[6] = lambda address: deferred.append(address) or 1  # DEFER
     program.one_pass()
     assert sorted(deferred) == sorted(live)
     for address in deferred:
-        core.finish_deferred(machine.state.address, address)
+        requests.finish_deferred(machine.state.address, address)
     for _ in range(3):
         program.one_pass()
     machine.check_counts()
-    assert machine.state["NUM_WAITS"] > len(plan.handover_later)
+    assert machine.state.record.num_waits > len(plan.handover_later)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -210,7 +210,7 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     machine, program, _ = start(40 + seed)
     for _ in range(3):
         program.one_pass({5: INSERT, 20: LINGER})
-    base = machine.state["ARENA"]
+    base = machine.state.record.arena
     machine.state.drop_tape()
     machine.state.end_sharing()
     machine.driver.synchronize()
@@ -226,7 +226,7 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == 0
+    assert machine.state.record.reserved_bytes == 0
 
 
 def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:

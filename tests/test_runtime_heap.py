@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from programs.core_machine import FIRST_ADDRESS, KIB, MIB, Machine
 
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
 
 
 def random_size(rng: np.random.Generator) -> int:
@@ -32,7 +32,7 @@ def exercise(machine: Machine, rng: np.random.Generator, operations: int, *, str
         if rng.random() < 0.002:
             machine.give_back_segments()
         if rng.random() < 0.001:
-            machine.state.write(LASTING=int(rng.integers(2)), TIGHT=int(rng.integers(2)))
+            machine.state.write(allocating_persistent=int(rng.integers(2)), memory_is_short=int(rng.integers(2)))
             machine.check_counts()
     for address in live:
         machine.free(address)
@@ -45,8 +45,13 @@ def test_random_requests_never_overlap_and_all_comes_back(seed: int) -> None:
     exercise(machine, np.random.default_rng(seed), 6000)
     machine.check_counts()
     machine.give_back_segments()
-    assert machine.state["NUM_LIVE"] == machine.state["ALLOCATED"] == machine.state["REQUESTED"] == 0
-    assert machine.state["RESERVED"] == 0
+    assert (
+        machine.state.record.total.num_live
+        == machine.state.record.total.allocated_bytes
+        == machine.state.record.total.requested_bytes
+        == 0
+    )
+    assert machine.state.record.reserved_bytes == 0
     assert len(machine.segments) == 0
 
 
@@ -102,7 +107,12 @@ def test_tens_of_thousands_of_live_blocks_are_all_known() -> None:
     assert len(set(live)) == len(live)
     for i in np.random.default_rng(seed).permutation(len(live)).tolist():
         machine.free(live[i])
-    assert machine.state["NUM_UNKNOWN_FREES"] == machine.state["NUM_LIVE"] == machine.state["ALLOCATED"] == 0
+    assert (
+        machine.state.record.num_unknown_frees
+        == machine.state.record.total.num_live
+        == machine.state.record.total.allocated_bytes
+        == 0
+    )
     machine.give_back_segments()
     assert machine.taken == 0
 
@@ -121,9 +131,9 @@ def test_what_lasts_does_not_keep_other_memory_from_going_back() -> None:
     gone = [machine.allocate(7 * MIB) for _ in range(4)]
     for address in gone[1:]:
         machine.free(address)
-    machine.state.write(LASTING=1)
+    machine.state.write(allocating_persistent=1)
     kept = [machine.allocate(5 * MIB + 512 * i) for i in range(7)]
-    machine.state.write(LASTING=0)
+    machine.state.write(allocating_persistent=0)
     machine.free(gone[0])
     machine.give_back_segments()
     assert machine.taken <= 62 * MIB, "segments of what lasts alone, cut to its size"
@@ -156,15 +166,15 @@ def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
     base = machine.take(16 * MIB)
     machine.state.serve_arena(base, 16 * MIB)
     assert machine._allocate(0, (1 << 54) + 4 * MIB, 0) == 0
-    assert machine.state["ARENA_LIVE"] == 0
+    assert machine.state.record.arena_live == 0
 
 
 def test_zero_bytes_get_no_address_and_no_error() -> None:
     machine = Machine()
     assert machine.allocate(0) == 0
-    assert machine.state["NUM_OOMS"] == machine.state["NUM_LIVE"] == 0
+    assert machine.state.record.num_ooms == machine.state.record.total.num_live == 0
     machine.free_unchecked(0)
-    assert machine.state["NUM_UNKNOWN_FREES"] == 0
+    assert machine.state.record.num_unknown_frees == 0
 
 
 def test_unknown_and_double_frees_are_counted_and_harmless() -> None:
@@ -177,10 +187,10 @@ def test_unknown_and_double_frees_are_counted_and_harmless() -> None:
     machine.free(address)
     machine.free_unchecked(address)
     machine.free_unchecked(address)
-    assert machine.state["NUM_UNKNOWN_FREES"] == len(inside) + 2
+    assert machine.state.record.num_unknown_frees == len(inside) + 2
     exercise(machine, rng, 1000)
     machine.give_back_segments()
-    assert machine.state["RESERVED"] == machine.state["ALLOCATED"] == 0
+    assert machine.state.record.reserved_bytes == machine.state.record.total.allocated_bytes == 0
 
 
 def test_no_memory_leaves_what_is_live_and_what_is_free() -> None:
@@ -188,18 +198,18 @@ def test_no_memory_leaves_what_is_live_and_what_is_free() -> None:
     held = [machine.allocate(10 * MIB) for _ in range(6)]
     assert all(held)
     assert machine.allocate(10 * MIB) == 0
-    assert machine.state["NUM_OOMS"] == 1
+    assert machine.state.record.num_ooms == 1
     machine.check_counts()
     machine.free(held[3])
     assert machine.allocate(10 * MIB)
-    assert machine.state["NUM_OOMS"] == 1
+    assert machine.state.record.num_ooms == 1
 
 
 def test_before_giving_up_any_free_block_of_the_stream_will_do() -> None:
     machine = Machine(capacity=32 * MIB)
     large, small = machine.allocate(20 * MIB), machine.allocate(300)
     machine.free(large)
-    machine.state.write(LASTING=1)
+    machine.state.write(allocating_persistent=1)
     assert machine.allocate(15 * MIB), "the segment for what is transient is free"
     assert machine.allocate(16 * MIB, stream=0x10) == 0, "another stream's is not"
     machine.free(small)
@@ -207,7 +217,7 @@ def test_before_giving_up_any_free_block_of_the_stream_will_do() -> None:
 
 def test_a_thousand_streams_are_told_apart_and_more_do_not_break_the_rest() -> None:
     machine = Machine()
-    addresses = [machine.allocate(600, stream=512 * i) for i in range(layout.MAX_STREAMS)]
+    addresses = [machine.allocate(600, stream=512 * i) for i in range(constants.MAX_STREAMS)]
     assert all(addresses)
     late = machine.allocate(600, stream=1 << 40)
     if late:
@@ -219,18 +229,18 @@ def test_a_thousand_streams_are_told_apart_and_more_do_not_break_the_rest() -> N
 
 # --- CUDA graphs -------------------------------------------------------------------------------------------------
 
-GRAPH = layout.PRIVATE_KINDS
+GRAPH = constants.PRIVATE_KINDS
 
 
 def test_memory_of_a_capture_is_nobody_elses_until_the_graph_is_gone() -> None:
     rng = np.random.default_rng(11)
     machine = Machine()
     exercise(machine, rng, 500)
-    machine.state["PRIVATE"] = GRAPH
+    machine.state.record.private_kind = GRAPH
     captured = [(machine.allocate(size), size) for size in (600, 3 * MIB, 12 * MIB, 800 * KIB)]
     for address, _ in captured:
         machine.free(address)
-    machine.state["PRIVATE"] = 0
+    machine.state.record.private_kind = 0
     ranges = [(address, size) for address, size in captured]
     machine.give_back_segments()
     assert machine.taken >= sum(size for _, size in captured)
@@ -239,7 +249,7 @@ def test_memory_of_a_capture_is_nobody_elses_until_the_graph_is_gone() -> None:
         assert all(other + size <= start or start + length <= other for start, length in ranges)
     for other in others:
         machine.free(other)
-    core.release_private(machine.state.address, GRAPH)
+    machine.state.unpin_pools(GRAPH)
     machine.give_back_segments()
     assert machine.taken == 0
 
@@ -248,9 +258,9 @@ def test_a_capture_without_memory_fails_rather_than_take_a_block_that_others_reu
     machine = Machine(capacity=44 * MIB)
     large, kept = machine.allocate(20 * MIB), machine.allocate(20 * MIB)
     machine.free(large)
-    machine.state["PRIVATE"] = GRAPH
+    machine.state.record.private_kind = GRAPH
     assert machine.allocate(15 * MIB) == 0, "a block of the general pool would be overwritten by replays of the graph"
-    machine.state["PRIVATE"] = 0
+    machine.state.record.private_kind = 0
     assert machine.allocate(15 * MIB) == large
     assert kept
 
@@ -258,10 +268,10 @@ def test_a_capture_without_memory_fails_rather_than_take_a_block_that_others_reu
 def test_a_kind_of_pool_that_served_a_graph_before_is_private_again() -> None:
     machine = Machine()
     for i in range(2):
-        machine.state["PRIVATE"] = GRAPH
+        machine.state.record.private_kind = GRAPH
         address = machine.allocate(2 * MIB)
         machine.free(address)
-        machine.state["PRIVATE"] = 0
+        machine.state.record.private_kind = 0
         assert machine.give_back_segments() == 0, f"capture {i}"
-        core.release_private(machine.state.address, GRAPH)
+        machine.state.unpin_pools(GRAPH)
         assert machine.give_back_segments() == 1

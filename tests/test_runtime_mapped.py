@@ -94,13 +94,13 @@ def test_a_segment_ends_elsewhere_only_where_nothing_lives(seed: int) -> None:
         if rng.random() < 0.2:
             wanted = int(rng.integers(1, 100)) * 2 * MIB
             ends = [address + held - base for address, held in machine.live.items() if address < base + 200 * MIB]
-            reserved, needs = state["RESERVED"], state.segment_needs(base)
+            reserved, needs = state.record.reserved_bytes, state.segment_needs(base)
             assert max(ends, default=0) <= needs <= max(ends, default=0) + MIB, "a block may keep a small remainder"
             done = state.resize_segment(base, wanted)
             assert done == (wanted >= needs)
             if done:
                 moved[wanted > size] += 1
-                assert state["RESERVED"] == reserved + wanted - size
+                assert state.record.reserved_bytes == reserved + wanted - size
                 size = wanted
         held = [address + held - base for address, held in machine.live.items() if address < base + 200 * MIB]
         assert max(held, default=0) <= size
@@ -108,4 +108,4 @@ def test_a_segment_ends_elsewhere_only_where_nothing_lives(seed: int) -> None:
     for address in machine.live.addresses():
         machine.free(address)
     machine.give_back_segments()
-    assert state["RESERVED"] == state["ALLOCATED"] == 0
+    assert state.record.reserved_bytes == state.record.total.allocated_bytes == 0

@@ -5,8 +5,8 @@ import pytest
 from programs.core_machine import MIB, Machine, Ring
 from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
-from stalloc.runtime import layout
-from stalloc.runtime.arena_tape import ArenaTape
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
 
 
 def start(seed: int, length: int = 60, *, streams: int = 1, num_sizes: int = 12) -> tuple[Machine, Program]:
@@ -23,7 +23,7 @@ def start(seed: int, length: int = 60, *, streams: int = 1, num_sizes: int = 12)
 
 def misses(machine: Machine) -> int:
     """Requests that the arena did not serve, for whatever reason."""
-    return machine.state["MISSES"] + machine.state["CONFLICTS"]
+    return machine.state.record.misses + machine.state.record.conflicts
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -34,14 +34,14 @@ def test_a_program_that_follows_the_tape_is_served_by_it_alone(seed: int) -> Non
         program.one_pass()
     state = machine.state
     assert misses(machine) == 0
-    assert state["HITS"] == 20 * program.ring.length
+    assert state.record.hits == 20 * program.ring.length
     assert machine.taken == taken, "nothing but the arena and what tiny requests need"
     steps = state.steps()
     assert len(steps) == 19
     assert {step.hits for step in steps} == {program.ring.length}
     machine.check_counts()
     program.end()
-    assert state["ARENA_LIVE"] == 0
+    assert state.record.arena_live == 0
 
 
 def passes_to_recover(machine: Machine, program: Program, deviations: dict[int, int]) -> int:
@@ -50,9 +50,9 @@ def passes_to_recover(machine: Machine, program: Program, deviations: dict[int, 
     program.one_pass(deviations)
     program.one_pass()
     program.one_pass()
-    missed, hits = misses(machine) - before, machine.state["HITS"]
+    missed, hits = misses(machine) - before, machine.state.record.hits
     program.one_pass()
-    assert machine.state["HITS"] == hits + program.ring.length, "back on the tape for good"
+    assert machine.state.record.hits == hits + program.ring.length, "back on the tape for good"
     return missed
 
 
@@ -66,9 +66,9 @@ def test_one_deviation_costs_a_few_requests(what: int, num_sizes: int, bound: in
         worst = 0
         for at in program.rng.integers(0, 80, 12):
             # conflicts with what the deviation itself keeps alive are the heap's, not the matching's
-            conflicts = machine.state["CONFLICTS"]
+            conflicts = machine.state.record.conflicts
             missed = passes_to_recover(machine, program, {int(at): what})
-            worst = max(worst, missed - (machine.state["CONFLICTS"] - conflicts))
+            worst = max(worst, missed - (machine.state.record.conflicts - conflicts))
         print(f"seed {seed}: {worst} missed at most")
         assert worst <= bound
 
@@ -79,9 +79,9 @@ def test_many_insertions_or_drops_in_a_row_lose_little_more(what: int, count: in
     for seed in range(6):
         machine, program = start(seed, length=150, num_sizes=40)
         program.one_pass()
-        conflicts = machine.state["CONFLICTS"]
+        conflicts = machine.state.record.conflicts
         missed = passes_to_recover(machine, program, dict.fromkeys(range(40, 40 + count), what))
-        missed -= machine.state["CONFLICTS"] - conflicts
+        missed -= machine.state.record.conflicts - conflicts
         print(f"seed {seed}: {missed} missed")
         assert missed <= (count if what == INSERT else 0) + 12
 
@@ -97,13 +97,13 @@ def test_a_program_that_deviates_all_the_time_keeps_every_block_apart(seed: int,
             machine.give_back_segments()
     state = machine.state
     machine.check_counts()
-    assert state["HITS"] > 0
-    assert state["CONFLICTS"] > 0, "the deviations reached places that were taken"
+    assert state.record.hits > 0
+    assert state.record.conflicts > 0, "the deviations reached places that were taken"
     if rate == 0.01:
-        assert state["HITS"] > 0.8 * (state["HITS"] + misses(machine))
+        assert state.record.hits > 0.8 * (state.record.hits + misses(machine))
     program.end()
     machine.check_counts()
-    assert state["ARENA_LIVE"] == 0
+    assert state.record.arena_live == 0
 
 
 def test_a_block_that_lives_too_long_is_left_alone() -> None:
@@ -112,30 +112,30 @@ def test_a_block_that_lives_too_long_is_left_alone() -> None:
     program.one_pass({10: LINGER})
     for _ in range(4):
         program.one_pass()
-    assert machine.state["CONFLICTS"] > 0
-    assert machine.state["MISSES"] == 0, "the requests themselves are the tape's"
-    conflicts = machine.state["CONFLICTS"]
+    assert machine.state.record.conflicts > 0
+    assert machine.state.record.misses == 0, "the requests themselves are the tape's"
+    conflicts = machine.state.record.conflicts
     program.one_pass()
-    assert machine.state["CONFLICTS"] == conflicts, "once it is gone its place is used again"
+    assert machine.state.record.conflicts == conflicts, "once it is gone its place is used again"
 
 
 def test_another_program_is_served_by_the_heap_and_the_plan_is_given_up() -> None:
     machine, program = start(4, length=50)
     asked: list[int] = []
-    machine.on_request[layout.STALE] = lambda argument: asked.append(argument) or machine.state.drop_tape() or 1
-    machine.state["ASK_AFTER_MISSES"] = 300
+    machine.on_request[constants.STALE] = lambda argument: asked.append(argument) or machine.state.drop_tape() or 1
+    machine.state.record.ask_after_misses = 300
     other = Program(machine, Ring(np.random.default_rng(99), 70), np.random.default_rng(99))
     program.one_pass()
     for _ in range(10):
         other.one_pass()
     assert len(asked) == 1
-    hits = machine.state["HITS"]
+    hits = machine.state.record.hits
     assert machine.state.forget_arena() == 0, "blocks of the first pass live there still"
     program.one_pass()
-    assert machine.state["HITS"] == hits
+    assert machine.state.record.hits == hits
     other.end()
     program.end()
-    base, size = machine.state["ARENA"], machine.state["ARENA_BYTES"]
+    base, size = machine.state.record.arena, machine.state.record.arena_bytes
     assert machine.state.forget_arena() == size > 0
     machine.give_back(base)
     machine.give_back_segments()
@@ -147,8 +147,10 @@ def test_a_plan_that_no_longer_fits_half_of_the_step_is_given_up(deviation: int)
     """Enough requests still match to keep the place, and too few are served to keep the plan."""
     machine, program = start(21, length=100)
     asked: list[int] = []
-    machine.on_request[layout.STALE] = lambda argument: asked.append(program.position) or machine.state.drop_tape() or 1
-    machine.state["ASK_AFTER_MISSES"] = 5000
+    machine.on_request[constants.STALE] = lambda argument: (
+        asked.append(program.position) or machine.state.drop_tape() or 1
+    )
+    machine.state.record.ask_after_misses = 5000
     for _ in range(30):
         program.one_pass()
         program.one_pass({10: INSERT, 50: DROP})
@@ -166,8 +168,10 @@ def test_one_extra_request_among_requests_that_are_all_alike_is_noticed() -> Non
     machine = Machine()
     machine.install(ring)
     program, asked = Program(machine, ring, rng), []
-    machine.on_request[layout.STALE] = lambda argument: asked.append(program.position) or machine.state.drop_tape() or 1
-    machine.state["ASK_AFTER_MISSES"] = 5000
+    machine.on_request[constants.STALE] = lambda argument: (
+        asked.append(program.position) or machine.state.drop_tape() or 1
+    )
+    machine.state.record.ask_after_misses = 5000
     for _ in range(10):
         program.one_pass()
     assert misses(machine) == 0
@@ -182,11 +186,11 @@ def test_one_extra_request_among_requests_that_are_all_alike_is_noticed() -> Non
 def test_double_and_inner_frees_in_the_arena_are_counted_and_harmless() -> None:
     machine, program = start(6)
     program.one_pass()
-    address = next(a for a, _ in machine.live.items() if machine.state["ARENA"] <= a)
-    unknown = machine.state["NUM_UNKNOWN_FREES"]
+    address = next(a for a, _ in machine.live.items() if machine.state.record.arena <= a)
+    unknown = machine.state.record.num_unknown_frees
     machine.free_unchecked(address + 512 * 1)
     machine.free_unchecked(address + 8)
-    inner = machine.state["NUM_UNKNOWN_FREES"] - unknown
+    inner = machine.state.record.num_unknown_frees - unknown
     assert inner == 2
     machine.check_counts()
     due = next(addresses for addresses in program.due.values() if address in addresses)
@@ -194,7 +198,7 @@ def test_double_and_inner_frees_in_the_arena_are_counted_and_harmless() -> None:
     machine.free(address)
     machine.free_unchecked(address)
     machine.free_unchecked(address)
-    assert machine.state["NUM_UNKNOWN_FREES"] == unknown + inner + 2
+    assert machine.state.record.num_unknown_frees == unknown + inner + 2
     program.one_pass()
     program.end()
     machine.check_counts()
@@ -207,12 +211,12 @@ def test_a_tape_that_is_followed_but_not_served_knows_its_boundary() -> None:
     machine.install(ring, serve=False)
     at: list[int] = []
     program = Program(machine, ring, rng)
-    machine.on_request[layout.AT_BOUNDARY] = lambda argument: at.append(program.position) or 1
+    machine.on_request[constants.AT_BOUNDARY] = lambda argument: at.append(program.position) or 1
     for _ in range(4):
-        machine.state["ASK_AT_BOUNDARY"] = 1
+        machine.state.record.ask_at_boundary = 1
         program.one_pass()
     assert at == [40, 80, 120]
-    assert machine.state["HITS"] == 0
+    assert machine.state.record.hits == 0
 
 
 def test_serving_begins_beside_blocks_that_were_there_before() -> None:
@@ -226,10 +230,10 @@ def test_serving_begins_beside_blocks_that_were_there_before() -> None:
     machine.install(ring)
     program.one_pass()
     assert old
-    assert machine.state["HITS"] == 70
+    assert machine.state.record.hits == 70
     program.end()
     machine.give_back_segments()
-    assert machine.taken == machine.state["ARENA_BYTES"] == machine.state["RESERVED"]
+    assert machine.taken == machine.state.record.arena_bytes == machine.state.record.reserved_bytes
 
 
 @pytest.mark.parametrize("seed", range(13, 17))
@@ -242,12 +246,12 @@ def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_
     program = Program(machine, ring, rng)
     for _ in range(4):  # how long they live has to be learnt
         program.one_pass()
-    hits, taken = machine.state["HITS"], machine.taken
+    hits, taken = machine.state.record.hits, machine.taken
     for _ in range(8):
         program.one_pass()
-    assert machine.state["HITS"] - hits == 8 * 40
-    assert machine.state["MISSES"] == 0
-    assert machine.state["NUM_LENT"] > 80, "most of them found room in the arena"
+    assert machine.state.record.hits - hits == 8 * 40
+    assert machine.state.record.misses == 0
+    assert machine.state.record.num_lent > 80, "most of them found room in the arena"
     assert machine.taken == taken
     program.end()
     machine.check_counts()
@@ -263,17 +267,17 @@ def test_requests_that_displace_each_other_from_step_to_step_are_healed_by_one_p
     ring.size, ring.stream, ring.lifespan = np.full(count, size), np.zeros(count, np.int64), np.full(count, count - 1)
     ring.offset, ring.peak = np.arange(count) * size, count * size
     machine.install(ring)
-    machine.state.write(EXPECTED_PEAK=ring.peak)
+    machine.state.write(expected_peak=ring.peak)
     program = Program(machine, ring, np.random.default_rng(0))
     for _ in range(4):
         program.one_pass()
-    assert machine.state["CONFLICTS"] == 0
+    assert machine.state.record.conflicts == 0
     assert machine.allocate(size), "it finds the place that is idle for a moment"
     displaced = []
     for _ in range(12):
-        before = machine.state["CONFLICTS"]
+        before = machine.state.record.conflicts
         program.one_pass()
-        displaced.append(machine.state["CONFLICTS"] - before)
+        displaced.append(machine.state.record.conflicts - before)
     assert max(displaced) == count, "each takes the place of another one"
     assert max(displaced[4:]) == 1, "only the place that is gone for good is missed"
     assert machine.taken <= ring.peak + 20 * MIB
@@ -298,7 +302,7 @@ def test_a_prologue_runs_once_and_then_the_ring_turns() -> None:
     program = Program(machine, ring, rng)
     for _ in range(5):
         program.one_pass()
-    assert machine.state["HITS"] == 10 + 5 * 30
+    assert machine.state.record.hits == 10 + 5 * 30
     assert misses(machine) == 0
     assert len(machine.state.steps()) == 4
     for address in weights:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from programs.core_machine import Intervals, Owners
 
+from stalloc.core import requests
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import make_controller
-from stalloc.runtime import core
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.tapes import plan_steps
@@ -30,7 +30,7 @@ class Program:
     ) -> None:
         settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
         self.controller: Controller = make_controller(capacity_bytes, settings)
-        self.controller.watching.expects_marks = True
+        self.controller.expects_marks = True
         self.state = self.controller.state
         self.streams = streams
         self.live, self.owners = Intervals(), Owners()
@@ -42,7 +42,7 @@ class Program:
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """One request; it has to be served."""
         stream %= self.streams
-        address = int(core.allocate_on(self.state.address, size_bytes, stream))
+        address = int(requests.malloc(self.state.address, size_bytes, stream))
         assert address
         self.live.add(address, size_bytes)
         self.owners.note(address, size_bytes, stream)
@@ -51,7 +51,7 @@ class Program:
     def free(self, address: int) -> None:
         """The end of one."""
         self.live.remove(address)
-        core.free_on(self.state.address, address)
+        requests.free(self.state.address, address)
 
     def forward(self, width: int) -> list[int]:
         """A batch and activations."""
@@ -107,7 +107,7 @@ class Program:
 
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far."""
-        return self.state["HITS"], self.state["MISSES"] + self.state["CONFLICTS"]
+        return self.state.record.hits, self.state.record.misses + self.state.record.conflicts
 
 
 def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
@@ -279,7 +279,7 @@ def test_the_state_of_an_optimizer_does_not_pin_what_is_transient() -> None:
         )
     assert program.controller.status.phase is Phase.PLANNED
     state = program.state
-    assert state["RESERVED"] <= state.span_peak("ALLOCATED") + 40 * MIB  # two segments that are not full
+    assert state.record.reserved_bytes <= state.allocated_peak_bytes + 40 * MIB  # two segments that are not full
 
 
 def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
@@ -288,7 +288,7 @@ def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
     for _ in range(3):
         program.step(lambda: program.train(40_000), lambda: program.evaluate(37_000), lambda: program.evaluate(29_000))
     assert program.controller.status.num_plans == 0
-    assert program.state.span_peak("RESERVED") < 1.1 * program.state.span_peak("ALLOCATED") + 20 * MIB
+    assert program.state.reserved_peak_bytes < 1.1 * program.state.allocated_peak_bytes + 20 * MIB
 
 
 def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
@@ -296,7 +296,7 @@ def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
     wanted = Program()
     for _ in range(8):
         wanted.step(lambda: wanted.train(40_000))
-    program = Program(capacity_bytes=wanted.state.span_peak("RESERVED") + 64 * MIB)
+    program = Program(capacity_bytes=wanted.state.reserved_peak_bytes + 64 * MIB)
     for _ in range(8):
         program.step(lambda: program.train(40_000))
     assert program.controller.status.phase is Phase.PLANNED
@@ -310,20 +310,20 @@ def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
     program = Program()
     for _ in range(8):
         program.step(lambda: program.train(40_000))
-    before = program.state["RESERVED"]
+    before = program.state.record.reserved_bytes
     hits, missed = program.step(lambda: program.train(36_000))
     assert missed > hits
-    assert program.state["STEP_RESERVED_PEAK"] <= before + 20 * MIB
+    assert program.state.record.step_reserved_peak <= before + 20 * MIB
 
 
 def test_unknown_steps_in_a_row_reserve_hardly_more_than_was_ever_allocated() -> None:
     program = Program()
     for _ in range(8):
         program.step(lambda: program.train(40_000))
-    before = program.state["RESERVED"]
+    before = program.state.record.reserved_bytes
     for width in (36_000, 39_000, 34_000, 38_000):
         program.step(lambda width=width: program.train(width))
-        assert program.state["RESERVED"] <= before + 40 * MIB
+        assert program.state.record.reserved_bytes <= before + 40 * MIB
 
 
 def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: int) -> list[tuple[int, int]]:
@@ -336,7 +336,7 @@ def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: in
             widths.append(2 * max(widths))
         program.step(lambda: work(widths[int(rng.integers(len(widths)))]))
         if program.controller.status.num_plans > plans:
-            found.append((program.state["RESERVED"], program.state["ARENA_BYTES"]))
+            found.append((program.state.record.reserved_bytes, program.state.record.arena_bytes))
         plans = program.controller.status.num_plans
     return found
 
@@ -368,7 +368,7 @@ def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
     grow(program, program.train, 2, 60)
     for _ in range(4):
         program.step(lambda: program.train(20_000))
-    assert program.state["RESERVED"] < 1.25 * program.state["ARENA_BYTES"]
+    assert program.state.record.reserved_bytes < 1.25 * program.state.record.arena_bytes
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -377,13 +377,17 @@ def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -
     program = Program(streams=streams)
     for width in in_rounds(1, 2, 8):
         program.step(lambda width=width: program.train(40_000 + 1000 * width))
-    plans, reserved, arena = program.controller.status.num_plans, program.state["RESERVED"], program.state["ARENA"]
+    plans, reserved, arena = (
+        program.controller.status.num_plans,
+        program.state.record.reserved_bytes,
+        program.state.record.arena,
+    )
     for width in in_rounds(2, 3, 8):
         served = program.step(lambda width=width: program.train(39_000 + 1000 * width))
-        assert program.state["ARENA"] == arena
+        assert program.state.record.arena == arena
     assert served == (37, 0)
     assert program.controller.status.num_plans > plans
-    assert program.state["RESERVED"] < 1.2 * reserved
+    assert program.state.record.reserved_bytes < 1.2 * reserved
 
 
 def drift(program: Program, widths: list[int], until: Callable[[], bool]) -> None:
@@ -400,18 +404,18 @@ def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: 
     program = Program(streams=streams)
     controller, state = program.controller, program.state
     drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
-    large, arena = state["ARENA_BYTES"], state["ARENA"]
+    large, arena = state.record.arena_bytes, state.record.arena
     drift(program, [20_000, 23_000], lambda: controller.status.phase is Phase.OBSERVING)
     kept = program.allocate(100 * MIB)
     assert arena <= kept < arena + large
     drift(program, [20_000, 23_000], lambda: controller.status.phase is Phase.PLANNED)
     program.step(lambda: program.evaluate(20_000))
-    assert state["ARENA_BYTES"] == large  # around what lives there
+    assert state.record.arena_bytes == large  # around what lives there
     program.free(kept)
     for width in [23_000, 20_000] * 3:
         program.step(lambda width=width: program.evaluate(width))
-    assert state["ARENA_BYTES"] < 0.5 * large
-    assert state["RESERVED"] < state["ARENA_BYTES"] + 40 * MIB
+    assert state.record.arena_bytes < 0.5 * large
+    assert state.record.reserved_bytes < state.record.arena_bytes + 40 * MIB
     taken = controller.device.num_allocs
     for width in [23_000, 20_000] * 10:
         assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from programs.core_machine import MIB, Machine, Ring
 
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.lifespans.units import StepKind
-from stalloc.runtime import core
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.tapes import Tapes, plan_steps
 
@@ -128,7 +127,7 @@ def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generat
     machine.state.install_tape(
         ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
     )
-    core.reserve(machine.state.address, arena_bytes)
+    machine.state.count_arena(arena_bytes)
     machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
     return machine, rings, rng
 
@@ -154,8 +153,8 @@ def test_each_kind_is_known_from_its_first_request(seed: int) -> None:
         ring = rings[int(rng.integers(4))]
         one_pass(machine, ring, ring.size)
         total += ring.length
-    assert machine.state["HITS"] == total
-    assert machine.state["MISSES"] == 0
+    assert machine.state.record.hits == total
+    assert machine.state.record.misses == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -167,11 +166,11 @@ def test_unknown_and_shortened_steps_between_them_are_safe_and_soon_over(seed: i
         one_pass(machine, ring, ring.size, frozenset(rng.integers(0, ring.length, 3).tolist()))
         for _ in range(2):
             one_pass(machine, rings[1], rings[1].size)
-        hits = machine.state["HITS"]
+        hits = machine.state.record.hits
         one_pass(machine, rings[1], rings[1].size)
-        assert machine.state["HITS"] - hits == rings[1].length
+        assert machine.state.record.hits - hits == rings[1].length
     machine.check_counts()
-    assert machine.state["NUM_LIVE"] == machine.state["ALLOCATED"] == 0
+    assert machine.state.record.total.num_live == machine.state.record.total.allocated_bytes == 0
     machine.state.drop_tape()
     assert machine.state.forget_arena()
 
@@ -193,4 +192,4 @@ def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
     machine.state.serve_arena(machine.take(round_up(peak)), round_up(peak))
     for ring in (first, second, second, first, second):
         one_pass(machine, ring, ring.size)
-    assert machine.state["HITS"] == 5 * 40
+    assert machine.state.record.hits == 5 * 40

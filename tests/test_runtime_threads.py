@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from programs.core_machine import KIB, MIB, Machine, Ring, hammer
 
-from stalloc.runtime import layout
+from stalloc.core import constants
 
 RESERVE = 4 << 30  # bytes of address space; only what is used gets pages
 
@@ -31,7 +31,13 @@ def hammer_in_threads(
     assert [foreign for foreign, _ in results.values()] == [0] * len(sizes)
     assert [failed for _, failed in results.values()] == [0] * len(sizes)
     state = machine.state
-    assert state["NUM_UNKNOWN_FREES"] == state["NUM_LIVE"] == state["ALLOCATED"] == state["REQUESTED"] == 0
+    assert (
+        state.record.num_unknown_frees
+        == state.record.total.num_live
+        == state.record.total.allocated_bytes
+        == state.record.total.requested_bytes
+        == 0
+    )
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def machine() -> Machine:
 @pytest.mark.parametrize("streams", [[0, 0, 0], [0, 0x10, 0x20]])
 @pytest.mark.parametrize("lasting", [False, True])
 def test_heap_under_three_threads(machine: Machine, lasting: bool, streams: list[int]) -> None:
-    machine.state.write(LASTING=int(lasting))
+    machine.state.write(allocating_persistent=int(lasting))
     rng = np.random.default_rng(1)
     sizes = [np.concatenate([rng.integers(1, 64 * KIB, 40), rng.integers(MIB, MIB + 64 * KIB, 4)]) for _ in range(3)]
     hammer_in_threads(machine, sizes, order=False, streams=streams)
@@ -58,9 +64,9 @@ def test_a_plan_under_three_threads_that_all_follow_it(machine: Machine, order: 
     machine.install(ring)
     hammer_in_threads(machine, [ring.size] * 3, order=order, streams=[0, 0, 0])
     state = machine.state
-    assert state["ARENA_LIVE"] == 0
-    assert state["HITS"] > 1000
-    assert state["CONFLICTS"] + state["MISSES"] > 1000
+    assert state.record.arena_live == 0
+    assert state.record.hits > 1000
+    assert state.record.conflicts + state.record.misses > 1000
 
 
 def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
@@ -77,12 +83,12 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
     worker = threading.Thread(target=work)
     worker.start()
     while switches < 50 and worker.is_alive():
-        if machine.state["ARENA_BYTES"] == 0:
+        if machine.state.record.arena_bytes == 0:
             machine.install(ring)
             switches += 1
         else:
             machine.state.drop_tape()
-            base = machine.state["ARENA"]
+            base = machine.state.record.arena
             if machine.state.forget_arena():
                 machine.give_back(base)
         machine.give_back_segments()
@@ -93,19 +99,21 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
 
 
 def test_recording_in_threads_holds_every_event(machine: Machine) -> None:
-    machine.state.write(RECORDING=1)
+    machine.state.write(recording=1)
     sizes = [np.array([600 * (index + 1)]) for index in range(3)]
     hammer_in_threads(machine, sizes, order=True, streams=[0, 0, 0])
     events = machine.state.recorded()
-    action = events[:, layout.E_ACTION] & 0xFF
-    assert (action == layout.ACTION_ALLOC).sum() == machine.state["NUM_ALLOCS"]
-    assert (action == layout.ACTION_FREE_COMPLETED).sum() == machine.state["NUM_ALLOCS"] - machine.state["NUM_LIVE"]
-    assert (np.diff(events[:, layout.E_TIME]) >= 0).all()
+    action = events["action"] & 0xFF
+    assert (action == constants.ACTION_ALLOC).sum() == machine.state.record.total.num_allocs
+    assert (
+        action == constants.ACTION_FREE_COMPLETED
+    ).sum() == machine.state.record.total.num_allocs - machine.state.record.total.num_live
+    assert (np.diff(events["time_ns"]) >= 0).all()
     live: set[int] = set()
-    for what, address in zip(action, events[:, layout.E_ADDRESS], strict=True):
-        if what == layout.ACTION_ALLOC:
+    for what, address in zip(action, events["address"], strict=True):
+        if what == constants.ACTION_ALLOC:
             assert address not in live
             live.add(int(address))
-        elif what == layout.ACTION_FREE_COMPLETED:
+        elif what == constants.ACTION_FREE_COMPLETED:
             live.remove(int(address))
     assert not live

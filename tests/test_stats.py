@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shlex
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_text_shows_the_figures_and_the_next_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     for text in ("[red]s.pickle, device 0", "2 in 5 events", "50.00% at the reserved peak", "none confirmed"):
         assert text in shown
-    assert shown.rstrip().endswith(f"stalloc plan {file}")
+    assert shown.rstrip().endswith(f"stalloc plan {shlex.quote(file)}")
 
 
 def test_planning_csv_has_no_reserved_and_several_files_are_listed(tmp_path, capsys):

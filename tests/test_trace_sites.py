@@ -106,7 +106,7 @@ def test_a_source_without_frames_has_no_sites(tmp_path):
         ([CPP, ("??", 0, "at::_ops::sum::call(at::Tensor const&)")], 1, "at::_ops::sum::call"),
         ([("<string>", 1, "<module>")], 1, "<string>:1 <module>"),
         ([], 1, "unknown"),
-        ([("a.py", 1, "\x1b[2Jf\n")], 1, "a.py:1 ?[2Jf?"),
+        ([("a.py", 1, "\x1b[2Jf\n")], 1, "a.py:1 \\x1b[2Jf\\n"),
     ],
 )
 def test_the_name_of_a_stack_is_its_innermost_frame_of_the_user(stack, depth, name):

@@ -9,8 +9,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from stalloc.errors import StallocError
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 VERBS = (
     "run",
@@ -34,11 +37,18 @@ def _verb_module(verb: str):
     return importlib.import_module(f"stalloc.cli.{verb}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Usage errors quote arguments, which may hold anything that a shell hands on."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, MAX_SENTENCE))
+
+
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
     """The parser; only the verb that is asked for is imported, all of them when none is (for --help)."""
     from stalloc import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="stalloc",
         description="Plan GPU memory from one step of a program; run, explain and predict with the plan.",
         epilog="Exit codes: 0 done, 1 a check failed, 2 bad input or usage. `stalloc VERB --help` tells more.",
@@ -69,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except StallocError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return EXIT_BAD_INPUT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,18 +18,24 @@ JSON: `input`, `output`, `format`, `bytes`, for each of `devices` its `device`, 
 """
 
 import argparse
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces, save_traces
-from stalloc.trace.sites import printable
 
 _SUFFIXES = {".npz": "trace", ".pickle": "snapshot", ".pkl": "snapshot", ".json": "perfetto", ".csv": "csv"}
 _FORMATS = ("trace", "snapshot", "perfetto", "csv")
@@ -130,14 +136,17 @@ def _write_trace(path: Path, traces: Sequence[Trace]) -> list[str]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = table_console()
     size = human_bytes(result["bytes"])
-    console.print(f"[bold]{escape(result['output'])}[/bold], {result['format']}, {size}")
+    console.print(Text.assemble((printable(result["output"]), "bold"), f", {result['format']}, {size}"))
     for entry in result["devices"]:
         console.print(
-            f"  [dim]device {entry['device']}[/dim]  {entry['requests']:,} requests, {entry['events']:,} events, "
-            f"from {escape(printable(str(entry['source'])))}"
+            Text.assemble(
+                "  ",
+                (f"device {entry['device']}", "dim"),
+                f"  {entry['requests']:,} requests, {entry['events']:,} events, from {printable(str(entry['source']))}",
+            )
         )
-    for note in result["notes"]:
-        console.print(f"  [dim]note[/dim]  {escape(printable(note))}")
-    console.print(f"Next: stalloc stats {escape(shlex.quote(result['output']))}")
+    for note in note_texts(result["notes"]):
+        console.print(Text.assemble("  ", ("note", "dim"), f"  {note}"))
+    console.print(f"Next: stalloc stats {command_text(result['output'])}")

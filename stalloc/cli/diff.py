@@ -21,21 +21,28 @@ JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of 
 import argparse
 import dataclasses
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from stalloc.cli.convert import of_device
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.report.comparison import Change, Comparison, compare
 from stalloc.trace import Trace, load_traces
-from stalloc.trace.sites import printable
 
 _LISTS = ("class", "site", "size")
 
@@ -135,19 +142,23 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], notes: list[
     console = table_console()
     for entry in devices:
         numbers = " and ".join(map(str, dict.fromkeys((entry["first"]["device"], entry["second"]["device"]))))
-        console.print(f"[bold]device {numbers}[/bold]: A is {escape(args.first)}, B is {escape(args.second)}")
+        files = f": A is {printable(args.first)}, B is {printable(args.second)}"
+        console.print(Text.assemble((f"device {numbers}", "bold"), files))
         console.print(_peaks(entry))
         for name in _LISTS:
             _print_list(console, name, entry[f"by_{name}"], args.top)
         if entry["grew_too_much"]:
             console.print(
-                f"[bold red]allocated grew by {human_bytes(entry['allocated_change_bytes'])}[/bold red], more than the "
-                f"{human_bytes(entry['allowed_change_bytes'])} that --fail-over {escape(args.fail_over)} allows"
+                Text.assemble(
+                    (f"allocated grew by {human_bytes(entry['allocated_change_bytes'])}", "bold red"),
+                    f", more than the {human_bytes(entry['allowed_change_bytes'])} that --fail-over "
+                    f"{printable(args.fail_over)} allows",
+                )
             )
         console.print()
-    for note in notes:
-        console.print(f"[dim]note[/dim]  {escape(printable(note))}")
-    console.print(f"Next: stalloc explain {escape(shlex.quote(args.second))}")
+    for note in note_texts(notes):
+        console.print(Text.assemble(("note", "dim"), f"  {note}"))
+    console.print(f"Next: stalloc explain {command_text(args.second)}")
 
 
 def _table(*names: str) -> Table:
@@ -185,7 +196,7 @@ def _print_list(console: Console, name: str, rows: list[dict[str, Any]], top: in
     table = _table(f"by {name}", "A", "B", "change", "requests")
     for row in shown:
         table.add_row(
-            escape(row["name"]),
+            printable(row["name"]),
             human_bytes(row["first_bytes"]),
             human_bytes(row["second_bytes"]),
             _signed(row["change_bytes"]),

@@ -16,10 +16,18 @@ from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare, run_apart
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
+from stalloc.printable import printable
 
 _PLENTY = 1 << 44  # bytes; more than any program of today asks of one device
 
@@ -110,20 +118,18 @@ def _by_device(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     offered = result["memory_bytes"] - result["headroom_bytes"]
-    title = f"{gpu.name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program"
-    table = Table("", "fits", "needs (reserved)", "allocated", title=escape(title), title_justify="left")
+    title = f"{printable(gpu.name)}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program"
+    table = Table("", "fits", "needs (reserved)", "allocated", title=title, title_justify="left")
     for name in ("native", "stalloc"):
         tried = result[name]
         verdict = "yes" if tried["fits"] else "no"
         table.add_row(name, verdict, human_bytes(tried["needed_bytes"]), human_bytes(tried["allocated_peak_bytes"]))
-    console = Console()
+    console = table_console()
     console.print(table)
     if result["stalloc"]["fits"]:
-        console.print(f"next: stalloc run {escape(' '.join(command))} on the real GPU", highlight=False, soft_wrap=True)
+        console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
-        console.print("next: the same with a larger --gpu, or a smaller batch", highlight=False)
+        console.print("next: the same with a larger --gpu, or a smaller batch")

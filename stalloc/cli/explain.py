@@ -18,17 +18,25 @@ been served, as replayed from an empty device of the same size.
 
 import argparse
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.replay.explanation import CAUSES, Explanation, explain
 from stalloc.trace import Action, Trace, load_traces
 
@@ -78,22 +86,24 @@ def _print(args: argparse.Namespace, entries: list[dict[str, Any]]) -> None:
     console = table_console()
     for entry in entries:
         _print_entry(console, entry)
-    again = shlex.quote(args.files[0])
-    console.print(f"Next: stalloc simulate --sweep {escape(again)}")
+    console.print(f"Next: stalloc simulate --sweep {command_text(args.files[0])}")
 
 
 def _print_entry(console: Console, entry: dict[str, Any]) -> None:
     reserved, allocated = entry["reserved_bytes"], entry["allocated_bytes"]
     moment = f"after event {entry['event']:,}" if entry["event"] >= 0 else "when recording began"
     console.print(
-        f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}, {moment}: "
-        f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
-        f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)"
+        Text.assemble(
+            (printable(Path(entry["file"]).name), "bold"),
+            f", device {entry['device']}, {moment}: "
+            f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
+            f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)",
+        )
     )
     if entry["source"] != "record":
-        console.print(f"  not recorded by the file: {escape(entry['source'])}")
-    for note in entry["notes"]:
-        console.print(f"  note: {escape(note)}")
+        console.print(f"  not recorded by the file: {printable(entry['source'])}")
+    for note in note_texts(entry["notes"]):
+        console.print(f"  note: {note}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -108,20 +118,21 @@ def _print_entry(console: Console, entry: dict[str, Any]) -> None:
         console.print(
             f"  {human_bytes(segment['free_bytes'])} free of {human_bytes(segment['size_bytes'])} stay with "
             f"{segment['num_blocks']:,} live block{'s' * (segment['num_blocks'] != 1)} "
-            f"({human_bytes(segment['live_bytes'])}) of {escape(', '.join(segment['sites']))}"
+            f"({human_bytes(segment['live_bytes'])}) of {', '.join(map(printable, segment['sites']))}"
         )
     console.print()
 
 
 def _print_verdict(console: Console, entry: dict[str, Any]) -> None:
     whole = entry["whole_segments_bytes"]
-    console.print(
-        f"Out of memory by [bold]{entry['verdict']}[/bold]: {human_bytes(entry['wanted_bytes'])} wanted by "
-        f"{escape(entry['asked_by'])}; {human_bytes(entry['device_free_bytes'])} free on the device, "
+    story = (
+        f": {human_bytes(entry['wanted_bytes'])} wanted by "
+        f"{printable(entry['asked_by'])}; {human_bytes(entry['device_free_bytes'])} free on the device, "
         f"{human_bytes(entry['partly_used_bytes'])} free in partly used segments"
         + (f", {human_bytes(whole)} in whole segments" if whole else "")
         + f", the largest piece for the stream {human_bytes(entry['largest_free_bytes'])}."
     )
+    console.print(Text.assemble("Out of memory by ", (entry["verdict"], "bold"), story))
     if not entry["avoided_by"]:
         console.print("No single change that was tried would have served it.")
         return
@@ -131,5 +142,6 @@ def _print_verdict(console: Console, entry: dict[str, Any]) -> None:
         "It would have been served with"
     )
     for result in entry["avoided_by"][:5]:
-        how = f"PYTORCH_ALLOC_CONF={shlex.quote(result['settings'])}" if result["settings"] else result["allocator"]
-        console.print(f"  {escape(how)}: reserves {human_bytes(result['peak_reserved_bytes'])}")
+        settings = result["settings"]
+        how = f"PYTORCH_ALLOC_CONF={command_text(settings)}" if settings else printable(result["allocator"])
+        console.print(f"  {how}: reserves {human_bytes(result['peak_reserved_bytes'])}")

@@ -9,14 +9,13 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
 from stalloc.device.driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
+from stalloc.printable import MAX_SENTENCE, printable
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -90,12 +89,12 @@ def _table(title: str, rows: list[tuple[str, str]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(value))  # as they are: a setting may contain what looks like markup
+        table.add_row(printable(name), printable(value, MAX_SENTENCE))
     return table
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = table_console()
     console.print(
         _table("Versions", [(name, version or "not installed") for name, version in found["versions"].items()])
     )
@@ -115,7 +114,7 @@ def _print(found: dict[str, Any]) -> None:
     if found["torch_allocator"]:
         console.print(_table("\ntorch allocator", list(found["torch_allocator"].items())))
     target = "run" if found["gpus"] else "dryrun"
-    console.print(f"\nNext: stalloc {target} PROGRAM.py", markup=False)
+    console.print(f"\nNext: stalloc {target} PROGRAM.py")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,11 +4,12 @@ Contract: the first Ctrl-C sets the event and says so, the second ends the progr
 """
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from stalloc.notices import say
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     def first(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
         stop.set()
-        print("stalloc: stopping with the best plan so far; Ctrl-C again gives up.", file=sys.stderr)
+        say("stopping with the best plan so far; Ctrl-C again gives up.")
 
     signal.signal(signal.SIGINT, first)
     try:

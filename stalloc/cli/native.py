@@ -18,6 +18,8 @@ from typing import Any
 
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.errors import SetupError, StallocError
+from stalloc.files import write_whole
+from stalloc.notices import say
 
 
 def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def main() -> int:
 
         kind = device.activate(args.device, chosen_gpu(args))
     except StallocError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     step_times: list[float] = []
 
@@ -131,7 +133,7 @@ def main() -> int:
     after_import("torch", watch_torch)
     code = run_program(command)
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times)}
-    Path(args.result).write_text(json.dumps(result), encoding="utf-8")
+    write_whole(args.result, json.dumps(result))
     return code
 
 

@@ -2,15 +2,19 @@
 
 import argparse
 import json
+import shlex
 import sys
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from stalloc.errors import BadInputError
+from stalloc.files import write_whole
+from stalloc.printable import MAX_SENTENCE, encodable, printable
 
 MIB, GIB = 1 << 20, 1 << 30
+MAX_NOTES = 20
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -33,31 +37,41 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.json == "-":
         sys.stdout.write(text)
         return
-    try:
-        Path(args.json).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {args.json}: {error.strerror}: choose another file for --json.") from error
+    write_whole(args.json, text, "choose another file for --json")
+
+
+class _OurConsole(Console):
+    """Standard output, which shows escaped what would steer a terminal and what its encoding cannot hold."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=self._shown(segment.text))
+
+    def _shown(self, text: str) -> str:
+        lines = (printable(line, len(line) + MAX_SENTENCE) for line in text.split("\n"))
+        return encodable("\n".join(lines), self.encoding)
+
+
+def command_text(*words: str) -> str:
+    """Words of a command to copy, quoted for a shell; longer than a name may be."""
+    return printable(shlex.join(words), MAX_SENTENCE)
+
+
+def note_texts(notes: Sequence[object]) -> list[str]:
+    """What a file or its reader has to say, a sentence each; of a great many the first."""
+    texts = [printable(str(note), MAX_SENTENCE) for note in notes[:MAX_NOTES]]
+    return texts if len(notes) <= MAX_NOTES else [*texts, f"{len(notes) - MAX_NOTES:,} more notes"]
 
 
 def table_console() -> Console:
-    """Where tables for people go: rows are never wrapped, and a file or a pipe has no edge."""
-    console = Console(soft_wrap=True, highlight=False)
+    """Where tables for people go: rows are never wrapped, and a file or a pipe has no edge.
+
+    Strings are no markup. What others wrote goes through `printable` before, so that a line stays one line.
+    """
+    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 200
     return console
-
-
-def check_writable(path: str) -> None:
-    """Raise BadInputError now if the file could not be written after a long run; leaves no file behind."""
-    file = Path(path)
-    existed = file.exists()
-    try:
-        with file.open("ab"):
-            pass
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
 
 
 def human_bytes(num_bytes: int) -> str:

@@ -12,21 +12,29 @@ the time is up; Ctrl-C ends it at once with the best plan so far, which says so.
 import argparse
 import dataclasses
 import hashlib
-import shlex
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from stalloc.cli.interrupt import stop_on_interrupt
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
+from stalloc.inputs import read_input
+from stalloc.notices import say
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate
+from stalloc.printable import printable
 from stalloc.trace import load_traces
 
 
@@ -87,15 +95,14 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             verdict = validate(made, trace)
             if not verdict.ok:
                 refused = True
-                print(
-                    f"stalloc: the plan of {file} device {made.device} fails its own validation ({verdict.reason}: "
-                    f"{verdict.detail}): nothing is written; please report this with the file.",
-                    file=sys.stderr,
+                say(
+                    f"the plan of {file} device {made.device} fails its own validation ({verdict.reason}: "
+                    f"{verdict.detail}): nothing is written; please report this with the file."
                 )
             plans.append(made)
             devices.append(_entry(file, made, seconds) | {"notes": list(trace.info.get("notes", []))})
         if args.output and not refused:
-            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
             save_plans(
                 args.output,
                 [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans],
@@ -164,7 +171,7 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
             if entry["interrupted"]:
                 gap += f", best until {entry['interrupted']}"
         table.add_row(
-            escape(Path(entry["file"]).name),
+            printable(Path(entry["file"]).name),
             str(entry["device"]),
             f"{entry['requests']:,}",
             f"{entry['planned_requests']:,}",
@@ -177,17 +184,17 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
     console = table_console()
     console.print(table)
     for entry in devices:
-        for note in entry["notes"]:
-            console.print(f"  note: {escape(Path(entry['file']).name)}: {escape(note)}")
+        for note in note_texts(entry["notes"]):
+            console.print(f"  note: {printable(Path(entry['file']).name)}: {note}")
     if refused:
         return
     if args.csv:
-        console.print(f"\nWritten: {escape(args.csv)}")
+        console.print(f"\nWritten: {printable(args.csv)}")
     if not args.output:
-        console.print(f"\nTo keep the plan: stalloc plan {escape(shlex.quote(args.files[0]))} -o step.plan.npz")
+        console.print(f"\nTo keep the plan: stalloc plan {command_text(args.files[0])} -o step.plan.npz")
         return
-    console.print(f"\nWritten: {escape(args.output)}")
+    console.print(f"\nWritten: {printable(args.output)}")
     if all(entry["kind"] == "program" for entry in devices):
-        console.print(f"Next: stalloc run --plan {escape(shlex.quote(args.output))} SCRIPT")
+        console.print(f"Next: stalloc run --plan {command_text(args.output)} SCRIPT")
     else:
-        console.print(f"Next: stalloc validate {escape(shlex.join([args.output, args.files[0]]))}")
+        console.print(f"Next: stalloc validate {command_text(args.output, args.files[0])}")

@@ -5,15 +5,19 @@ one BadInputError that names the line or the id.
 """
 
 import csv
+import io
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.files import write_whole
+from stalloc.inputs import read_input
 from stalloc.planner import Plan
 from stalloc.trace import Trace
+
+_MAX_DIGITS = 40  # zeros in front of a number do no harm, thousands of digits take time
 
 
 def _ids(trace: Trace) -> list[Any]:
@@ -32,10 +36,9 @@ def check_ids(file: str, trace: Trace) -> None:
 
 def read_fixed(file: str, trace: Trace) -> dict[int, int]:
     """Offsets in bytes by row of the trace, from a CSV with the columns id and offset."""
+    data = read_input(file, "a CSV with the columns id,offset")
     try:
-        lines = list(csv.reader(Path(file).read_text(encoding="utf-8-sig").splitlines()))
-    except OSError as error:
-        raise BadInputError(f"cannot read {file}: {error.strerror}: give a CSV with the columns id,offset.") from error
+        lines = list(csv.reader(data.decode("utf-8-sig").splitlines()))
     except (UnicodeDecodeError, csv.Error) as error:
         raise BadInputError(f"{file} is not readable as CSV ({error}): save it as plain UTF-8 text.") from error
     header = [name.strip().lower() for name in lines[0]] if lines else []
@@ -53,7 +56,7 @@ def read_fixed(file: str, trace: Trace) -> dict[int, int]:
             raise BadInputError(f"{file}: line {number}: the trace has no id {name[:40]!r}: correct it.")
         if row_of[name] in fixed:
             raise BadInputError(f"{file}: line {number}: the id {name[:40]} is there twice: leave one of them.")
-        if not (offset.isascii() and offset.isdigit()):
+        if not (offset.isascii() and offset.isdigit()) or len(offset) > _MAX_DIGITS:
             raise BadInputError(f"{file}: line {number}: offset is {offset[:40]!r}, expected a whole number from 0.")
         fixed[row_of[name]] = int(offset)
     return fixed
@@ -64,10 +67,8 @@ def write_csv(file: str, trace: Trace, made: Plan) -> None:
     shift = -min(int(trace.start.min(initial=0)), 0)  # what was live before recording starts at -1
     columns = (trace.start + shift, trace.end + shift, trace.size, made.offset)
     rows = np.stack(columns, axis=1).tolist()
-    try:
-        with open(file, "w", newline="", encoding="utf-8") as output:
-            writer = csv.writer(output, lineterminator="\n")
-            writer.writerow(["id", "lower", "upper", "size", "offset"])
-            writer.writerows([name, *row] for name, row in zip(_ids(trace), rows, strict=True))
-    except OSError as error:
-        raise BadInputError(f"cannot write {file}: {error.strerror}: choose another file for --csv.") from error
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["id", "lower", "upper", "size", "offset"])
+    writer.writerows([name, *row] for name, row in zip(_ids(trace), rows, strict=True))
+    write_whole(file, text.getvalue(), "choose another file for --csv")

@@ -12,6 +12,7 @@ from pathlib import Path
 from stalloc.cli.output import human_bytes
 from stalloc.device import VirtualGPU, find_gpu, parse_memory
 from stalloc.errors import BadInputError
+from stalloc.notices import say
 
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 
@@ -96,7 +97,7 @@ def run_program(command: list[str]) -> int:
         print(ending.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stalloc: the program was interrupted", file=sys.stderr)
+        say("the program was interrupted")
         return 130
     except BaseException as error:
         frames = error.__traceback__

@@ -10,9 +10,18 @@ recorded until then is written all the same.
 import argparse
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
 from stalloc.errors import BadInputError
+from stalloc.files import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
-    used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
+    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
     traces = [controller.recording.trace() for controller in used]
     if not traces:
         raise BadInputError(
@@ -50,20 +59,22 @@ def run(args: argparse.Namespace) -> int:
             "requests": trace.num_requests,
             "events": trace.num_events,
             "steps": int((trace.mark_kind == 0).sum()),
-            "allocated_peak_bytes": controller.state["ALLOCATED_PEAK"],
-            "reserved_peak_bytes": controller.state["RESERVED_PEAK"],
+            "allocated_peak_bytes": controller.state.record.total.allocated_peak,
+            "reserved_peak_bytes": controller.state.record.reserved_peak.total,
             "notes": trace.info["notes"],
         }
         for controller, trace in zip(used, traces, strict=True)
     ]
     if wants_text(args):
+        console = table_console()
         for device in devices:
-            print(
+            console.print(
                 f"device {device['device']}: {device['requests']} requests, {device['steps']} steps, "
                 f"allocated peak {human_bytes(device['allocated_peak_bytes'])}"
             )
-            for note in device["notes"]:
-                print(f"  {note}")
-        print(f"wrote {args.output}; next: stalloc stats {args.output}, or stalloc plan {args.output} -o step.plan.npz")
+            for note in note_texts(device["notes"]):
+                console.print(f"  {note}")
+        name = command_text(args.output)
+        console.print(f"wrote {name}; next: stalloc stats {name}, or stalloc plan {name} -o step.plan.npz")
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
     return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED

@@ -17,12 +17,17 @@ itself fails.
 
 import argparse
 import dataclasses
-import sys
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare
-from stalloc.cli.output import add_json_argument, check_writable, human_bytes, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    human_bytes,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.program import (
     add_program_arguments,
     chosen_gpu,
@@ -32,6 +37,9 @@ from stalloc.cli.program import (
     run_program,
 )
 from stalloc.errors import BadInputError
+from stalloc.files import check_writable
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if cache is not None:
         cache.update(runtime)
     if wants_text(args):
-        _print(result, args, kept=cache is not None and cache.file.exists())
+        _print(result, args, kept=cache is not None and cache.kept)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     write_json(args, result)
@@ -141,34 +149,33 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
-    print(f"stalloc: wrote {path}; use it with: stalloc run --plan {path} …", file=sys.stderr)
+    say(f"wrote {path}; use it with: stalloc run --plan {path} …")
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=False)
+    console = table_console()
     if not result["devices"]:
-        console.print("stalloc: the program allocated no GPU memory.", highlight=False)
+        console.print("stalloc: the program allocated no GPU memory.")
         return
     for report in result["devices"]:
         table = Table(
-            title=f"device {report['device']}: {report['device_name']}", title_justify="left", show_header=False
+            title=f"device {report['device']}: {printable(report['device_name'])}",
+            title_justify="left",
+            show_header=False,
         )
         for label, value in _rows(report):
-            table.add_row(label, value)
+            table.add_row(label, printable(value, MAX_SENTENCE))
         console.print(table)
     if result["plan_source"] == "cache":
-        console.print("the plan was kept from the last run of this program", highlight=False)
+        console.print("the plan was kept from the last run of this program")
     elif kept:
-        console.print("next: the same command starts with this plan, which is kept", highlight=False)
+        console.print("next: the same command starts with this plan, which is kept")
     elif not args.plan and not args.save_plan and result.get("plans_made"):
-        console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run", highlight=False)
+        console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run")
     elif not result.get("plans_made"):
-        console.print(
-            "next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats", highlight=False
-        )
+        console.print("next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats")
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:

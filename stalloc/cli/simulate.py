@@ -13,17 +13,25 @@ is held against the segments that the file itself records: "exact", or the first
 import argparse
 import dataclasses
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.device import parse_memory
+from stalloc.printable import printable
 from stalloc.replay.registry import ALLOCATORS, make
 from stalloc.replay.simulation import (
     SWEEP,
@@ -118,11 +126,14 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: in
     console = table_console()
     for entry in devices:
         console.print(
-            f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}: "
-            f"{entry['requests']:,} requests" + (f", {human_bytes(capacity)} of memory" if capacity else "")
+            Text.assemble(
+                (printable(Path(entry["file"]).name), "bold"),
+                f", device {entry['device']}: {entry['requests']:,} requests",
+                f", {human_bytes(capacity)} of memory" if capacity else "",
+            )
         )
-        for note in entry["notes"]:
-            console.print(f"  note: {escape(note)}")
+        for note in note_texts(entry["notes"]):
+            console.print(f"  note: {note}")
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees"):
             table.add_column(name, justify="left" if name in ("allocator", "settings") else "right", no_wrap=True)
@@ -131,7 +142,7 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: in
         for result in entry["results"]:
             table.add_row(
                 result["allocator"],
-                escape(result["settings"]) or "-",
+                printable(result["settings"]) or "-",
                 human_bytes(result["peak_reserved_bytes"]),
                 human_bytes(result["peak_allocated_bytes"]),
                 f"{result['fragmentation']:.2%}",
@@ -144,12 +155,12 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: in
         if "best" in entry:
             settings = entry["best"]["settings"]
             console.print(
-                f"Best of torch's settings: PYTORCH_ALLOC_CONF={escape(shlex.quote(settings))}"
+                f"Best of torch's settings: PYTORCH_ALLOC_CONF={command_text(settings)}"
                 if settings
                 else "Best of torch's settings: the defaults."
             )
         console.print()
-    console.print(f"Next: stalloc explain {escape(shlex.quote(args.files[0]))}")
+    console.print(f"Next: stalloc explain {command_text(args.files[0])}")
 
 
 def _remark(result: dict[str, Any]) -> str:
@@ -161,7 +172,6 @@ def _remark(result: dict[str, Any]) -> str:
         return "as the file records"
     if result["exact"] is False:
         where = result["first_difference"]
-        return (
-            f"unlike the record{f' from event {where:,} on' if where is not None else ''}: {escape(result['reason'])}"
-        )
+        since = f" from event {where:,} on" if where is not None else ""
+        return f"unlike the record{since}: {printable(result['reason'])}"
     return ""

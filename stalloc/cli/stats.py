@@ -2,7 +2,7 @@
 
 FILE is a trace of any kind that stalloc reads: a recording of `stalloc record` (.trace.npz), a memory snapshot of torch
 (a pickle or its HTML page), a trace or raw memory timeline of torch.profiler (JSON), a log of RMM or of the DTR
-simulator, a planning CSV; all but the first may be gzipped.
+simulator, a planning CSV; all but the first may be gzipped. The name - is standard input.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
 lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved; for it allocated includes
@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
+from rich.text import Text
 
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    human_bytes,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.errors import BadInputError
 from stalloc.lifespans import (
     classify,
@@ -29,6 +37,7 @@ from stalloc.lifespans import (
     sequence_keys,
     sequence_rows,
 )
+from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 
 _MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal layers are shorter
@@ -119,11 +128,12 @@ def _reserved(trace: Trace, size: np.ndarray) -> dict[str, Any]:
 def _print(args: argparse.Namespace, devices: list[dict[str, Any]]) -> None:
     console = table_console()
     for entry in devices:
-        console.print(f"[bold]{escape(Path(entry['file']).name)}[/bold], device {entry['device']}, {entry['source']}")
-        for name, text in _lines(entry):
-            console.print(f"  [dim]{name:<14}[/dim]  {escape(text)}")
+        name, source = printable(Path(entry["file"]).name), printable(str(entry["source"]))
+        console.print(Text.assemble((name, "bold"), f", device {entry['device']}, {source}"))
+        for label, text in _lines(entry):
+            console.print(Text.assemble("  ", (f"{label:<14}", "dim"), f"  {text}"))
         console.print()
-    console.print(f"Next: stalloc plan {escape(args.files[0])}")
+    console.print(f"Next: stalloc plan {command_text(args.files[0])}")
 
 
 def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
@@ -154,5 +164,5 @@ def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
     if entry["step_requests"]:
         names += ["static", "dynamic"]
     lines += [(name, f"{classes[name]['requests']:,}, {human_bytes(classes[name]['bytes'])} in all") for name in names]
-    lines += [("note", note) for note in entry["notes"]]
+    lines += [("note", note) for note in note_texts(entry["notes"])]
     return lines

@@ -9,12 +9,10 @@ reason for the first plan that is not.
 import argparse
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from stalloc.cli.output import add_json_argument, human_bytes, wants_text, write_json
+from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.errors import BadInputError
 from stalloc.planner import load_plans, validate
+from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.trace import load_traces
 
 
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     ok = all(entry["ok"] for entry in devices)
     write_json(args, {"ok": ok, "devices": devices})
     if wants_text(args):
-        console = Console(soft_wrap=True, highlight=False)
+        console = table_console()
         for entry in devices:
             if entry["ok"]:
                 text = (
@@ -70,5 +68,5 @@ def run(args: argparse.Namespace) -> int:
                 )
             else:
                 text = f"invalid, {entry['reason']}: {entry['detail']}"
-            console.print(escape(f"device {entry['device']}: {text}"))
+            console.print(printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
     return 0 if ok else 1

@@ -16,8 +16,8 @@ from stalloc.compaction.execution import Copy
 from stalloc.compaction.heap_view import HeapView, heap_view
 from stalloc.compaction.relocation import move_together, packed, release
 from stalloc.compaction.torch_storages import Candidate, candidates, tensors_of
+from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
-from stalloc.runtime.layout import SMALL_LIMIT
 from stalloc.runtime.segments import GRANULE, round_up
 
 ALIGNMENT = 512
@@ -58,10 +58,11 @@ def adopt(
     for device, group in _by_device(objects, exclude, gradients, result).items():
         view = heap_view(device)
         _count_reserved(view, result, before=True)
-        if view is not None and cap_bytes is not None and view.controller.state["RESERVED"] > cap_bytes:
+        held_bytes = view.controller.state.record.reserved_bytes if view is not None else 0
+        if cap_bytes is not None and held_bytes > cap_bytes:
             raise BadInputError(
-                f"device {device.index} holds {view.controller.state['RESERVED']} bytes already, above the cap of "
-                f"{cap_bytes}: ask for more, or free memory first."
+                f"device {device.index} holds {held_bytes} bytes already, above the cap of {cap_bytes}: ask for "
+                "more, or free memory first."
             )
         if view is None:
             _move(group, result, copy)
@@ -188,7 +189,7 @@ def _by_device(
 def _count_reserved(view: HeapView | None, result: Relocation, *, before: bool) -> None:
     if view is None:
         return
-    reserved = view.controller.state["RESERVED"]
+    reserved = view.controller.state.record.reserved_bytes
     if before:
         result.reserved_before_bytes += reserved
     else:
@@ -276,7 +277,7 @@ def _room(view: HeapView, cap_bytes: int | None) -> int:
     """How many bytes a new buffer may have, beside the table of the copy."""
     free = view.controller.memory.source.free_bytes()
     if cap_bytes is not None:
-        free = min(free, cap_bytes - view.controller.state["RESERVED"])
+        free = min(free, cap_bytes - view.controller.state.record.reserved_bytes)
     return free - GRANULE
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from stalloc.compaction.schedule import Column
-from stalloc.runtime import Controller, current, layout
+from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, BLOCK_LIVE, PRIVATE_KINDS
+from stalloc.core.snapshot import ARENA_KIND, segments
+from stalloc.runtime import Controller, current
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,21 +50,15 @@ def heap_view(device: Any) -> HeapView | None:
         return None
     controller = runtime.controllers[device.index]
     state = controller.state
-    chunks = state.chunks[1 : state["CHUNKS_USED"]]
-    chunks = chunks[(chunks[:, layout.C_BASE] != 0) & (chunks[:, layout.C_HIGH] == 0)]
-    chunks = chunks[np.argsort(chunks[:, layout.C_BASE])]
-    live = state.live  # the table that is in use now
-    live = live[live[:, layout.L_ADDRESS] != 0]
-    live = live[np.argsort(live[:, layout.L_ADDRESS])]
-    rows = state.blocks[live[:, layout.L_BLOCK]]
-    kinds = state.pools[state.chunks[rows[:, layout.B_CHUNK], layout.C_POOL], layout.P_KIND]
-    own = (rows[:, layout.B_STATE] == layout.BLOCK_LIVE) & (kinds < layout.PRIVATE_KINDS)
+    found = sorted((one for one in segments(state) if one.kind != ARENA_KIND), key=lambda segment: segment.address)
+    live = [(block, segment.kind) for segment in found for block in segment.blocks if block.state != BLOCK_FREE]
+    arena, arena_bytes = state.record.arena, state.record.arena_bytes
     return HeapView(
         controller,
-        chunks[:, layout.C_BASE].copy(),
-        chunks[:, layout.C_SIZE].copy(),
-        live[:, layout.L_ADDRESS].copy(),
-        (rows[:, layout.B_REQUESTED] + (layout.ALIGNMENT - 1)) & -layout.ALIGNMENT,
-        own,
-        (state["ARENA"], state["ARENA"] + state["ARENA_BYTES"]),
+        np.array([segment.address for segment in found], np.int64),
+        np.array([segment.size_bytes for segment in found], np.int64),
+        np.array([block.address for block, _ in live], np.int64),
+        (np.array([block.requested_bytes for block, _ in live], np.int64) + (ALIGNMENT - 1)) & -ALIGNMENT,
+        np.array([block.state == BLOCK_LIVE and kind < PRIVATE_KINDS for block, kind in live], bool),
+        (arena, arena + arena_bytes),
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from stalloc.errors import BadInputError
 
 _MIB = 1 << 20
+_MAX_BYTES = 1 << 62  # so that sums of two sizes still fit the fields of 64 bits that they travel in
+_MAX_DIGITS = 30  # of a number that is written out; Python refuses to read very long ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,8 @@ class VirtualGPU:
     num_multiprocessors: int = 132
 
     def __post_init__(self) -> None:
-        if self.total_bytes <= 0:
-            raise BadInputError(f"a GPU of {self.total_bytes} bytes is impossible: give a positive size.")
+        if not 0 < self.total_bytes <= _MAX_BYTES:
+            raise BadInputError(f"a GPU of {self.total_bytes:,} bytes is impossible: give a size up to 4 EiB.")
         if not 1 <= self.num_devices <= 64:
             raise BadInputError(f"{self.num_devices} devices are not possible: choose 1 to 64.")
         if self.copy_limit_bytes is not None and self.copy_limit_bytes < 0:
@@ -77,7 +79,7 @@ def find_gpu(name: str) -> VirtualGPU:
     for known, gpu in KNOWN_GPUS.items():
         if wanted in (_plain(known), _plain(gpu.name)):
             return gpu
-    raise BadInputError(f"no GPU called {name!r} is known: choose one of {', '.join(KNOWN_GPUS)}.")
+    raise BadInputError(f"no GPU called {name[:40]!r} is known: choose one of {', '.join(KNOWN_GPUS)}.")
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -93,10 +95,11 @@ def parse_memory(text: str | int) -> int:
     Raises BadInputError for anything else and for nothing at all.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    unit = _UNITS.get(match[2].lower()) if match else None
+    unit = _UNITS.get(match[2].lower()) if match and len(match[1]) <= _MAX_DIGITS else None
     num_bytes = int(float(match[1]) * unit) if match and unit else 0
     if match and match[1].isdigit() and unit:
         num_bytes = int(match[1]) * unit
-    if num_bytes <= 0:
-        raise BadInputError(f"{text!r} is not an amount of memory: write bytes, or a number with MiB, GiB, MB or GB.")
+    if not 0 < num_bytes <= _MAX_BYTES:
+        shown = f"{str(text)[:40]!r}{'…' if len(str(text)) > 40 else ''}"
+        raise BadInputError(f"{shown} is not an amount of memory: write bytes, or a number with MiB, GiB, MB or GB.")
     return num_bytes

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.virtual_build import MAIN_LIBRARY, build, built_directory, scan
+from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
 from stalloc.errors import BadInputError, SetupError
 
@@ -63,7 +63,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
         )
     surface = scan()
     folder = build(surface)
-    library = _load(folder)
+    library = _load(folder, surface)
     limit = ctypes.c_size_t(-1).value if gpu.copy_limit_bytes is None else gpu.copy_limit_bytes
     status = library.stalloc_virtual_configure(
         gpu.name.encode(),
@@ -83,11 +83,9 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     _library, _gpu = library, gpu
 
 
-def _load(folder: Path) -> ctypes.CDLL:
+def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     mode = os.RTLD_GLOBAL | os.RTLD_NOW
-    library = ctypes.CDLL(str(folder / MAIN_LIBRARY), mode=mode)
-    for path in sorted(folder.glob("lib*.so.*")):
-        ctypes.CDLL(str(path), mode=mode)
+    library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
     library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
     return library

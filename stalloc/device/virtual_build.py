@@ -6,6 +6,9 @@ by one rename, so several processes may build at the same time. A C compiler is 
 
 The empty libraries carry the names (sonames) and version nodes that the loader checks; the symbols themselves are
 found in the one library, unversioned, which the loader accepts for any version (glibc: elf/dl-lookup.c, check_match).
+
+What lies in the directory is loaded and run, so it is a private one (see stalloc/private.py), and only the libraries
+that were built are loaded from it.
 """
 
 import hashlib
@@ -22,6 +25,7 @@ from pathlib import Path
 
 from stalloc.device.elf import ElfFile
 from stalloc.errors import SetupError
+from stalloc.private import check_private_file, private_folder, remove_old, user_cache
 
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
 _SOURCES = sorted(Path(__file__).parent.glob("virtual_*.[ch]"))
@@ -31,6 +35,8 @@ _NVIDIA_LIBRARY = re.compile(
 _NVIDIA_SYMBOL = re.compile(
     r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|curand|cusparse|cusolver|cutensor|p?nccl[A-Z]|nvshmem|nvrtc|nvJitLink|nvml)"
 )
+_SCRATCH = "building-"  # how the names of unfinished builds begin
+_ADVICE = "set XDG_CACHE_HOME to another directory"
 # Loaded by name at run time, so no file asks for them.
 _BY_NAME = ("cudart", "nvrtc", "nvJitLink")
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1", *(f"lib{name}.so.{major}" for major in (12, 13) for name in _BY_NAME))
@@ -97,8 +103,7 @@ def compiler() -> list[str] | None:
 
 def cache_directory() -> Path:
     """The directory of this user for all builds: $XDG_CACHE_HOME/stalloc/virtual-gpu, by default below ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "stalloc" / "virtual-gpu"
+    return user_cache("virtual-gpu")
 
 
 def _run(command: list[str], what: str) -> None:
@@ -136,6 +141,26 @@ def _compile(surface: Surface, command: list[str], folder: Path) -> None:
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # the name that linkers look for
     for leftover in ("stubs.c", "empty.c", "versions.map"):
         (folder / leftover).unlink()
+    for name in _library_names(surface):
+        (folder / name).chmod(0o755)  # whatever the umask: what others can write is not loaded
+
+
+def _library_names(surface: Surface) -> list[str]:
+    return [MAIN_LIBRARY, *(name for name, _ in surface.libraries)]
+
+
+def libraries(folder: Path, surface: Surface) -> list[Path]:
+    """The libraries of a build, the one that holds everything first.
+
+    Raises SetupError if one is missing or can be written by others.
+    """
+    paths = [folder / name for name in _library_names(surface)]
+    try:
+        for path in paths:
+            check_private_file(path)
+    except OSError as error:
+        raise SetupError(f"the virtual GPU is not whole ({path} is missing): remove {folder}.") from error
+    return paths
 
 
 def _key(surface: Surface, command: list[str]) -> str:
@@ -148,38 +173,47 @@ def _key(surface: Surface, command: list[str]) -> str:
 
 def built_directory() -> Path | None:
     """The directory of a finished build for what is installed now, or None."""
-    folder = cache_directory() / _key(scan(), compiler() or [])
-    return folder if folder.is_dir() else None
+    try:
+        return private_folder(cache_directory() / _key(scan(), compiler() or []), _ADVICE, make=False)
+    except (OSError, SetupError):
+        return None
 
 
 def build(surface: Surface | None = None) -> Path:
     """Build the libraries for `surface` (by default what is installed), or find them built; returns their directory.
 
-    Raises SetupError if there is no C compiler, if it fails, or if the cache cannot be written.
+    Raises SetupError if there is no C compiler, if it fails, or if the cache cannot be written or others can write to
+    it.
     """
     surface, command = surface or scan(), compiler()
-    folder = cache_directory() / _key(surface, command or [])
-    if folder.is_dir():
-        return folder
+    directory = cache_directory()
+    try:
+        directory = private_folder(directory, _ADVICE)
+        remove_old(directory, f"{_SCRATCH}*")
+        folder = directory / _key(surface, command or [])
+        if folder.is_dir():
+            return private_folder(folder, _ADVICE, make=False)
+        _build(surface, command, folder)
+    except OSError as error:
+        raise SetupError(
+            f"the virtual GPU cannot be kept in {directory} ({error.strerror}): "
+            "set XDG_CACHE_HOME to a writable directory."
+        ) from error
+    return folder
+
+
+def _build(surface: Surface, command: list[str] | None, folder: Path) -> None:
     if command is None:
         wanted = f"CC={os.environ['CC']} is not there" if os.environ.get("CC") else "none of cc, gcc and clang is there"
         raise SetupError(
             f"the virtual GPU needs a C compiler once, and {wanted}: install gcc, or set CC to a compiler."
         )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
-            fresh = Path(scratch) / "build"
-            fresh.mkdir()
-            _compile(surface, command, fresh)
-            try:
-                fresh.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # another process may have finished first: its build is the same
-                    raise
-    except OSError as error:
-        raise SetupError(
-            f"the virtual GPU cannot be kept in {folder.parent} ({error.strerror}): "
-            "set XDG_CACHE_HOME to a writable directory."
-        ) from error
-    return folder
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "build"
+        fresh.mkdir(0o700)
+        _compile(surface, command, fresh)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have finished first: its build is the same
+                raise

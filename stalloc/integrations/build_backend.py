@@ -11,9 +11,21 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "stalloc.pth"
-LINE = (
-    "import os; os.environ.get('STALLOC', '0') in ('', '0') "
-    "or exec('from stalloc.integrations.startup import arm; arm()')\n"
+# Python reads the line once for each name of a folder (lib and lib64), and a sentence is said once.
+_ARM = """try:
+    from stalloc.integrations.startup import arm
+    arm()
+except Exception as error:
+    try:
+        sentence = f'stalloc: it cannot be loaded ({error!a}): install it again, or unset STALLOC.\\n'
+        if sys.stderr and not hasattr(sys, '_stalloc_is_missing'):
+            sys._stalloc_is_missing = True
+            os.write(2, sentence.encode())
+    except Exception:
+        pass
+"""
+LINE = (  # Python was told to ignore the environment by -I or -E
+    f"import os, sys; sys.flags.ignore_environment or os.environ.get('STALLOC', '0') in ('', '0') or exec({_ARM!r})\n"
 )
 
 

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stalloc.core import constants
+from stalloc.core.entry import cupy_entries
 from stalloc.integrations.cupy_pool import call_outside, hand_out, take_back
-from stalloc.runtime import Runtime, entry, layout
+from stalloc.runtime import Runtime
 
 _PER_THREAD = 2  # cudaStreamPerThread
 
@@ -32,11 +34,11 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
     from cupy.cuda.runtime import CUDARuntimeError
 
-    malloc, free = entry.cupy_entries(runtime.states.ctypes.data, runtime.entries)
+    malloc, free = cupy_entries(runtime.states.ctypes.data, runtime.entries)
     free_now = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(free)
 
     def rounded(nbytes: int) -> int:
-        return (nbytes + layout.ALIGNMENT - 1) & -layout.ALIGNMENT
+        return (nbytes + constants.ALIGNMENT - 1) & -constants.ALIGNMENT
 
     def current_stream() -> int:
         """The current stream's handle; for the default stream of a thread, whose handle all threads share, a name.
@@ -81,16 +83,16 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
             if nbytes == 0:
                 return MemoryPointer(Memory(0), 0)
             raise out_of_memory(nbytes)
-        if nbytes & (layout.ALIGNMENT - 1):
+        if nbytes & (constants.ALIGNMENT - 1):
             memory.size = rounded(nbytes)
         return MemoryPointer(memory, 0)
 
     def out_of_memory(nbytes: int) -> Exception:
         controller = runtime.controllers[get_device_id()]
-        status = controller.state["FAILED"]
+        status = controller.state.record.driver_error
         if status:
             return CUDARuntimeError(status)
-        error = OutOfMemoryError(nbytes, controller.state["RESERVED"], controller.memory.source.limit_bytes)
+        error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.memory.source.limit_bytes)
         error.args = (controller.state.out_of_memory_text,)
         return error
 
@@ -111,12 +113,12 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         for hook in hooks:
             hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
         memory = None
-        num_segments, reserved = state["NUM_SEGMENT_ALLOCS"], state["RESERVED"]
+        num_segments, reserved = state.record.num_segment_allocs, state.record.reserved_bytes
         try:
             with without_hooks():
                 memory = allocate(nbytes, heard=True).mem
-            if state["NUM_SEGMENT_ALLOCS"] > num_segments:  # it came from the device just now
-                taken = max(size, state["RESERVED"] - reserved)
+            if state.record.num_segment_allocs > num_segments:  # it came from the device just now
+                taken = max(size, state.record.reserved_bytes - reserved)
                 for hook in hooks:
                     hook.alloc_preprocess(device_id=device, mem_size=taken)
                     hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=memory.ptr)

@@ -58,12 +58,12 @@ class Pool:
     def used_bytes(self) -> int:
         """Bytes that are allocated now, rounded up to 512 each."""
         controller = self._controller()
-        return self._own.used_bytes() + (controller.state["ALLOCATED"] if controller is not None else 0)
+        return self._own.used_bytes() + (controller.state.record.total.allocated_bytes if controller is not None else 0)
 
     def total_bytes(self) -> int:
         """Bytes taken from the device, used or not."""
         controller = self._controller()
-        return self._own.total_bytes() + (controller.state["RESERVED"] if controller is not None else 0)
+        return self._own.total_bytes() + (controller.state.record.reserved_bytes if controller is not None else 0)
 
     def free_bytes(self) -> int:
         """Bytes taken from the device that nobody uses now."""
@@ -73,12 +73,10 @@ class Pool:
         """How many free ranges there are."""
         controller, free = self._controller(), 0
         if controller is not None:
-            from stalloc.runtime import layout
-            from stalloc.runtime.statistics import segments
+            from stalloc.core.constants import BLOCK_FREE
+            from stalloc.core.snapshot import segments
 
-            free = sum(
-                block.state == layout.BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks
-            )
+            free = sum(block.state == BLOCK_FREE for segment in segments(controller.state) for block in segment.blocks)
         return free + self._own.n_free_blocks()
 
     def free_all_blocks(self, stream: Any = None) -> None:

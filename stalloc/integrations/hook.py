@@ -4,7 +4,8 @@
     python -m stalloc.integrations.hook --remove   takes it away
 
 Contract: Python runs the line at every start; while STALLOC is unset, empty or 0 it looks at one variable and loads
-nothing. Installing stalloc puts the file in place; this command is for environments where it was not installed so.
+nothing, and under `python -I` or `-E` not even that. It raises nothing, even if stalloc is gone. Installing stalloc
+puts the file in place; this command is for environments where it was not installed so.
 """
 
 import sys
@@ -12,16 +13,16 @@ import sysconfig
 from pathlib import Path
 
 from stalloc.errors import SetupError
+from stalloc.files import write_whole
 from stalloc.integrations.build_backend import FILE_NAME, LINE
+from stalloc.notices import say
+from stalloc.printable import MAX_SENTENCE, printable
 
 
 def place(folder: Path | None = None) -> Path:
     """Write the file in this Python's folder of packages, or in `folder`. Raises SetupError if it cannot be written."""
     file = (folder or Path(sysconfig.get_path("purelib"))) / FILE_NAME
-    try:
-        file.write_text(LINE, encoding="ascii")
-    except OSError as error:
-        raise SetupError(f"cannot write {file}: {error.strerror}: use an environment of your own (venv).") from error
+    write_whole(file, LINE, "use an environment of your own (venv)", error=SetupError)
     return file
 
 
@@ -38,14 +39,14 @@ def remove(folder: Path | None = None) -> Path:
 def main() -> int:
     """Place or remove the file, and say where."""
     if sys.argv[1:] not in ([], ["--remove"]):
-        print("stalloc: give no argument, or --remove.", file=sys.stderr)
+        say("give no argument, or --remove.")
         return 2
     try:
         file = remove() if sys.argv[1:] else place()
     except SetupError as error:
-        print(f"stalloc: {error}", file=sys.stderr)
+        say(str(error))
         return 2
-    print(f"{'removed' if sys.argv[1:] else 'wrote'} {file}")
+    print(f"{'removed' if sys.argv[1:] else 'wrote'} {printable(str(file), MAX_SENTENCE)}")
     return 0
 
 

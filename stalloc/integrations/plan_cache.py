@@ -3,7 +3,8 @@
 Contract: a plan is found again only for the same script (place and content), arguments, devices, rank and versions; it
 is put in force under the runtime's usual guards, so a stale one costs memory for a while, never correctness, and is
 removed. Files are replaced whole, so processes may run at once; a damaged file costs one sentence. The folder keeps the
-newest plans up to a total size.
+newest plans up to a total size. A plan decides where memory lies, so the folder is a private one (see
+stalloc/private.py); in any other nothing is read, written or removed.
 """
 
 import contextlib
@@ -16,7 +17,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stalloc.errors import BadInputError
+from stalloc.errors import BadInputError, SetupError
+from stalloc.files import write_whole
+from stalloc.notices import say
+from stalloc.private import private_folder, read_private, user_cache
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
@@ -28,6 +32,7 @@ _MAX_BYTES = 256 << 20  # of all plans together
 _VERSION = 1  # of what the key is made of
 _STALE_RATE = 0.9  # a cached plan that serves less of the steps than this is not worth keeping
 _PLANNING_SECONDS = 20.0  # at most, when a program ends; the best plan until then is kept
+_ADVICE = "name another folder in STALLOC_CACHE, or set it to off"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -38,8 +43,7 @@ def folder() -> Path | None:
         return None  # guards make requests larger: plans of the two modes do not fit each other
     if named:
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "stalloc" / "plans"
+    return user_cache("plans")
 
 
 def _version(package: str) -> str:
@@ -71,17 +75,31 @@ class PlanCache:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.loaded = False  #: whether `load` found plans
+        self._refused = False  # the folder cannot be used, which was said
+
+    @property
+    def kept(self) -> bool:
+        """Whether plans are kept for the next run."""
+        return not self._refused and os.path.exists(self.file)
 
     def load(self) -> "list[Plan]":
         """Last time's plans, one a device; none if there are none or they cannot be read, which is said once."""
-        if not self.file.exists():
-            return []
-        from stalloc.planner import load_plans
-
         try:
-            plans = load_plans(self.file)
-        except BadInputError as error:
-            print(f"stalloc: the plan kept from the last run is ignored: {error}", file=sys.stderr)
+            private_folder(self.file.parent, _ADVICE, make=False)
+        except FileNotFoundError:
+            return []
+        except (SetupError, OSError) as error:
+            self._refuse(error)
+            return []
+        try:
+            data = read_private(self.file)
+            from stalloc.planner import plans_from_bytes
+
+            plans = plans_from_bytes(data, self.file)
+        except FileNotFoundError:
+            return []
+        except (BadInputError, SetupError, OSError) as error:
+            say(f"the plan kept from the last run is ignored: {error}")
             self.remove()
             return []
         with contextlib.suppress(OSError):
@@ -94,22 +112,23 @@ class PlanCache:
 
         To be called when the program is over. A folder that cannot be written costs one sentence.
         """
-        if os.getpid() != runtime.pid:
-            return  # a child of fork
-        used = [controller for controller in runtime.controllers if controller.state["NUM_ALLOCS"]]
+        if self._refused or os.getpid() != runtime.pid:
+            return  # or a child of fork
+        try:
+            self._update(runtime)
+        except Exception as error:  # the program is over: nothing of ours may spoil its ending
+            say(f"no plan is kept for the next run ({type(error).__name__}: {error}).")
+
+    def _update(self, runtime: "Runtime") -> None:
+        used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
             watched = any(controller.status.observed is not None for controller in used)
             if not watched and not any(_is_stale(report) for report in runtime.reports()):
                 return
             self.remove()
-        try:
-            found = [
-                (c.recording.observed_trace, c.status.settings) for c in used if c.recording.observed_trace is not None
-            ]
-            self._keep(found)
-        except Exception as error:  # the program is over: nothing of ours may spoil its ending
-            print(f"stalloc: no plan is kept for the next run ({type(error).__name__}: {error}).", file=sys.stderr)
+        observed = [(c.recording.observed_trace, c.status.settings) for c in used]
+        self._keep([(trace, settings) for trace, settings in observed if trace is not None])
 
     def _keep(self, found: "list[tuple[Trace, Settings]]") -> None:
         from stalloc.planner import plan
@@ -131,18 +150,19 @@ class PlanCache:
             self._save(plans)
 
     def _save(self, plans: "list[Plan]") -> None:
-        from stalloc.planner import save_plans
+        from stalloc.planner import plans_to_bytes
 
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            save_plans(self.file, plans)
+            private_folder(self.file.parent, _ADVICE)
+            write_whole(self.file, plans_to_bytes(plans), _ADVICE, private=True)
             _prune(self.file.parent)
-        except (BadInputError, OSError) as error:
-            print(
-                f"stalloc: the plan could not be kept for the next run ({error}): name a folder in STALLOC_CACHE, or "
-                "set it to off.",
-                file=sys.stderr,
-            )
+        except (BadInputError, SetupError, OSError) as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refused = True
+        reason = error if not isinstance(error, OSError) else f"{self.file.parent}: {error.strerror}: {_ADVICE}."
+        say(f"plans could not be kept from run to run: {reason}")
 
     def remove(self) -> None:
         """Forget the plans."""
@@ -211,6 +231,8 @@ def _of_script(directory: Path, script: str | None, arguments: list[str], stream
         return None
     try:
         path = Path(script).resolve()
+        if not path.is_file():
+            return None  # a pipe has been read already
         content = path.read_bytes()
     except OSError:
         return None

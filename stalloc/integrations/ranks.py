@@ -8,9 +8,7 @@ itself. The store is only asked, never waited in, since other threads of the ran
 import dataclasses
 import hashlib
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +25,7 @@ _POLL_SECONDS = 0.02
 
 def plan_together(tape: "Tape", *, streams: "Streams" = "separate", handover_bytes: int = 0) -> "Plan":
     """The plan of a tape (options as of plan_tape), made here or by another rank of this job that has the same tape."""
-    from stalloc.planner import plan_tape
+    from stalloc.planner import plan_tape, plans_to_bytes
 
     store = _store()
     if store is None:
@@ -43,7 +41,7 @@ def plan_together(tape: "Tape", *, streams: "Streams" = "separate", handover_byt
     plan = plan_tape(tape, streams=streams, handover_bytes=handover_bytes)
     if mine:
         try:
-            store.set(key, _packed(plan))
+            store.set(key, plans_to_bytes([plan]))
         except Exception:
             return plan  # the others lose patience and plan for themselves
     return plan
@@ -86,32 +84,16 @@ def _store() -> Any:
 
 
 def _take(store: Any, key: str, tape: "Tape", *, handovers: bool) -> "Plan | None":
+    from stalloc.planner import plans_from_bytes
+
     end = time.monotonic() + _PATIENCE_SECONDS
     while not store.check([key]):
         if time.monotonic() > end:
             return None
         time.sleep(_POLL_SECONDS)
-    plan = _unpacked(bytes(store.get(key)))
+    [plan] = plans_from_bytes(bytes(store.get(key)), "what another rank handed over")
     return (
         dataclasses.replace(plan, method=f"{plan.method}, by another rank")
         if fits(plan, tape, handovers=handovers)
         else None
     )
-
-
-def _packed(plan: "Plan") -> bytes:
-    from stalloc.planner import save_plans
-
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        file = Path(folder) / "shared.plan.npz"
-        save_plans(file, [plan])
-        return file.read_bytes()
-
-
-def _unpacked(data: bytes) -> "Plan":
-    from stalloc.planner import load_plans
-
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        file = Path(folder) / "shared.plan.npz"
-        file.write_bytes(data)
-        return load_plans(file)[0]

@@ -18,11 +18,13 @@ import os
 import re
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from stalloc.errors import BadInputError, StallocError
+from stalloc.files import write_whole
 from stalloc.integrations.imports import after_import, before_import
+from stalloc.notices import say
 
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
@@ -37,8 +39,13 @@ _tried = False
 _cupy_allocators: tuple[Any, ...] = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
-def _say(sentence: str) -> None:
-    print(f"stalloc: {sentence}", file=sys.stderr, flush=True)
+def _contained(action: Callable[..., None], *arguments: Any, so: str = " The program goes on without stalloc.") -> None:
+    """Call `action`; what goes wrong in it is one sentence, since this runs inside other people's imports and calls."""
+    try:
+        action(*arguments)
+    except Exception as error:
+        named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
+        say(f"{named}{str(error).rstrip('.')}.{so}")
 
 
 def arm() -> None:
@@ -47,18 +54,18 @@ def arm() -> None:
     if _armed:
         return  # Python reads the hook once for each name of a folder
     _armed = True
-    try:
-        wanted = os.environ.get("STALLOC", "0")
-        if wanted != "1":
-            raise BadInputError(f"STALLOC is {wanted!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
-        kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
-        chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
-        chosen_arena()
-    except StallocError as error:
-        _say(str(error))
-        return
+    _contained(_arm)
+
+
+def _arm() -> None:
+    wanted = os.environ.get("STALLOC", "0")
+    if wanted != "1":
+        raise BadInputError(f"STALLOC is {wanted[:40]!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
+    kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
+    chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+    chosen_arena()
     if kind == "virtual":
-        before_import(("torch", "cupy", "cupy_backends"), lambda: _activate_virtual(gpu))
+        before_import(("torch", "cupy", "cupy_backends"), lambda: _contained(_activate_virtual, gpu))
     else:
         _watch(kind)
 
@@ -70,12 +77,12 @@ def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
     """
     kind, _, which = text.partition(":")
     if kind not in ("auto", "cuda", "virtual") or (which and kind != "virtual"):
-        raise BadInputError(f"STALLOC_DEVICE is {text!r}: set it to auto, virtual or virtual:A100-80GB.")
+        raise BadInputError(f"STALLOC_DEVICE is {text[:40]!r}: set it to auto, virtual or virtual:A100-80GB.")
     if not which:
         return kind, None
     from stalloc.device import VirtualGPU, find_gpu, parse_memory
 
-    several = re.fullmatch(r"(\d+)x(.+)", which)
+    several = re.fullmatch(r"([0-9]{1,9})x(.+)", which)
     count, which = (int(several[1]), several[2]) if several else (1, which)
     if which[0].isdigit():
         gpu = VirtualGPU(name=f"virtual GPU of {which}", total_bytes=parse_memory(which))
@@ -90,8 +97,9 @@ def chosen_streams(text: str) -> "tuple[Streams, int]":
     Raises BadInputError for anything else.
     """
     name, _, price = text.partition(":")
-    if name not in ("separate", "share", "weigh") or (price and (name != "weigh" or not price.isdigit())):
-        raise BadInputError(f"STALLOC_STREAMS is {text!r}: set it to separate, share, weigh or weigh:65536.")
+    is_price = name == "weigh" and re.fullmatch("[0-9]{1,18}", price)
+    if name not in ("separate", "share", "weigh") or (price and not is_price):
+        raise BadInputError(f"STALLOC_STREAMS is {text[:40]!r}: set it to separate, share, weigh or weigh:65536.")
     return cast("Streams", name), int(price or _HANDOVER_BYTES)
 
 
@@ -99,24 +107,20 @@ def chosen_arena() -> "Arena":
     """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
     name = os.environ.get("STALLOC_ARENA", "pool")
     if name not in ("pool", "mapped"):
-        raise BadInputError(f"STALLOC_ARENA is {name!r}: set it to pool or mapped.")
+        raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pool or mapped.")
     return cast("Arena", name)
 
 
 def _activate_virtual(gpu: "VirtualGPU | None") -> None:
     from stalloc import device
 
-    try:
-        device.activate("virtual", gpu)
-    except StallocError as error:
-        _say(f"{error} The program goes on without stalloc.")
-        return
+    device.activate("virtual", gpu)
     _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
 
 
 def _watch(kind: str) -> None:
-    after_import("torch", lambda: _watch_torch(kind))
-    after_import("cupy", lambda: _watch_cupy(kind))
+    after_import("torch", lambda: _contained(_watch_torch, kind))
+    after_import("cupy", lambda: _contained(_watch_cupy, kind))
 
 
 def _watch_torch(kind: str) -> None:
@@ -182,11 +186,7 @@ def _install(kind: str) -> None:
         if _tried or current() is not None:
             return
         _tried = True
-        try:
-            _install_with_cache(kind)
-        except Exception as error:
-            named = "" if isinstance(error, StallocError) else f"{type(error).__name__}: "
-            _say(f"{named}{error} The program goes on without stalloc.")
+        _contained(_install_with_cache, kind)
 
 
 def _install_with_cache(kind: str) -> None:
@@ -211,12 +211,13 @@ def _install_with_cache(kind: str) -> None:
     if serve_torch:
         sentence = torch_settings.report(runtime)
         if sentence:
-            _say(sentence)
+            say(sentence)
     if cache is not None:
         atexit.register(cache.update, runtime)
     file = os.environ.get("STALLOC_REPORT")
     if file:
-        atexit.register(_write_report, runtime, file, "cache" if cache is not None and cache.loaded else None)
+        source = "cache" if cache is not None and cache.loaded else None
+        atexit.register(_contained, _write_report, runtime, file, source, so="")
 
 
 def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
@@ -224,8 +225,5 @@ def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
         return  # a child of fork
     file = file.replace("{pid}", str(os.getpid())).replace("{rank}", os.environ.get("RANK", "0"))
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
-    try:
-        text = json.dumps({"plan_source": plan_source, "devices": reports}, indent=2) + "\n"
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        _say(f"cannot write {file}: {error.strerror}: name another file in STALLOC_REPORT.")
+    text = json.dumps({"plan_source": plan_source, "devices": reports}, indent=2) + "\n"
+    write_whole(file, text, "name another file in STALLOC_REPORT")

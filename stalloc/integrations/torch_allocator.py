@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stalloc.core.entry import torch_entries
 from stalloc.errors import SetupError
 from stalloc.integrations import torch_answers
-from stalloc.runtime import Runtime, entry
+from stalloc.runtime import Runtime
+from stalloc.runtime.entries import lasting_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
 _INT = 0x7FFF_FFFF  # the bits of a C int in a word
@@ -54,7 +56,7 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
     if not torch.backends.cuda.is_built():
         return False  # a CPU build: nothing to serve
     check_untouched()
-    allocate, free = entry.torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
+    allocate, free = torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
@@ -125,7 +127,7 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         (allocator.set_end_allocate_to_pool_fn, end_capture),
         (allocator.set_release_pool, release_capture),
     ):
-        setter(entry.lasting_entry(function))
+        setter(lasting_entry(function))
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)

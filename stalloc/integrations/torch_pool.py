@@ -13,55 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-from stalloc.runtime import entry
 
 _held = np.zeros(2, np.int64)  # bytes held from the device now, and how many times the device had no more
-
-_SOURCE = """
-define ptr @allocate(i64 %size, i32 %device, ptr %stream) {{
-entry:
-  %place = alloca i64
-  store i64 0, ptr %place
-  %take = inttoptr i64 {take} to ptr
-  %status = call i32 %take(ptr %place, i64 %size)
-  %failed = icmp ne i32 %status, 0
-  br i1 %failed, label %none, label %done
-none:
-  %refused = inttoptr i64 {refused} to ptr
-  %before = atomicrmw add ptr %refused, i64 1 seq_cst
-  ret ptr null
-done:
-  %held = inttoptr i64 {held} to ptr
-  %more = atomicrmw add ptr %held, i64 %size seq_cst
-  %address = load i64, ptr %place
-  %result = inttoptr i64 %address to ptr
-  ret ptr %result
-}}
-
-define void @free(ptr %pointer, i64 %size, i32 %device, ptr %stream) {{
-  %address = ptrtoint ptr %pointer to i64
-  %give = inttoptr i64 {give} to ptr
-  %status = call i32 %give(i64 %address)
-  %held = inttoptr i64 {held} to ptr
-  %less = atomicrmw sub ptr %held, i64 %size seq_cst
-  ret void
-}}
-"""
 
 
 @cache
 def _allocator() -> Any:
     import torch
 
+    words = {"held": _held.ctypes.data, "refused": _held.ctypes.data + 8}
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        take, give = driver.cuMemAlloc_v2, driver.cuMemFree_v2
-    except (OSError, AttributeError):
+        source = __package__, "torch_pool.ll"
+        allocate, free = link(*source, "allocate", "free", set_to=words, libraries=(driver,))
+    except OSError:
         raise SetupError("no NVIDIA driver is here: a memory pool of torch needs a GPU, real or virtual.") from None
-    addresses = {name: ctypes.cast(call, ctypes.c_void_p).value for name, call in (("take", take), ("give", give))}
-    words = {"held": _held.ctypes.data, "refused": _held.ctypes.data + 8}
-    allocate, free = entry._compile(_SOURCE.format(**addresses, **words), "allocate", "free")
     return torch._C._cuda_customAllocator(allocate, free)
 
 

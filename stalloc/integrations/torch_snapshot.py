@@ -10,15 +10,16 @@ import sys
 import time
 from typing import Any
 
-from stalloc.runtime import Controller, Runtime, layout
-from stalloc.runtime.statistics import Block, Segment, segments
+from stalloc.core import constants
+from stalloc.core.snapshot import HeapBlock, HeapSegment, segments
+from stalloc.runtime import Controller, Runtime
 
 _STATES = {
-    layout.BLOCK_FREE: "inactive",
-    layout.BLOCK_LIVE: "active_allocated",
-    layout.BLOCK_SHARED: "active_allocated",
-    layout.BLOCK_DEFERRED: "active_pending_free",
-    layout.BLOCK_HANDED: "active_pending_free",
+    constants.BLOCK_FREE: "inactive",
+    constants.BLOCK_LIVE: "active_allocated",
+    constants.BLOCK_SHARED: "active_allocated",
+    constants.BLOCK_DEFERRED: "active_pending_free",
+    constants.BLOCK_IN_HANDOVER: "active_pending_free",
 }
 
 
@@ -55,7 +56,7 @@ class History:
             settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
             controller.status.settings = settings
             if self.enabled:
-                controller.state.write(RECORDING=1)
+                controller.state.write(recording=1)
 
     def record_legacy(
         self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any
@@ -80,7 +81,7 @@ class History:
         if self.enabled and include_traces is not False:
             from stalloc.report.snapshot import snapshot_of
 
-            used = [controller for controller in controllers if controller.state["NUM_EVENTS"]]
+            used = [controller for controller in controllers if controller.state.record.num_events]
             recorded, _ = snapshot_of([controller.recording.trace() for controller in used])
             for index, history in enumerate(recorded["device_traces"]):
                 wanted = [event for event in history if event["time_us"] >= self._begin_us]
@@ -103,9 +104,9 @@ def _segments(controller: Controller) -> list[dict[str, Any]]:
     return [_segment(controller.device.index, segment) for segment in segments(controller.state)]
 
 
-def _segment(device: int, segment: Segment) -> dict[str, Any]:
-    live = [block for block in segment.blocks if block.state in (layout.BLOCK_LIVE, layout.BLOCK_SHARED)]
-    active = [block for block in segment.blocks if block.state != layout.BLOCK_FREE]
+def _segment(device: int, segment: HeapSegment) -> dict[str, Any]:
+    live = [block for block in segment.blocks if block.state in (constants.BLOCK_LIVE, constants.BLOCK_SHARED)]
+    active = [block for block in segment.blocks if block.state != constants.BLOCK_FREE]
     return {
         "device": device,
         "address": segment.address,
@@ -114,7 +115,7 @@ def _segment(device: int, segment: Segment) -> dict[str, Any]:
         "active_size": sum(block.size_bytes for block in active),
         "requested_size": sum(block.requested_bytes for block in active),
         "stream": segment.stream,
-        "segment_type": "small" if segment.kind == layout.SMALL_KIND else "large",
+        "segment_type": "small" if segment.kind == constants.SMALL_KIND else "large",
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
@@ -122,7 +123,7 @@ def _segment(device: int, segment: Segment) -> dict[str, Any]:
     }
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: HeapBlock) -> dict[str, Any]:
     return {
         "address": block.address,
         "size": block.size_bytes,

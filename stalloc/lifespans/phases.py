@@ -9,9 +9,9 @@ name single functions, many of them inside one phase.
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from stalloc.compiled import njit
 from stalloc.lifespans.load import load_curve
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Trace
 from stalloc.trace.record import Column
@@ -73,7 +73,7 @@ def _marked_phases(trace: Trace) -> Phases:
     return Phases(begin=np.array(begin, np.int64), name=tuple(name))
 
 
-@numba.njit(cache=True)
+@njit()
 def _turns(live, threshold):
     """Indices of the extremes from which the curve turns back by the threshold, and whether it rises before the first.
 

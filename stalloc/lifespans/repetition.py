@@ -7,9 +7,9 @@ repetitions in a string", J. Algorithms 5, 1984).
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from stalloc.compiled import njit
 from stalloc.trace.record import Column
 
 _BUCKETS = 64
@@ -60,7 +60,7 @@ def runs_at_end(keys: Column, min_repeats: int, min_length: int) -> list[Period]
     return [Period(len(backwards) + negative, length, -negative) for negative, length in runs]
 
 
-@numba.njit(cache=True)
+@njit()
 def _z_function(text, z):
     n = len(text)
     z[0] = n
@@ -76,7 +76,7 @@ def _z_function(text, z):
             left, right = i, i + length
 
 
-@numba.njit(cache=True)
+@njit()
 def _prefix_matches(pattern, text):
     """For each i the length of the longest common prefix of `pattern` and text[i:]."""
     n, m = len(pattern), len(text)
@@ -96,7 +96,7 @@ def _prefix_matches(pattern, text):
     return out
 
 
-@numba.njit(cache=True)
+@njit()
 def _offer(best, first, length, covered):
     bucket, rest = 0, length
     while rest > 1:
@@ -107,7 +107,7 @@ def _offer(best, first, length, covered):
         row[0], row[1], row[2] = covered, -length, first
 
 
-@numba.njit(cache=True)
+@njit()
 def _all_runs(keys, min_repeats, min_length, best):
     stack = [(0, len(keys))]
     while len(stack):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stalloc.planner.orders import METHODS
     from stalloc.planner.pieces import decomposition
     from stalloc.planner.planning import plan, plan_tape
-    from stalloc.planner.record import Plan, load_plans, save_plans
+    from stalloc.planner.record import Plan, load_plans, plans_from_bytes, plans_to_bytes, save_plans
     from stalloc.planner.replanning import replan
     from stalloc.planner.validator import validate
     from stalloc.planner.verdict import Verdict
@@ -35,6 +35,8 @@ __all__ = [
     "plan_joint",
     "plan_moving_least",
     "plan_tape",
+    "plans_from_bytes",
+    "plans_to_bytes",
     "replan",
     "save_plans",
     "validate",
@@ -55,6 +57,8 @@ _LAZY = {
     "Plan": "record",
     "Progress": "effort",
     "load_plans": "record",
+    "plans_from_bytes": "record",
+    "plans_to_bytes": "record",
     "save_plans": "record",
     "Verdict": "verdict",
     "validate": "validator",

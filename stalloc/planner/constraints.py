@@ -14,9 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.errors import BadInputError
 from stalloc.planner.problem import Column
-
-#: sums of sizes stay below this, so that no sum in the search overflows
-MOST_BYTES = 1 << 61
+from stalloc.trace.record import MOST_BYTES
 
 Ranges = Iterable[tuple[int, int]]
 

@@ -14,10 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.errors import BadInputError
 from stalloc.planner.constrained import place_constrained, stays
-from stalloc.planner.constraints import MOST_BYTES, Constraints, Ranges, check_places, constraints
+from stalloc.planner.constraints import Constraints, Ranges, check_places, constraints
 from stalloc.planner.line import Layout, place_line
 from stalloc.planner.problem import Column, load_curve
 from stalloc.planner.ring import place_ring, ring_bound
+from stalloc.trace.record import MOST_BYTES
 
 
 def plan_arrays(

@@ -5,8 +5,8 @@ Times are epochs in [0, T), T = len(floor); sizes are positive; ranks are a perm
 """
 
 import numpy as np
-from numba import njit
 
+from stalloc.compiled import njit
 from stalloc.planner.trees import (
     FAR,
     add_load,
@@ -26,7 +26,7 @@ from stalloc.planner.trees import (
 )
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _counts_below(times, num_epochs):
     """(T + 2,) how many of `times` are below each epoch."""
     below = np.zeros(num_epochs + 2, np.int64)
@@ -37,7 +37,7 @@ def _counts_below(times, num_epochs):
     return below
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _split(right, left, height, lowest, run, at):
     """Split a run of the skyline in two of equal height."""
     right[at], left[at], height[at] = right[run], run, height[run]
@@ -47,7 +47,7 @@ def _split(right, left, height, lowest, run, at):
     set_minimum(lowest, at, height[at])
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _merge(right, left, height, lowest, run):
     """Join a run with the one on its right if they are equally high."""
     other = right[run]
@@ -58,7 +58,7 @@ def _merge(right, left, height, lowest, run):
         set_minimum(lowest, other, FAR)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def sweep(start, end, size, rank, floor, target, guided):
     """Offset sweep: fill the lowest run of the skyline with the best request that fits inside it.
 
@@ -155,7 +155,7 @@ def sweep(start, end, size, rank, floor, target, guided):
     return offset, peak
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def pack(start, end, start2, end2, size, rank, floor, target):
     """Slack-guided placement at a target height: the epoch with the most unplaced bytes is served first.
 
@@ -228,7 +228,7 @@ def pack(start, end, start2, end2, size, rank, floor, target):
     return offset, peak
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def fit(start, end, start2, end2, size, align, offset, order, best_fit):
     """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
 
@@ -283,7 +283,7 @@ def fit(start, end, start2, end2, size, align, offset, order, best_fit):
     return peak
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
     """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
     return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)

@@ -6,7 +6,6 @@ file holds, reading it runs no code of the file, and anything that is not a well
 
 import io
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.errors import BadInputError
+from stalloc.files import write_whole
+from stalloc.inputs import read_input
+from stalloc.npz import Columns
 
 FORMAT, VERSION = "stalloc plan", 2
 #: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
@@ -99,7 +101,11 @@ class Plan:
 
 def save_plans(path: str | Path, plans: list[Plan]) -> None:
     """Write one plan a device to `path`, replacing it whole or not at all. Raises BadInputError if it cannot."""
-    path = Path(path)
+    write_whole(path, plans_to_bytes(plans))
+
+
+def plans_to_bytes(plans: list[Plan]) -> bytes:
+    """The content of a plan file."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -117,35 +123,29 @@ def save_plans(path: str | Path, plans: list[Plan]) -> None:
     # Not compressed: the bytes would depend on the version of zlib.
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, header=np.frombuffer(text, np.uint8), **columns)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_bytes(buffer.getvalue())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
+    return buffer.getvalue()
 
 
 def load_plans(path: str | Path) -> list[Plan]:
     """The plans of a file, one a device. Raises BadInputError for anything that is not a whole plan file."""
     path = Path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise BadInputError(
-            f"cannot read {path}: {error.strerror}: give a file that `stalloc plan -o` wrote."
-        ) from error
+    data = read_input(path, "a file that `stalloc plan -o` wrote")
+    return plans_from_bytes(data, path)
+
+
+def plans_from_bytes(data: bytes, source: str | Path) -> list[Plan]:
+    """The plans in the content of a plan file, which came from `source`. Raises BadInputError as load_plans does."""
     try:
         if not data.startswith(b"PK"):
             raise ValueError("it is no archive of columns")
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            header = _header(archive)
-            later = header["version"] != READABLE[0]
-            return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
+        archive = Columns(io.BytesIO(data))
+        header = _header(archive)
+        later = header["version"] != READABLE[0]
+        return [_plan(archive, index, entry, later) for index, entry in enumerate(header["plans"])]
     except Exception as error:  # zipfile and numpy raise a dozen kinds for damaged bytes, none of them a defect of ours
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")
-    raise BadInputError(f"{path} is not a plan ({reason}): write one with `stalloc plan FILE -o step.plan.npz`.")
+        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
+    raise BadInputError(f"{source} is not a plan ({reason}): write one with `stalloc plan FILE -o step.plan.npz`.")
 
 
 def _header(archive: Any) -> dict[str, Any]:

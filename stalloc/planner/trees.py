@@ -5,12 +5,13 @@ Epochs are indices [0, T); every range is half open.
 """
 
 import numpy as np
-from numba import njit
+
+from stalloc.compiled import njit
 
 FAR = np.int64(1) << 62
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def leaves_for(count):
     """The smallest power of two that is at least `count`."""
     leaves = 1
@@ -23,7 +24,7 @@ def leaves_for(count):
 # down; two spare leaves, one on each side, let the climb treat both ends alike.
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def build_load(start, end, size, num_epochs):
     """(top, pending) of the load of the requests given."""
     leaves = leaves_for(num_epochs + 2)
@@ -42,7 +43,7 @@ def build_load(start, end, size, num_epochs):
     return top, pending
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def add_load(top, pending, begin, stop, amount):
     """Add `amount` to the load of the epochs [begin, stop)."""
     leaves = len(top) // 2
@@ -64,7 +65,7 @@ def add_load(top, pending, begin, stop, amount):
         top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def highest_load(top, pending, begin, stop):
     """(load, epoch) of the highest epoch in [begin, stop), the first of equals."""
     leaves = len(top) // 2
@@ -99,7 +100,7 @@ def highest_load(top, pending, begin, stop):
 # Requests, sorted by start: the best rank among those that start in a range and end in a range.
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def build_requests(end_by_start, rank_by_start):
     """(first end, last end, best rank) of the requests below each node."""
     count = len(end_by_start)
@@ -118,7 +119,7 @@ def build_requests(end_by_start, rank_by_start):
     return first_end, last_end, best_rank
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def remove_request(first_end, last_end, best_rank, position):
     """Take the request at `position` out."""
     node = len(first_end) // 2 + position
@@ -133,7 +134,7 @@ def remove_request(first_end, last_end, best_rank, position):
         first_end[node], last_end[node], best_rank[node] = first, last, best
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def best_request(first_end, last_end, best_rank, low, high, after, until, stack):
     """The position in [low, high) of best rank whose end is in (after, until]; -1 if there is none.
 
@@ -165,7 +166,7 @@ def best_request(first_end, last_end, best_rank, low, high, after, until, stack)
     return found
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def first_at_most(lowest, low, high, limit, stack):
     """The first position in [low, high) whose value is at most `limit`, in a tree of minima; -1 if there is none."""
     leaves = len(lowest) // 2
@@ -185,7 +186,7 @@ def first_at_most(lowest, low, high, limit, stack):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def build_minima(values):
     """A tree of minima over `values`."""
     leaves = leaves_for(len(values))
@@ -197,7 +198,7 @@ def build_minima(values):
     return lowest
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def set_minimum(lowest, position, value):
     """Set one value of a tree of minima."""
     node = len(lowest) // 2 + position
@@ -210,7 +211,7 @@ def set_minimum(lowest, position, value):
         lowest[node] = least
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def first_lowest(lowest):
     """The first position of the least value of a tree of minima."""
     leaves = len(lowest) // 2
@@ -225,7 +226,7 @@ def first_lowest(lowest):
 # Floor: it only ever rises, so what covers a whole node can stay there (`cover`) and the highest wins.
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def build_floor(floor):
     """(cover, top) of a floor given for each epoch."""
     leaves = leaves_for(len(floor))
@@ -238,7 +239,7 @@ def build_floor(floor):
     return cover, top
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def highest_floor(cover, top, begin, stop):
     """The highest floor over the epochs [begin, stop), which are at least one."""
     leaves = len(cover) // 2
@@ -261,7 +262,7 @@ def highest_floor(cover, top, begin, stop):
     return highest
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def raise_floor(cover, top, begin, stop, level):
     """Raise the floor of the epochs [begin, stop) to `level`, which is above all of it."""
     leaves = len(cover) // 2
@@ -285,7 +286,7 @@ def raise_floor(cover, top, begin, stop, level):
         top[last] = max(top[last], level)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def nearest_wall(cover, top, epoch, level, side):
     """The nearest epoch whose floor is above `level` on the right (side 1) or left (side 0); -1 if there is none.
 

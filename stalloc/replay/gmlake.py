@@ -22,6 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stalloc.compiled import njit
+from stalloc.errors import BadInputError
+from stalloc.inputs import memory_limit_bytes
 from stalloc.replay.free_tree import after, best_fit, free_into, insert, last, remove
 from stalloc.replay.gmlake_chunks import (
     CHUNK_BYTES,
@@ -91,6 +93,7 @@ _OWN_SEGMENT = 10 << 20  # requests from this size on get segments of their own 
 _FIRST_STITCHED = 1 << 46
 
 _BASE = OWN + NUM_CHUNK_WORDS
+_MOST_CHUNKS = 1 << 20  # of one request: 2 TiB
 _LIMIT, _SMALLEST_PART, _REUSE, _STITCH_LIMIT, _BOTH, _NEED = range(_BASE, _BASE + 6)
 _EXACT, _SPLIT, _LARGER, _STITCH, _ALLOCATE_AND_STITCH, _MAPS, _FORGOTTEN = range(_BASE + 6, _BASE + 13)
 _ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
@@ -349,6 +352,11 @@ class GMLake(TableModel):
     def _grow(self) -> None:
         t = self._tables
         need = int(t.words[_NEED])
+        if need > _MOST_CHUNKS or t.blocks.nbytes + t.chunks.nbytes + t.nodes.nbytes > memory_limit_bytes() // 8:
+            raise BadInputError(
+                "gmlake keeps a row for every chunk of 2 MiB, and a request of the trace needs more rows than fit: "
+                "choose other models with --allocator."
+            )
         self._tables = t._replace(
             blocks=lengthen(t.blocks, 2 * len(t.blocks) + 2 * need),
             segments=lengthen(t.segments, 2 * len(t.segments)),

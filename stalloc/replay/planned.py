@@ -1,6 +1,6 @@
 """stalloc itself: the runtime's own compiled matching, plan and heap, on a device that is only numbers.
 
-Contract: every address comes from stalloc.runtime.core, the code that serves torch and CuPy, and what it asks of
+Contract: every address comes from stalloc.core, the code that serves torch and CuPy, and what it asks of
 Python is answered by the runtime's Controller; only the memory below is made up. Two ways of use:
 - "plan" (the default): everything that will be fed is known and planned beforehand, as with a plan from a file. The
   first feed is what is planned, unless `plan_for` was called before; then feeding in pieces changes nothing. The
@@ -20,35 +20,38 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from stalloc.compiled import njit
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, MAX_REQUEST, TINY
+from stalloc.core.entry import slow_entry
+from stalloc.core.records import state_at
+from stalloc.core.requests import free, malloc
+from stalloc.core.snapshot import segments
 from stalloc.device.mapped import MappedRange
 from stalloc.errors import BadInputError
 from stalloc.replay.model import check_rows, read_settings
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.entry import slow_entry
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
-from stalloc.runtime.words import peek
 from stalloc.trace.record import Column
 
-_RESERVED, _ALLOC, _FREE_COMPLETED = layout.RESERVED, int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
+_ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model
 _HELD, _GIVEN_UP = 1, 2  # in Planned._held
 _PATIENT_SECONDS = 1e6
 
 
 @njit(nogil=True)
-def _run(state, words, held, address, kind, request, size, stream, reserved, allocated):
+def _run(device, words, held, address, kind, request, size, stream, reserved, allocated):
     """Feed events that are no EMPTY_CACHE; the position of the first that ran out of memory, or their number."""
+    state = state_at(device)
     for i in range(len(kind)):
         row = request[i]
         if kind[i] == _ALLOC:
-            place = core.allocate_on(state, size[row], stream[row])
+            place = malloc(device, size[row], stream[row])
             if place == 0 and size[row] > 0:
-                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], peek(state, _RESERVED))
+                words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.reserved_bytes)
                 return i
             address[row] = place
             if place != 0:
@@ -61,8 +64,8 @@ def _run(state, words, held, address, kind, request, size, stream, reserved, all
                 held[row] = _GIVEN_UP
             if kind[i] == _FREE_COMPLETED:
                 held[row] = 0
-                core.free_on(state, address[row])
-        reserved[i] = peek(state, _RESERVED)
+                free(device, address[row])
+        reserved[i] = state.reserved_bytes
         words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
         allocated[i] = words[_ALLOCATED]
     return len(kind)
@@ -96,7 +99,7 @@ class _Device:
 
     def __init__(self, index: int, capacity_bytes: int) -> None:
         self.index = index
-        self.total_bytes = capacity_bytes or layout.LARGEST
+        self.total_bytes = capacity_bytes or MAX_REQUEST
         self.taken = 0
         self.num_allocs = self.num_frees = 0
         self._next = FIRST_ADDRESS
@@ -149,7 +152,7 @@ class OfflineController(Controller):
 
     def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
         """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-        self.state.write(LASTING=0, RECORDING=0, CHECK_AT=0)
+        self.state.write(allocating_persistent=0, recording=0, check_at=0)
         arena_bytes = round_up(peak_bytes)
         memory = self.memory.malloc(arena_bytes) if arena_bytes else None
         if memory is None:
@@ -228,16 +231,16 @@ class Planned:
         first_use = np.array(list(dict.fromkeys([0, *stream[kept].tolist()])), np.int64)
         index = np.zeros(int(first_use.max()) + 1, np.int64)  # the core numbers streams as they come, the first is 0
         index[first_use] = np.arange(len(first_use))
-        kept &= size > layout.TINY
+        kept &= size > TINY
         size, stream, start, ends = size[kept], index[stream[kept]], start[kept], ends[rows[kept]]
         if not len(size):
             return
         began = time.perf_counter()
-        made = plan((start, ends, size), alignment=layout.ALIGNMENT)
+        made = plan((start, ends, size), alignment=ALIGNMENT)
         self._plan_seconds = time.perf_counter() - began
         if self._controller.serve_recording(size, stream, made.offset, made.peak_bytes):
             self._plan_bytes = made.peak_bytes
-            self._words[_PEAK_RESERVED] = self._controller.state["RESERVED"]
+            self._words[_PEAK_RESERVED] = self._controller.state.record.reserved_bytes
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; see Allocator.feed."""
@@ -261,31 +264,31 @@ class Planned:
                 break
             if stop < num_events:
                 self._controller.memory.release_unused()
-                reserved[stop], allocated[stop] = state["RESERVED"], words[_ALLOCATED]
+                reserved[stop], allocated[stop] = state.record.reserved_bytes, words[_ALLOCATED]
             start = stop + 1
         if failed >= 0:
-            reserved[failed:], allocated[failed:] = state["RESERVED"], words[_ALLOCATED]
+            reserved[failed:], allocated[failed:] = state.record.reserved_bytes, words[_ALLOCATED]
         return Fed(reserved, allocated, failed)
 
     def counters(self) -> Counters:
         """What was done so far."""
         state, device = self._controller.state, self._controller.device
         return Counters(
-            reserved_bytes=state["RESERVED"],
+            reserved_bytes=state.record.reserved_bytes,
             peak_reserved_bytes=int(self._words[_PEAK_RESERVED]),
             allocated_bytes=int(self._words[_ALLOCATED]),
             peak_allocated_bytes=int(self._words[_PEAK_ALLOCATED]),
             device_allocs=device.num_allocs,
             device_frees=device.num_frees,
-            retries=state["NUM_RETRIES"],
+            retries=state.record.num_retries,
             more={
-                "planned_hits": state["HITS"],
-                "unplanned": state["MISSES"],
-                "conflicts": state["CONFLICTS"],
-                "arena_bytes": state["ARENA_BYTES"],
+                "planned_hits": state.record.hits,
+                "unplanned": state.record.misses,
+                "conflicts": state.record.conflicts,
+                "arena_bytes": state.record.arena_bytes,
                 "plan_bytes": self._plan_bytes,
                 "plans": self._controller.status.num_plans,
-                "peak_reserved_since_plan_bytes": state.span_peak("RESERVED") if state["STEP_COUNT"] else 0,
+                "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.step_count else 0,
             },
         )
 
@@ -336,23 +339,13 @@ class Planned:
 
     def _taken(self) -> list[tuple[int, int, int, int]]:
         """Live blocks by address: address, bytes, request, stream."""
-        state = self._controller.state
-        arena, arena_bytes = state["ARENA"], state["ARENA_BYTES"]
-        slots = state._tape[2] if state._tape else np.zeros((0, layout.SLOT_ROW), np.int64)
-        tape = state._tape[0] if state._tape else np.zeros((0, layout.TAPE_ROW), np.int64)
-        entry = {int(slot[layout.S_OFFSET]): int(slot[layout.S_ENTRY]) for slot in slots if slot[layout.S_ENTRY] >= 0}
-        out = []
-        for row in np.flatnonzero(self._held):
-            address = int(self._address[row])
-            if arena <= address < arena + arena_bytes and address - arena in entry:
-                key = int(tape[entry[address - arena], layout.T_KEY])
-                size, index = key >> layout.STREAM_BITS, key & (layout.MAX_STREAMS - 1)
-            else:
-                block = state.blocks[int(core.find_live(state.address, address))]
-                pool = state.pools[state.chunks[block[layout.B_CHUNK], layout.C_POOL]]
-                size, index = int(block[layout.B_SIZE]), int(pool[layout.P_STREAM])
-            out.append((address, size, int(row), int(state.streams[index])))
-        return sorted(out)
+        found = [block for segment in segments(self._controller.state) for block in segment.blocks]
+        blocks = {block.address: block for block in found if block.state != BLOCK_FREE}
+        rows = np.flatnonzero(self._held)
+        return sorted(
+            (block.address, block.size_bytes, row, block.stream)
+            for row, block in zip(rows.tolist(), (blocks[at] for at in self._address[rows].tolist()), strict=True)
+        )
 
 
 def _read_mode(model: str, key: str, text: str) -> str:

@@ -162,7 +162,7 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
     kinds = trace.extra.get("segment_is_small", np.empty(0))
     for address, size, kind in zip(trace.segment_address, trace.segment_size, kinds, strict=False):
         begin, end = int(address), int(address) + int(size)
-        small[(blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)] = int(kind)
+        small[(blocks.segment_address < end) & (begin < blocks.segment_address + blocks.segment_size)] = int(kind != 0)
     base = np.zeros(len(small), np.int64)
     if not settings.expandable_segments:
         return small, base, np.empty(0, np.int64)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from stalloc.report.writing import write_whole
+from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
 
 
 def write_lifespans_csv(path: Path, trace: Trace) -> list[str]:
     """Write the requests of a trace, one a line; returns what the format leaves out, a sentence each."""
-    write_whole(path, _lines(trace))
+    write_chunks(path, _lines(trace))
     notes = ["a planning CSV holds lifespans and sizes only: events, addresses, streams, marks and times are left out"]
     if trace.num_baseline_requests:
         notes.append("what was live before the recording starts at 0, so every event is one later than in the record")

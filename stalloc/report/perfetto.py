@@ -9,13 +9,14 @@ none. Times are microseconds from the first event, or event indices where the so
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stalloc.report.placing import Places, places_of
-from stalloc.report.writing import write_whole
+from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Action, Trace
 from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, site_names
@@ -29,7 +30,7 @@ def write_perfetto(path: Path, traces: Sequence[Trace]) -> list[str]:
     """Write the traces, a process each; returns what had to be made up or left out, a sentence each."""
     placed = [(trace, places_of(trace)) for trace in traces]
     notes = list(dict.fromkeys(note for trace, places in placed for note in _notes(trace, places)))
-    write_whole(path, _chunks(placed, notes))
+    write_chunks(path, _chunks(placed, notes))
     return notes
 
 
@@ -71,40 +72,49 @@ def _trace_events(trace: Trace, places: Places) -> Iterator[dict[str, Any]]:
     pid = trace.device
     source = f"device {trace.device}, {trace.info.get('source', '')}"
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": source}}
-    begin, end, when = _times(trace)
-    yield from _marks(trace, when)
-    yield from _slices(trace, begin, end)
-    yield from _memory_events(trace, places.address, when)
+    clock = _clock(trace)
+    yield from _marks(trace, clock)
+    yield from _slices(trace, clock.at(np.maximum(trace.start, 0)), clock.at(trace.end))
+    yield from _memory_events(trace, places.address, clock)
 
 
-def _times(trace: Trace) -> tuple[Column, Column, Column]:
-    """Microseconds at which requests begin and end, each (n,), and of each event and the end, (m+1,), increasing."""
+@dataclass(frozen=True, eq=False)
+class _Clock:
+    """Microseconds at which events are; where the source has no times, an event takes one."""
+
+    table: Column | None
+    """(m+1,) of each event and the end, increasing."""
+    end: float
+
+    def at(self, events: Column) -> Column:
+        """(k,) times of events, each from 0 to the end of the record."""
+        return events.astype(np.float64) if self.table is None else self.table[events]
+
+
+def _clock(trace: Trace) -> _Clock:
     count = trace.num_events
-    when = np.arange(count + 1, dtype=np.float64)
-    if _has_clock(trace):
-        since = (trace.time_us - trace.time_us[0]).astype(np.float64)
-        same = np.concatenate([[True], np.diff(trace.time_us) != 0])
-        index = np.arange(count)
-        since += np.minimum(index - np.maximum.accumulate(np.where(same, index, 0)), 900) / 1000  # keeps their order
-        when = np.concatenate([since, [since[-1] + 1]])
-    return when[np.maximum(trace.start, 0)], when[trace.end], when
+    if not _has_clock(trace):
+        return _Clock(None, float(count))
+    since = (trace.time_us - trace.time_us[0]).astype(np.float64)
+    same = np.concatenate([[True], np.diff(trace.time_us) != 0])
+    index = np.arange(count)
+    since += np.minimum(index - np.maximum.accumulate(np.where(same, index, 0)), 900) / 1000  # keeps their order
+    return _Clock(np.concatenate([since, [since[-1] + 1]]), float(since[-1] + 1))
 
 
 def _has_clock(trace: Trace) -> bool:
     return bool(len(trace.time_us) and trace.time_us[0] > 0 and np.all(np.diff(trace.time_us) >= 0))
 
 
-def _marks(trace: Trace, when: Column) -> Iterator[dict[str, Any]]:
+def _marks(trace: Trace, clock: _Clock) -> Iterator[dict[str, Any]]:
     """Steps and phases as slices: a phase ends with its own end, a step where the next begins, or with the record."""
     spans: list[tuple[float, float, str]] = []
     open_phases: list[tuple[float, str]] = []
-    steps = [float(when[event]) for event in trace.mark_event[trace.mark_kind == MARK_STEP]]
-    steps.append(float(when[-1]))
+    times = clock.at(trace.mark_event)
+    steps = [*times[trace.mark_kind == MARK_STEP].tolist(), clock.end]
     num_steps = 0
-    for event, kind, index in zip(
-        trace.mark_event.tolist(), trace.mark_kind.tolist(), trace.mark_name.tolist(), strict=True
-    ):
-        at, name = float(when[event]), trace.names[index]
+    for at, kind, index in zip(times.tolist(), trace.mark_kind.tolist(), trace.mark_name.tolist(), strict=True):
+        name = trace.names[index]
         if kind == MARK_STEP:
             num_steps += 1
             spans.append((at, steps[num_steps], name if name.startswith(_STEP) else f"{_STEP}{num_steps - 1}"))
@@ -114,7 +124,7 @@ def _marks(trace: Trace, when: Column) -> Iterator[dict[str, Any]]:
             opened = next((i for i in reversed(range(len(open_phases))) if open_phases[i][1] == name), None)
             if opened is not None:
                 spans.append((open_phases.pop(opened)[0], at, name))
-    spans += [(began, float(when[-1]), name) for began, name in open_phases]
+    spans += [(began, clock.end, name) for began, name in open_phases]
     for began, ended, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         yield {
             "ph": "X",
@@ -140,7 +150,7 @@ def _slices(trace: Trace, begin: Column, end: Column) -> Iterator[dict[str, Any]
         yield common | {"ph": "e", "ts": round(ended, 3)}
 
 
-def _memory_events(trace: Trace, address: Column, when: Column) -> Iterator[dict[str, Any]]:
+def _memory_events(trace: Trace, address: Column, clock: _Clock) -> Iterator[dict[str, Any]]:
     """The counters, and what torch.profiler writes of allocs, frees and failures, with totals after each."""
     unseen = trace.info.get("unseen_bytes", 0)
     allocated = int(trace.size[trace.start < 0].sum()) + (unseen if isinstance(unseen, int) else 0)
@@ -160,9 +170,9 @@ def _memory_events(trace: Trace, address: Column, when: Column) -> Iterator[dict
     yield _counter(trace, "allocated", 0.0, allocated)
     if reserved is not None:
         yield _counter(trace, "reserved", 0.0, shown_reserved)
-    columns = (event.tolist(), action.tolist(), row.tolist(), size.tolist())
+    columns = (clock.at(event).tolist(), action.tolist(), row.tolist(), size.tolist())
     for place, (at, kind, request, num_bytes) in enumerate(zip(*columns, strict=True)):
-        time = round(float(when[at]), 3)
+        time = round(at, 3)
         if reserved is not None and int(reserved[place]) != shown_reserved:
             shown_reserved = int(reserved[place])
             yield _counter(trace, "reserved", time, shown_reserved)

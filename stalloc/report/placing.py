@@ -108,7 +108,7 @@ def recorded_blocks(trace: Trace) -> tuple[Column, Column, Column] | None:
 
 def _inside_segments(trace: Trace, address: Column) -> bool:
     """Whether what lives at the end lies in the segments at the end, and less than they hold was live at any time."""
-    if not len(trace.segment_address):
+    if not len(trace.segment_address) or not len(trace.action):
         return False
     order = np.argsort(trace.segment_address)
     begin, size = trace.segment_address[order], trace.segment_size[order].astype(np.uint64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.report.placing import ALIGN_BYTES, Places, places_of, recorded_blocks
-from stalloc.report.writing import write_whole
+from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_END, Action, Trace
 from stalloc.trace.record import Column
 from stalloc.trace.sites import read_sites
@@ -27,7 +27,7 @@ Stack = list[dict[str, Any]]
 def write_snapshot(path: Path, traces: Sequence[Trace]) -> list[str]:
     """Write the traces, one a device, as one snapshot; returns what had to be made up or left out, a sentence each."""
     snapshot, notes = snapshot_of(traces)
-    write_whole(path, [pickle.dumps(snapshot, protocol=4)])
+    write_chunks(path, [pickle.dumps(snapshot, protocol=4)])
     return notes
 
 

@@ -1,33 +1,25 @@
-"""Files appear whole or not at all, and the same contents give the same bytes, compressed or not."""
+"""Chunks of text to files: the same contents give the same bytes, compressed or not."""
 
 import gzip
 import io
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from stalloc.errors import BadInputError
+from stalloc.files import whole
 
 
-def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
+def write_chunks(path: Path, chunks: Iterable[bytes]) -> None:
     """Write the chunks one after the other to a file, compressed if its name ends in `.gz`.
 
     Raises BadInputError if it cannot be written; then what was there before is still there.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with scratch.open("wb") as file:
-            if path.name.endswith(".gz"):
-                with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                    _copy(chunks, packed)
-            else:
-                _copy(chunks, file)
-        scratch.replace(path)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: name a file in a folder you can write.") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    with whole(path) as file:
+        if path.name.endswith(".gz"):
+            with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+                _copy(chunks, packed)
+        else:
+            _copy(chunks, file)
 
 
 def _copy(chunks: Iterable[bytes], file: BinaryIO | gzip.GzipFile) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.errors import PlanError
 from stalloc.planner import Plan, validate, validate_kinds
-from stalloc.runtime.arena_tape import ArenaTape
-from stalloc.runtime.layout import ALIGNMENT, LARGEST, MAX_STREAMS
 from stalloc.runtime.segments import round_up
 
 
@@ -54,7 +54,9 @@ def _check_servable(plan: Plan) -> None:
         )
     if plan.alignment % ALIGNMENT:
         raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {ALIGNMENT}.")
-    if plan.peak_bytes > LARGEST or int(plan.tape_size.max(initial=0)) > LARGEST:
-        raise PlanError(f"the plan asks for more than {LARGEST} bytes at a time, which no device has: plan it again.")
+    if plan.peak_bytes > MAX_REQUEST or int(plan.tape_size.max(initial=0)) > MAX_REQUEST:
+        raise PlanError(
+            f"the plan asks for more than {MAX_REQUEST} bytes at a time, which no device has: plan it again."
+        )
     if int(plan.tape_stream.max(initial=0)) >= MAX_STREAMS:
         raise PlanError(f"the plan uses more than {MAX_STREAMS} streams, which is more than can be followed.")

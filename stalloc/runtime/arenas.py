@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.regions import moved_into
 from stalloc.device.mapped import MappedRange
 from stalloc.device.ordering import ordering
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.regions import moved_into
 
 if TYPE_CHECKING:
-    from stalloc.runtime.regions import Region
+    from stalloc.core.regions import Region
 
 _CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
 
@@ -56,7 +56,7 @@ class Arenas:
         """
         arena_bytes, shared = tape.arena_bytes, tape.cross_streams
         state, memory = self.state, None
-        expected_bytes = max(state["EXPECTED_PEAK"], state.span_peak("ALLOCATED"), arena_bytes)
+        expected_bytes = max(state.record.expected_peak, state.allocated_peak_bytes, arena_bytes)
         self.lend_again()
         mapped = self._mapped_for(tape) if not shared else None
         grown = mapped is not None and self._grow(mapped, arena_bytes)
@@ -72,7 +72,7 @@ class Arenas:
         self.drop_tape()
         if self.arena is not None:  # it could not be dissolved
             if mapped is not None:
-                mapped.shrink(state["ARENA_BYTES"])
+                mapped.shrink(state.record.arena_bytes)
             return False
         self._too_large = None
         self.use_retired()
@@ -86,13 +86,13 @@ class Arenas:
             if shared:
                 self._order_handovers(tape.gives)
             self.serve_from(memory, arena_bytes)
-        state.write(ASK_AT_BOUNDARY=1, EXPECTED_PEAK=expected_bytes, TIGHT=0)
+        state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
         self.arena = memory
-        core.reserve(self.state.address, arena_bytes)
+        self.state.count_arena(arena_bytes)
         self.state.serve_arena(memory.ptr, arena_bytes)
 
     def holds_twice(self, tape: ArenaTape) -> bool:
@@ -100,8 +100,8 @@ class Arenas:
         fits = not tape.cross_streams and (self._fits_arena(tape) or self._mapped_for(tape) is not None)
         if self.arena is None or fits:
             return False
-        room = self.memory.source.free_bytes() + self.state["ARENA_BYTES"] >= tape.arena_bytes
-        return not (room and core.arena_is_idle(self.state.address))
+        room = self.memory.source.free_bytes() + self.state.record.arena_bytes >= tape.arena_bytes
+        return not (room and self.state.arena_is_idle())
 
     def takes_over_bytes(self, tape: ArenaTape) -> int:
         """Bytes of the last plan's arena if a tape can be served from there, else 0."""
@@ -124,7 +124,7 @@ class Arenas:
             return False
         for base in bases:  # parts of one piece of memory
             self.arena = self.memory.segments.pop(base)
-        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state["ARENA_BYTES"]:
+        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state.record.arena_bytes:
             self._too_large = tape
         return True
 
@@ -132,12 +132,13 @@ class Arenas:
         """Get ready to secure the hand-overs of the tape that was just installed."""
         import cupy
 
-        functions, wanted = ordering(), len(self.state.tape_entries())
+        functions, tables = ordering(), self.state.tape
         assert functions is not None
+        assert tables is not None
         with cupy.cuda.Device(self.memory.device.index):
-            while len(self._events) < wanted:
+            while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
-        self.state.hand_over(gives, functions, [event.ptr for event in self._events])
+        self.state.share_cells(gives, functions, [event.ptr for event in self._events])
 
     # --- giving up
 
@@ -155,9 +156,9 @@ class Arenas:
 
     def _end_sharing(self) -> bool:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
-        if not self.state["HANDING"]:
+        if not self.state.record.has_handovers:
             return True
-        if self.state["PRIVATE"]:
+        if self.state.record.private_kind:
             return False  # a capture must not wait for the device
         import cupy
 
@@ -174,7 +175,7 @@ class Arenas:
 
     def before_release(self) -> None:
         """Give back the arena if nothing is served from it and nothing lives in it, and what mapped segments spare."""
-        for memory in self.memory.source.ranges if not self.state["PRIVATE"] else ():
+        for memory in self.memory.source.ranges if not self.state.record.private_kind else ():
             if self.memory.segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
                 self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
         arena_bytes = self.state.forget_arena() if self.arena is not None else 0
@@ -189,18 +190,18 @@ class Arenas:
         state = self.state
         bases, sizes = (column.tolist() for column in state.segments())
         for base in bases:
-            core.unfence_segment(state.address, base)  # nothing is being taken over any more
-        if state["ARENA_BYTES"] and self.arena is None:
-            self.arena = self.memory.segments.get(state["ARENA"])
+            state.reuse_segment(base)  # nothing is being taken over any more
+        if state.record.arena_bytes and self.arena is None:
+            self.arena = self.memory.segments.get(state.record.arena)
         held = {base: self.memory.segments.get(base, self.arena) for base in bases}
         self.memory.segments = held  # what is in neither goes back now
         for base, size_bytes in zip(bases, sizes, strict=True):
             memory = held[base]
             if isinstance(memory, MappedRange) and memory is not self.arena and base == memory.ptr:
                 memory.shrink(size_bytes)
-        if not state["ARENA_BYTES"]:
+        if not state.record.arena_bytes:
             self.arena = None
-        core.reserve(state.address, sum(sizes) + state["ARENA_BYTES"] - state["RESERVED"])
+        state.count_arena(sum(sizes) + state.record.arena_bytes - state.record.reserved_bytes)
 
     def forked(self) -> None:
         """This process is a fork: the arena is used as long as anything lives in it, and never given back."""
@@ -225,34 +226,34 @@ class Arenas:
 
     def _retire(self, bases: list[int]) -> None:
         """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
-        self._retired = bases if self.state.fence(bases) else []
+        self._retired = bases if self.state.retire(bases) else []
 
     def use_retired(self) -> bool:
         """Serve from an old arena again; whether there is one."""
         bases, self._retired = self._retired, []
         for base in bases:
-            core.unfence_segment(self.state.address, base)
+            self.state.reuse_segment(base)
         return bool(bases)
 
-    def take_free_segments(self, idle_passes: int) -> dict[int, int]:
+    def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
         retired = self._retired
         self.use_retired()
-        taken = self.state.take_free_segments(idle_passes)
+        taken = self.state.remove_free_segments(idle_passes)
         if retired and retired[0] not in taken:  # all of them go, or none
             self._retire(retired)
         return taken
 
     def stop_lending(self) -> None:
         """Lend nothing more of the arena, as long as there is memory elsewhere: it is to be empty soon."""
-        self._lendable = self.state["CELL_STREAMS"]
-        self.state.write(CELL_STREAMS=0)
+        self._lendable = self.state.record.cell_streams
+        self.state.write(cell_streams=0)
 
     def lend_again(self) -> bool:
         """Lend from the arena again; whether that had stopped."""
         lendable, self._lendable = self._lendable, 0
-        if lendable and self.state["ARENA_BYTES"]:
-            self.state.write(CELL_STREAMS=lendable)
+        if lendable and self.state.record.arena_bytes:
+            self.state.write(cell_streams=lendable)
         return lendable != 0
 
     # --- size
@@ -263,7 +264,8 @@ class Arenas:
             memory, regions = self.arena, len(self.state.arena_regions())
         else:
             memory, regions = self.memory.segments.get(next(iter(self.old_arena), 0)), len(self.old_arena)
-        return memory if isinstance(memory, MappedRange) and regions == 1 and not self.state["PRIVATE"] else None
+        fits = isinstance(memory, MappedRange) and regions == 1 and not self.state.record.private_kind
+        return memory if fits else None
 
     def _mapped_for(self, tape: ArenaTape) -> MappedRange | None:
         """Such an arena, if a tape is of its stream."""
@@ -301,29 +303,29 @@ class Arenas:
         if plan is not None and self.mapped_arena() is not None:
             self._cut_arena(plan.arena_bytes)
             return True
-        if plan is None or self.arena is None or not core.arena_is_idle(state.address):
+        if plan is None or self.arena is None or not state.arena_is_idle():
             return True
-        begin, end, cursor = state["RING_START"], state["TAPE_LENGTH"], state["CURSOR"]
-        ask_after = state["ASK_AFTER_MISSES"]
+        begin, end, cursor = state.record.ring_start, state.record.ring_end, state.record.cursor
+        ask_after = state.record.ask_after_misses
         state.drop_tape()
         self.memory.release_unused()
         if self.arena is not None:  # another thread was quicker: something lives there now
-            state.write(MODE=layout.MODE_REPLAY, ASK_AFTER_MISSES=ask_after)
+            state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
             return True
         self._too_large = None
         memory = self.memory.malloc(plan.arena_bytes)
         if memory is None:
             return False
         state.install_tape(plan, cursor)
-        core.begin_step(state.address, begin, end, cursor)
+        state.begin_step(begin, end, cursor)
         self.serve_from(memory, plan.arena_bytes)
-        state.write(ASK_AFTER_MISSES=ask_after)
+        state.write(ask_after_misses=ask_after)
         return True
 
     def _cut_arena(self, arena_bytes: int) -> None:
         """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
         memory = self.arena
-        before, wanted = self.state["ARENA_BYTES"], memory.least_bytes(arena_bytes)
+        before, wanted = self.state.record.arena_bytes, memory.least_bytes(arena_bytes)
         if wanted < before and not self.state.cut_arena(wanted):
             return
         self._too_large = None

@@ -6,7 +6,7 @@ without any are done together, and what has been counted is known.
 
 import threading
 
-from stalloc.runtime import core, layout
+from stalloc.core import constants
 from stalloc.runtime.memory import DeviceMemory
 
 
@@ -26,18 +26,18 @@ class Captures:
             kind, users = self.pools.get(graph_pool, (0, 0))
             if not self._counted.get(me):
                 if users == 0:
-                    unused = layout.PRIVATE_KINDS + len(self.pools)
+                    unused = constants.PRIVATE_KINDS + len(self.pools)
                     kind = self._spare_kinds[-1] if self._spare_kinds else unused
                 if users == 0 and self._spare_kinds:
                     del self._spare_kinds[-1]
                 self.pools[graph_pool] = kind, users + 1
                 self._counted[me] = True
-            self._state["PRIVATE"] = kind
+            self._state.record.private_kind = kind
         self._counted[me] = False
 
     def end(self) -> None:
         """The capture is over; what it allocated stays where it is."""
-        self._state["PRIVATE"] = 0
+        self._state.record.private_kind = 0
 
     def release(self, graph_pool: tuple[int, int]) -> None:
         """A graph is gone; with the last one of its pool the pool's memory may be given back."""
@@ -48,7 +48,7 @@ class Captures:
                 if users > 1:
                     self.pools[graph_pool] = kind, users - 1
                 elif users == 1:
-                    core.release_private(self._state.address, kind)
+                    self._state.unpin_pools(kind)
                     del self.pools[graph_pool]
                     self._spare_kinds += (kind,)
                 self._counted[me] = True

@@ -8,12 +8,12 @@ core; a failure of any of them leaves the heap serving.
 
 from typing import TYPE_CHECKING
 
+from stalloc.core import constants
+from stalloc.core.host_memory import trim
 from stalloc.device import Device
 from stalloc.device.ordering import ordering
-from stalloc.runtime import layout
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
-from stalloc.runtime.host_memory import trim
 from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
@@ -72,24 +72,24 @@ class Controller:
 
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
-        reason, detail = request & ((1 << layout.REASON_BITS) - 1), request >> layout.REASON_BITS
+        reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
         with self.lock:
-            if reason == layout.NEED_SEGMENT:
+            if reason == constants.NEED_SEGMENT:
                 return self._add_segment(detail, argument)
-            if reason == layout.REFUSED:
-                if detail == layout.FULL_STREAMS and self._forget_streams():
+            if reason == constants.REFUSED:
+                if detail == constants.FULL_STREAMS and self._forget_streams():
                     return True
                 self._shortage.explain_refusal(detail, argument)
                 return False
-            if reason == layout.AT_BOUNDARY:
+            if reason == constants.AT_BOUNDARY:
                 self._at_boundary()
-            elif reason == layout.CHECK:
+            elif reason == constants.CHECK:
                 self._look()
-            elif reason == layout.STALE:
+            elif reason == constants.STALE:
                 self._drop_plan("the program left the plan for good")
-            elif reason == layout.DEFER:
-                self.memory.deferred.add(argument, capturing=self.state["PRIVATE"] != 0)
-            elif reason == layout.POLL:
+            elif reason == constants.DEFER:
+                self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
+            elif reason == constants.POLL:
                 self.memory.find_deferred()
                 self.memory.deferred.poll()
         return True
@@ -99,12 +99,12 @@ class Controller:
             return True  # the core asks again for what it wants now
         planned = self.status.phase is Phase.PLANNED
         if planned:
-            self.state["ASK_AT_BOUNDARY"] = 1  # to give it back when it is no longer used
+            self.state.record.ask_at_boundary = 1  # to give it back when it is no longer used
         return self._shortage.add_segment(pool, size_bytes, planned=planned)
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
-        if self.state["PRIVATE"]:
+        if self.state.record.private_kind:
             return False  # a capture must not wait for what the streams were at
         if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
             self._drop_plan("the program uses ever new streams")
@@ -116,17 +116,17 @@ class Controller:
 
     def recover(self, request: int, argument: int, error: BaseException) -> None:
         """Whatever `help` was at when an error stopped it: no memory is lost, and the heap serves."""
-        reason = request & ((1 << layout.REASON_BITS) - 1)
+        reason = request & ((1 << constants.REASON_BITS) - 1)
         with self.lock:
-            if reason == layout.DEFER:
+            if reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=True)  # its events come later
-            elif reason == layout.NEED_SEGMENT:
+            elif reason == constants.NEED_SEGMENT:
                 self.state.set_out_of_memory_text(
                     f"stalloc: a request of {argument} bytes was not served, since the way to memory failed "
                     f"({type(error).__name__}: {error}): try it again.",
                     driver_status(error),
                 )
-            elif reason not in (layout.REFUSED, layout.POLL):
+            elif reason not in (constants.REFUSED, constants.POLL):
                 self._give_up(error)
             self.arenas.match()
 
@@ -179,7 +179,7 @@ class Controller:
         with self.lock:
             lacking, for_arena = self._shortage.take_lacking()
             if for_arena and self.status.phase is Phase.PLANNING:
-                self.state["ASK_AT_BOUNDARY"] = 1
+                self.state.record.ask_at_boundary = 1
         return lacking, for_arena
 
     def _doubt_unmarked_plan(self) -> None:
@@ -190,7 +190,7 @@ class Controller:
             self.arenas.drop_tape()
             self.steps.forget()
             self.status.phase, self.watching.job = Phase.OBSERVING, None
-        elif self.status.phase is Phase.PLANNED and 10 * self.state["MISSES"] > self.state["HITS"]:
+        elif self.status.phase is Phase.PLANNED and 10 * self.state.record.misses > self.state.record.hits:
             self._drop_plan("the first plan did not follow the steps that are marked now")
 
     def begin_in_child(self) -> None:
@@ -199,7 +199,7 @@ class Controller:
         self.arenas.forked()
         self.lock, self.watching.job = self.memory.lock, None
         self.state.drop_tape()
-        self.state.write(RECORDING=0, CHECK_AT=0, LASTING=0)
+        self.state.write(recording=0, check_at=0, allocating_persistent=0)
         self.status.phase, self.status.note = Phase.RESTING, "this process is a fork, which is not watched"
 
     # --- phases
@@ -219,7 +219,7 @@ class Controller:
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_tape()
         self._tidying.settle()
-        self.state.write(LASTING=0, RECORDING=int(self.status.settings.keep_recording), CHECK_AT=0)
+        self.state.write(allocating_persistent=0, recording=int(self.status.settings.keep_recording), check_at=0)
 
     def _heed(self, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -254,13 +254,13 @@ class Controller:
         self.watching.job = None
         self.steps.forget()
         state = self.state
-        crowded = state["CONFLICTS"] > state["MISSES"]
+        crowded = state.record.conflicts > state.record.misses
         self.arenas.drop_tape()
         if crowded:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
-        misled = 4 * state["MISSES"] > state["HITS"]  # not a step that changed after it had served long
+        misled = 4 * state.record.misses > state.record.hits  # not a step that changed after it had served long
         # what counts is drift that goes on: a plan that served for long begins the count anew
-        self._plans_in_a_row = 1 if state["STEP_COUNT"] >= _SERVED_LONG else self._plans_in_a_row + 1
+        self._plans_in_a_row = 1 if state.record.step_count >= _SERVED_LONG else self._plans_in_a_row + 1
         if misled and self.status.observed is not None:  # found in this run
             self.watching.was_misled()
         if self._plans_in_a_row >= self.status.settings.max_plans or not self.status.settings.plan:
@@ -275,7 +275,7 @@ class Controller:
             if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
                 self.rest("the plan was dropped on request")
             self.status.phase = Phase.RESTING
-            self.state.write(RECORDING=int(self.status.settings.keep_recording), CHECK_AT=0, LASTING=0)
+            self.state.write(recording=int(self.status.settings.keep_recording), check_at=0, allocating_persistent=0)
 
     def watch_anew(self) -> None:
         """Watch from here on, whatever there was before."""

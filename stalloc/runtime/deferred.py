@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from stalloc.runtime import core, layout, owners
+from stalloc.core.constants import BLOCK_DEFERRED, BLOCK_FREE, BLOCK_SHARED
+from stalloc.core.requests import finish_deferred, share
+from stalloc.core.snapshot import owner_of
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Deferred:
 
     def share(self, address: int, stream: int) -> None:
         """Note a stream that uses the live block at `address`; an address that is not stalloc's is left alone."""
-        if core.share(self._state, address) or self._held(address) == layout.BLOCK_SHARED:
+        if share(self._state, address) or self._held(address) == BLOCK_SHARED:
             self._streams.setdefault(address, set()).add(stream)
 
     def add(self, address: int, *, capturing: bool) -> None:
@@ -49,7 +49,7 @@ class Deferred:
 
         While a CUDA graph is captured the events wait for its end: one recorded in a capture can never be asked.
         """
-        if self._held(address) != layout.BLOCK_DEFERRED:
+        if self._held(address) != BLOCK_DEFERRED:
             return  # it was found before its word came, and may live again, shared with others
         streams = self._streams.get(address)
         if streams is None and address in self._waiting:
@@ -61,8 +61,8 @@ class Deferred:
 
     def _held(self, address: int) -> int:
         """The BLOCK_ state of what lives at an address."""
-        row = np.zeros(4, np.int64)
-        return int(row[owners.HELD]) if owners.find_owner(self._state, address, row) else layout.BLOCK_FREE
+        owner = owner_of(self._state, address)
+        return owner.state if owner is not None else BLOCK_FREE
 
     def _record(self, streams: list[int]) -> list[Any]:
         import cupy
@@ -86,7 +86,7 @@ class Deferred:
             if all(event.done for event in self._events(freed)):
                 if self.on_end is not None:
                     self.on_end(address)
-                core.finish_deferred(self._state, address)
+                finish_deferred(self._state, address)
                 if self._waiting.get(address) is freed:
                     del self._waiting[address]
 

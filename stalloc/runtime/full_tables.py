@@ -5,12 +5,12 @@ Contract: the text names the table of the runtime that is full, how much it hold
 
 from typing import TYPE_CHECKING
 
-from stalloc.runtime import layout
+from stalloc.core import constants
 
 if TYPE_CHECKING:
-    from stalloc.runtime.state import DeviceState
+    from stalloc.core.state import DeviceState
 
-FULL_TABLES = {layout.FULL_STREAMS: "streams", layout.FULL_POOLS: "pools", layout.FULL_LIVE: "live blocks"}
+FULL_TABLES = {constants.FULL_STREAMS: "streams", constants.FULL_POOLS: "pools", constants.FULL_LIVE: "live blocks"}
 
 _ADVICE = {
     "streams": "it holds {most:,}, which all have memory: free what was allocated on streams that are done with",
@@ -30,12 +30,12 @@ _ADVICE = {
 def full_table_text(state: "DeviceState", name: str, size_bytes: int) -> str:
     """The sentence for a request of `size_bytes` that the table called `name` has no row for."""
     most = {
-        "streams": layout.MAX_STREAMS,
-        "pools": state["POOLS_USED"],
-        "blocks": state["BLOCKS_CAPACITY"],
-        "segments": state["CHUNKS_CAPACITY"],
+        "streams": constants.MAX_STREAMS,
+        "pools": state.record.pools_used,
+        "blocks": state.record.blocks_capacity,
+        "segments": state.record.segments_capacity,
     }.get(name, 0)
     return (
         f"stalloc: a request of {size_bytes} bytes on device {state.device} was not served, since stalloc's table of "
-        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state['LIVE_COUNT'])}."
+        f"{name} is full, not the device: {_ADVICE[name].format(most=most, live=state.record.live_count)}."
     )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.runtime.arena_tape import ArenaTape
-from stalloc.runtime.host_memory import trim
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.host_memory import trim
 from stalloc.runtime.interruptions import start_thread
 
 if TYPE_CHECKING:

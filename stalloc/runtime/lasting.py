@@ -19,22 +19,22 @@ class Lasting:
 
     def begin(self, *, watching: bool) -> bool:
         """The record begins; whether what comes first is meant to last: the program has requested nothing yet."""
-        self._building = watching and self._state["NUM_ALLOCS"] == 0
+        self._building = watching and self._state.record.total.num_allocs == 0
         return self._building
 
     def expect(self, *, watching: bool) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         self._building = False
-        if watching and not self._state["LASTING"]:
+        if watching and not self._state.record.allocating_persistent:
             self._memory.release_unused()
-            if self._memory.source.free_bytes() < _STATE_SHARE * self._state["ALLOCATED"]:
+            if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:
                 self._memory.save()
-            self._state.write(LASTING=1)
+            self._state.write(allocating_persistent=1)
 
     def end(self) -> None:
         """What comes now is not meant to last."""
-        if self._state["LASTING"]:
-            self._state.write(LASTING=0)
+        if self._state.record.allocating_persistent:
+            self._state.write(allocating_persistent=0)
             self._memory.release_unused()  # what did not last
 
     def ends_here(self, *, expects_marks: bool) -> bool:
@@ -45,8 +45,8 @@ class Lasting:
         if not self._building:
             return False
         state = self._state
-        served = state["NUM_ALLOCS"] - state["SMALL_ALLOCS"]
-        freed = served - (state["NUM_LIVE"] - state["SMALL_LIVE"])
+        served = state.record.total.num_allocs - state.record.small.num_allocs
+        freed = served - (state.record.total.num_live - state.record.small.num_live)
         if not (expects_marks or self._recording.marks or freed > max(4, served // 8)):
             return False
         self._building = False

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.runtime import layout
+from stalloc.core import constants
+from stalloc.core.state import DeviceState
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.settings import Settings
-from stalloc.runtime.state import DeviceState
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
@@ -61,16 +61,16 @@ class Looking:
 
     def was_misled(self) -> None:
         """The ring that is followed is no step: only a longer one can be."""
-        self._min_period = max(_MIN_PERIOD, self._state["TAPE_LENGTH"] - self._state["RING_START"] + 1)
+        self._min_period = max(_MIN_PERIOD, self._state.record.ring_end - self._state.record.ring_start + 1)
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to look now."""
         state, marks, num_steps = self._state, self._recording.marks, self._recording.num_steps
-        if num_steps > _EAGER_MARKS and state["NUM_SIZABLE"] < self._look_at:
+        if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
             return False
-        self._look_at = state["NUM_SIZABLE"] * 5 // 4
+        self._look_at = state.record.num_sizable * 5 // 4
         # marks come at the right moments; without them, look again when the record has grown by a quarter
-        state["CHECK_AT"] = 0 if marks or expects_marks else state["NUM_SIZABLE"] * 5 // 4 + 64
+        state.record.check_at = 0 if marks or expects_marks else state.record.num_sizable * 5 // 4 + 64
         return num_steps >= settings.observe_steps if marks else not expects_marks
 
     def find(self, settings: Settings) -> Found | None:
@@ -88,4 +88,4 @@ class Looking:
         if tape is not None and not tape.planned.all() and self._patience > 0:
             self._patience -= 1
             return None
-        return Found(trace, tape, np.flatnonzero(trace.size > layout.TINY))
+        return Found(trace, tape, np.flatnonzero(trace.size > constants.TINY))

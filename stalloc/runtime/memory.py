@@ -7,12 +7,12 @@ Contract: what the core's tables name is held here, and what is held is named th
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stalloc.core import constants
+from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.device.mapped import MappedRange
-from stalloc.runtime import layout
 from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.sources import Source
-from stalloc.runtime.state import DeviceState
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
@@ -24,7 +24,7 @@ class ArenaHolder(Protocol):
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
 
-    def take_free_segments(self, idle_passes: int) -> dict[int, int]:
+    def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
 
     def match(self) -> None:
@@ -53,11 +53,11 @@ class DeviceMemory:
 
         `mapped`: as a range that can grow and shrink, if the device has such.
         """
-        capturing = self.state["PRIVATE"] != 0
+        capturing = self.state.record.private_kind != 0
         with self.source.at_device(capturing=capturing):
             for retry in (False, True):
                 if retry:
-                    self.state["NUM_RETRIES"] += 1
+                    self.state.record.num_retries += 1
                     if not capturing:  # a capture must not wait for events
                         self.find_deferred()
                         self.deferred.wait()
@@ -97,8 +97,8 @@ class DeviceMemory:
 
     def save(self) -> None:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state["TIGHT"] and self.state["MODE"] != layout.MODE_REPLAY:
-            self.state.write(TIGHT=1)
+        if not self.state.record.memory_is_short and self.state.record.mode != constants.MODE_REPLAY:
+            self.state.write(memory_is_short=1)
 
     def release_unused(self, idle_passes: int = 0) -> None:
         """Give back to the device what holds no live block: free segments, an arena that is no longer served.
@@ -114,7 +114,7 @@ class DeviceMemory:
                 raise
 
     def _release_segments(self, idle_passes: int) -> None:
-        for base, size_bytes in self.arenas.take_free_segments(idle_passes).items():
+        for base, size_bytes in self.arenas.remove_free_segments(idle_passes).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
             self.let_go(self.segments.pop(base))
@@ -122,7 +122,7 @@ class DeviceMemory:
 
     def let_go(self, memory: Any) -> None:
         """Memory is not used any more; what is mapped waits until no graph is captured."""
-        if not self.state["PRIVATE"]:
+        if not self.state.record.private_kind:
             self._kept_mapped.clear()
         elif isinstance(memory, MappedRange):
             self._kept_mapped.append(memory)
@@ -134,7 +134,7 @@ class DeviceMemory:
 
     def find_deferred(self) -> None:
         """Know of freed blocks of which an interruption kept the word back."""
-        if self.state["NUM_DEFERRED"] > len(self.deferred):
+        if self.state.record.num_deferred > len(self.deferred):
             for address in self.state.deferred_blocks():
                 self.deferred.add(address, capturing=True)  # its events come later
 

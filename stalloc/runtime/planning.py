@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.runtime.admission import admit
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.interruptions import start_thread
 from stalloc.trace.packing import KeptTrace
 

@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from stalloc.core import records
+from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
+from stalloc.core.requests import free_entry, malloc_entry
+from stalloc.core.snapshot import owner_of, segments
 from stalloc.errors import CorruptionError
-from stalloc.runtime import core, layout, owners
+from stalloc.notices import say
 from stalloc.runtime.poison_memory import PoisonMemory, memory_of
 
 if TYPE_CHECKING:
+    from stalloc.core.state import DeviceState
     from stalloc.device import Device
-    from stalloc.runtime.state import DeviceState
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
@@ -66,14 +70,14 @@ class Poison:
         self._waiting: list[int] = []  # blocks that were freed while a graph was captured
         self._of_graphs: set[int] = set()  # bases of segments that hold no pattern
         kinds = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
-        self._allocate = kinds[0](core.allocate_entry.address)
-        self._free = kinds[1](core.free_entry.address)
+        self._allocate = kinds[0](malloc_entry.address)
+        self._free = kinds[1](free_entry.address)
 
     def stop(self, why: str) -> None:
         """Look no further: what is free may be written to from now on."""
         self._memory = None
         if why:
-            _say(f"STALLOC_POISON looks no further: {why}")
+            say(f"STALLOC_POISON looks no further: {why}")
 
     def raise_found(self) -> None:
         """Raise CorruptionError for what was found since the last time, if anything was."""
@@ -96,26 +100,26 @@ class Poison:
 
     def free(self, address: int) -> None:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
-        row = self._row(address) if address else None
-        if self._memory is None or row is None or row[owners.GRAPHS]:
+        block = self._owner(address) if address else None
+        if self._memory is None or block is None or block.is_private:
             self._free(self.state.address, address)
-        elif self.state["PRIVATE"]:
+        elif self.state.record.private_kind:
             self._waiting.append(address)
         else:
             self._do(self._free_waiting)
-            if row[owners.HELD] == layout.BLOCK_LIVE:
+            if block.state == BLOCK_LIVE:
                 self._do(self._ending, address)
             self._free(self.state.address, address)  # shared with others: `ending` comes when those are done
 
     def _free_waiting(self, memory: PoisonMemory) -> None:
-        while self._waiting and not self.state["PRIVATE"]:
+        while self._waiting and not self.state.record.private_kind:
             self.free(self._waiting.pop())
 
     def _begin(self, memory: PoisonMemory, address: int, requested: int, place: str) -> None:
-        row = self._row(address)
-        if row is None or row[owners.GRAPHS]:
+        block = self._owner(address)
+        if block is None or block.is_private:
             return
-        rounded, stream = int(row[owners.ROUNDED]), int(row[owners.RAW_STREAM])
+        rounded, stream = block.size_bytes, block.raw_stream
         if memory.mismatches([(address, rounded)], FREED, stream)[0]:
             self._name_writer(memory, address, rounded, "when it was to be handed out again")
         memory.fill(address, requested, FRESH, stream)
@@ -126,8 +130,8 @@ class Poison:
 
     def _ending(self, memory: PoisonMemory, address: int) -> None:
         """A block is about to be free, and nobody uses it any more."""
-        row, owner = self._row(address), self._live.pop(address, None)
-        if row is None or row[owners.GRAPHS]:
+        block, owner = self._owner(address), self._live.pop(address, None)
+        if block is None or block.is_private:
             return
         if owner is not None:
             guard = owner.address + owner.requested_bytes
@@ -135,7 +139,7 @@ class Poison:
             if memory.mismatches([(guard, size)], GUARD, owner.stream)[0]:
                 self._name_owner(memory, owner, "when it was freed")
             self._gone.append(owner)
-        memory.fill(address, int(row[owners.ROUNDED]), FREED, int(row[owners.RAW_STREAM]))
+        memory.fill(address, int(block.size_bytes), FREED, int(block.raw_stream))
 
     def ending(self, address: int) -> None:
         """The other streams of a freed block are done: it is about to be free."""
@@ -146,7 +150,7 @@ class Poison:
         self._do(self._taken, base, size_bytes)
 
     def _taken(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
-        if self.state["PRIVATE"]:
+        if self.state.record.private_kind:
             self._of_graphs.add(base)
             return
         memory.fill(base, size_bytes, FREED, 0)
@@ -159,12 +163,12 @@ class Poison:
     def _returned(self, memory: PoisonMemory, base: int, size_bytes: int) -> None:
         if base in self._of_graphs:
             self._of_graphs.discard(base)
-        elif not self.state["PRIVATE"] and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
+        elif not self.state.record.private_kind and memory.mismatches([(base, size_bytes)], FREED, None)[0]:
             self._name_writer(memory, base, size_bytes, "when it went back to the device")
 
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
-        if not self.state["PRIVATE"]:
+        if not self.state.record.private_kind:
             self._do(self._free_waiting)
             self._do(self._check)
 
@@ -175,22 +179,20 @@ class Poison:
             # a block that another thread has freed meanwhile holds FREED; that was looked at then
             if count and self._live.get(owner.address) is owner:
                 self._name_owner(memory, owner, "at the end of a step")
-        served = self.state["NUM_ALLOCS"]
+        served = self.state.record.total.num_allocs
         free = self._free_ranges()
         counts = memory.mismatches(free, FREED, None)
-        if self.state["NUM_ALLOCS"] == served:  # else some of it is another thread's by now
+        if self.state.record.total.num_allocs == served:  # else some of it is another thread's by now
             for (address, size), count in zip(free, counts, strict=True):
                 if count:
                     self._name_writer(memory, address, size, "at the end of a step")
 
     def _free_ranges(self) -> list[tuple[int, int]]:
-        from stalloc.runtime.statistics import segments
-
         ranges = []
         for segment in segments(self.state):
-            if segment.kind < layout.PRIVATE_KINDS:
+            if segment.kind < PRIVATE_KINDS:
                 for block in segment.blocks:
-                    used = -(-block.requested_bytes // layout.ALIGNMENT) * layout.ALIGNMENT
+                    used = -(-block.requested_bytes // ALIGNMENT) * ALIGNMENT
                     if used < block.size_bytes:
                         ranges.append((block.address + used, block.size_bytes - used))
         return ranges
@@ -210,7 +212,7 @@ class Poison:
         owned = f"in what was last {last}, after it was freed" if last is not None else "in memory that nobody has had"
         below = max((one for one in self._live.copy().values() if one.address < at), default=None)
         ended = below.address + below.requested_bytes if below is not None else 0
-        near = f"; {at - ended:,} bytes before it ends {below}" if at - ended < layout.SMALL_LIMIT else ""
+        near = f"; {at - ended:,} bytes before it ends {below}" if at - ended < SMALL_LIMIT else ""
         self._tell(
             f"{what} {owned}, as was found {when}{near}: look for a kernel or a pointer that outlives its tensor, or "
             "an index far out of bounds."
@@ -229,7 +231,7 @@ class Poison:
     def _tell(self, sentence: str) -> None:
         self.found.append(sentence)
         if len(self.found) <= _MOST_SAID:
-            _say(f"memory corruption: {sentence}")
+            say(f"memory corruption: {sentence}")
 
     # --- helpers
 
@@ -247,13 +249,8 @@ class Poison:
         except Exception as error:
             self.stop(f"{type(error).__name__}: {error}")
 
-    def _row(self, address: int) -> np.ndarray | None:
-        row = np.zeros(4, np.int64)
-        return row if owners.find_owner(self.state.address, address, row) else None
-
-
-def _say(sentence: str) -> None:
-    print(f"stalloc: {sentence}", file=sys.stderr, flush=True)
+    def _owner(self, address: int) -> records.Owner | None:
+        return owner_of(self.state.address, address)
 
 
 def _calling_line() -> str:
@@ -278,7 +275,7 @@ class Watch:
         """Watch a device; None, and a sentence, if its memory does not exist."""
         memory = memory_of(device)
         if memory is None:
-            _say(
+            say(
                 "STALLOC_POISON finds nothing on a virtual GPU, which keeps no bytes: use VirtualGPU(copy_limit_bytes="
                 "None), whose memory is real, or a real GPU."
             )
@@ -309,7 +306,7 @@ class Watch:
         """A program in which something was found does not end as if all were well."""
         found = sum(len(poison.found) for poison in self.devices.values())
         if found and os.getpid() == self._pid:
-            _say(f"memory corruption: {found} findings: the program ends with exit code 1.")
+            say(f"memory corruption: {found} findings: the program ends with exit code 1.")
             sys.stdout.flush()
             ctypes.CDLL(None).fflush(None)
             os._exit(1)

@@ -17,10 +17,12 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
+from stalloc.core import constants, entry
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
-from stalloc.runtime import entry, layout
+from stalloc.printable import printable
 from stalloc.runtime.controller import Controller
+from stalloc.runtime.entries import checked_entries
 from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
@@ -59,7 +61,7 @@ class Runtime:
         #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
         self.entries = entry.core_entries()
         if self.watch is not None and self.watch.devices:
-            self.entries = entry.checked_entries(self.watch)
+            self.entries = checked_entries(self.watch)
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
         for plan in plans or []:
@@ -130,10 +132,10 @@ class Runtime:
             self.controllers[device].state.set_out_of_memory_text(_FORKED)
             return 0
         controller = self.controllers[device]
-        if request & ((1 << layout.REASON_BITS) - 1) == layout.MARK:
+        if request & ((1 << constants.REASON_BITS) - 1) == constants.MARK:
             name = self._names.pop(argument, None)
             if name is not None:  # else it was interrupted in the middle
-                controller.mark(request >> layout.REASON_BITS, name)
+                controller.mark(request >> constants.REASON_BITS, name)
             return 1
         helped = controller.help(request, argument)
         if not helped and tell:
@@ -157,8 +159,8 @@ class Runtime:
             return self._help(device, request, argument, tell=False)  # an observer may have raised it
         with contextlib.suppress(Exception):
             warnings.warn(
-                f"stalloc: the allocator's slow path failed ({type(error).__name__}: {error}); the heap goes on "
-                "serving without a plan.",
+                f"stalloc: the allocator's slow path failed ({type(error).__name__}: {printable(str(error))}); "
+                "the heap goes on serving without a plan.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -170,7 +172,7 @@ class Runtime:
             controller = self.controllers[device]
             free, _ = controller.device.memory_info()
             for observer in list(self.observers):
-                observer(device, size_bytes, controller.state["ALLOCATED"], free)
+                observer(device, size_bytes, controller.state.record.total.allocated_bytes, free)
 
     def mark(self, kind: int, name: str) -> None:
         """Note a mark on every device that the program has used.
@@ -178,11 +180,11 @@ class Runtime:
         Raises CorruptionError where STALLOC_POISON=1 has found something.
         """
         for controller in self.controllers:
-            if controller.state["NUM_ALLOCS"]:
+            if controller.state.record.total.num_allocs:
                 number = next(self._numbers)
                 self._names[number] = name
-                self._enter(controller.device.index, layout.MARK | kind << layout.REASON_BITS, number)
-                if kind == MARK_STEP and self.room_maker is not None and not controller.state["PRIVATE"]:
+                self._enter(controller.device.index, constants.MARK | kind << constants.REASON_BITS, number)
+                if kind == MARK_STEP and self.room_maker is not None and not controller.state.record.private_kind:
                     lacking, for_arena = controller.take_lacking()
                     if lacking:
                         self.room_maker(controller.device.index, lacking, for_arena)
@@ -208,7 +210,7 @@ class Runtime:
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""
-        return [report(controller) for controller in self.controllers if controller.state["NUM_ALLOCS"]]
+        return [report(controller) for controller in self.controllers if controller.state.record.total.num_allocs]
 
 
 def _start_watch() -> "poison.Watch | None":

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.runtime import layout
-from stalloc.runtime.state import DeviceState
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
@@ -33,20 +32,20 @@ class Recording:
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
         self.marks.clear()
-        self._reserved_start = self._state["RESERVED"]
-        self._state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, LASTING=int(lasting), CHECK_AT=64)
+        self._reserved_start = self._state.record.reserved_bytes
+        self._state.write(recording=1, num_events=0, num_sizable=0, allocating_persistent=int(lasting), check_at=64)
 
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
         self.marks[:] = [(0, MARK_STEP, "")]
-        self._state.write(RECORDING=1, NUM_EVENTS=0, NUM_SIZABLE=0, CHECK_AT=0)
+        self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
 
     def note_mark(self, kind: int, name: str) -> None:
         """The program sets a mark (trace.MARK_STEP, …)."""
         if kind == MARK_STEP:
             self.step_times_ns.append(time.monotonic_ns())
-        if self._state["RECORDING"] or not self.marks:
-            self.marks.append((self._state["NUM_EVENTS"], kind, name))
+        if self._state.record.recording or not self.marks:
+            self.marks.append((self._state.record.num_events, kind, name))
 
     @property
     def num_steps(self) -> int:
@@ -69,16 +68,16 @@ class Recording:
 
         state = self._state
         events = state.recorded()
-        tags = events[:, layout.E_ACTION]
-        raw = [int(stream) for stream in state.streams[: state["NUM_STREAMS"]]]
+        tags = events["action"]
+        raw = state.tables.streams["value"][: state.record.num_streams].tolist()
         bases, sizes = state.segments()
         return from_recorded(
             self._device.index,
             tags & 0xFF,
-            events[:, layout.E_ADDRESS].view(np.uint64),
-            events[:, layout.E_SIZE],
+            events["address"].view(np.uint64),
+            events["requested_bytes"],
             tags >> 8,
-            events[:, layout.E_TIME],
+            events["time_ns"],
             self.marks,
             raw,
             reserved_start_bytes=self._reserved_start,
@@ -86,7 +85,7 @@ class Recording:
             info={
                 "device_name": self._device.name,
                 "total_bytes": self._device.total_bytes,
-                "notes": [] if state["RECORDING"] else ["the record's table filled up: later events are missing"],
+                "notes": [] if state.record.recording else ["the record's table filled up: later events are missing"],
             },
         )
 

@@ -4,11 +4,11 @@ Contract: a segment is a multiple of 2 MiB, the granularity in which the driver 
 counted as reserved is what the device really gives up.
 """
 
-from stalloc.runtime.layout import (
+from stalloc.core.constants import (
     GENERAL_KIND,
     GRANULE,
-    LASTING_KIND,
-    MOST_FOR_SEVERAL,
+    MAX_SHARED_SEGMENT,
+    PERSISTENT_KIND,
     PRIVATE_KINDS,
     SMALL_KIND,
     SMALL_LIMIT,
@@ -34,14 +34,14 @@ def segment_bytes(kind: int, size_bytes: int) -> int:
         return GRANULE
     if size_bytes >= _LARGE:
         return round_up(size_bytes)
-    if kind != LASTING_KIND:
+    if kind != PERSISTENT_KIND:
         return _GENERAL
     return _for_several(size_bytes, _SLAB, _WASTE)
 
 
 def tight_segment_bytes(size_bytes: int) -> int:
     """The same for a large request of `size_bytes` where memory is short: as little as possible is lost to rounding."""
-    return _for_several(size_bytes, max(size_bytes, MOST_FOR_SEVERAL), 1 / (1 << WASTE_SHIFT))
+    return _for_several(size_bytes, max(size_bytes, MAX_SHARED_SEGMENT), 1 / (1 << WASTE_SHIFT))
 
 
 def _for_several(size_bytes: int, most_bytes: int, waste: float) -> int:

@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
-from stalloc.runtime import layout
 from stalloc.runtime.admission import admit
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.planning import PlanJob
@@ -61,14 +61,14 @@ class Serving:
         """Keep what the steps before the plan were like, and end watching."""
         state = self._state
         self._status.observed = Observed(
-            allocated_peak_bytes=state.span_peak("ALLOCATED"),
-            reserved_peak_bytes=state.span_peak("RESERVED"),
-            num_requests=state["NUM_ALLOCS"],
+            allocated_peak_bytes=state.allocated_peak_bytes,
+            reserved_peak_bytes=state.reserved_peak_bytes,
+            num_requests=state.record.total.num_allocs,
             seconds=time.monotonic() - self._began,
         )
         self._memory.release_unused()
         recording = self._status.settings.keep_recording or (bool(self._recording.marks) and self._steps.goes_on())
-        state.write(LASTING=0, RECORDING=int(recording), CHECK_AT=0)
+        state.write(allocating_persistent=0, recording=int(recording), check_at=0)
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
         marked = bool(self._recording.marks or self._recording.step_times_ns)
@@ -82,7 +82,7 @@ class Serving:
         self._status.steps_per_ring = job.periods
         self._steps.unroll(job.tape)
         self.note_observed()
-        if not self._state["RECORDING"]:
+        if not self._state.record.recording:
             self._state.forget_record()
         if self._ask_for_arena(tape.arena_bytes):
             return Refusal("", for_now=True)
@@ -93,7 +93,7 @@ class Serving:
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
             return None
         return Refusal(
-            f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state['RESERVED']} bytes "
+            f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
             "that hold live blocks",
             lacks_room=True,
         )
@@ -105,7 +105,7 @@ class Serving:
         is usual; where it is nearly all, the plan gains nothing.
         """
         assert self._status.observed is not None
-        needed = self._state["RESERVED"] + tape.arena_bytes - self._arenas.takes_over_bytes(tape)
+        needed = self._state.record.reserved_bytes + tape.arena_bytes - self._arenas.takes_over_bytes(tape)
         held = self._status.observed.reserved_peak_bytes
         if needed <= _DEARER * held + _DEARER_BYTES:
             return None
@@ -122,7 +122,7 @@ class Serving:
         # before the first request of a step less may live in the arena, if nothing is lent from it any more
         self._steps.wait_for_arena(ready)
         self._arenas.stop_lending()
-        self._state["ASK_AT_BOUNDARY"] = 1
+        self._state.record.ask_at_boundary = 1
         return None
 
     def serve_waiting_kinds(self) -> Refusal | None:
@@ -130,7 +130,7 @@ class Serving:
         search = self._steps.waiting
         assert search is not None
         if not self._steps.waited_enough() and self._arenas.holds_twice(search.served):
-            self._state["ASK_AT_BOUNDARY"] = 1  # should no mark come
+            self._state.record.ask_at_boundary = 1  # should no mark come
             return None
         self._steps.waiting = None
         refusal = self._serve_kinds(search)
@@ -144,11 +144,11 @@ class Serving:
         if self._status.phase is Phase.PLANNED:
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
-            if is_unknown and _WASTE * state["STEP_ALLOCATED_PEAK"] < state["RESERVED"]:
+            if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
                 self._memory.release_unused()  # no pass over the plan ends, after which unused segments go back
             steps.find_place()
-            if (steps.tapes is not None or steps.waiting is not None) and state["ASK_AT_BOUNDARY"]:
-                state["ASK_AT_BOUNDARY"] = layout.AT_ANY_REQUEST  # whichever kind of step comes
+            if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
+                state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
         elif self._status.phase is Phase.PLANNING:
             steps.find_place()
         if self._status.phase in (Phase.PLANNED, Phase.PLANNING) and not settings.keep_recording:
@@ -167,7 +167,7 @@ class Serving:
             self.note_observed()
         if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
             self._steps.were_refused()
-            serves = self._state["MODE"] == layout.MODE_REPLAY
+            serves = self._state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside what lives")
         self._status.steps_per_ring = 1
         self._steps.follow(search)
@@ -184,7 +184,7 @@ class Serving:
         status = self._status
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
-        self._state["ASK_AFTER_MISSES"] = ask_after_misses
+        self._state.record.ask_after_misses = ask_after_misses
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -194,9 +194,9 @@ class Serving:
             raise PlanError(
                 "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
             )
-        if self._state["NUM_ALLOCS"]:
+        if self._state.record.total.num_allocs:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
-        self._state.write(LASTING=0, RECORDING=int(self._status.settings.keep_recording), CHECK_AT=0)
+        self._state.write(allocating_persistent=0, recording=int(self._status.settings.keep_recording), check_at=0)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
         if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
             device = self._memory.device
@@ -212,6 +212,6 @@ class Serving:
             return False
         plan = self._status.plan
         # what the switch left behind in the old segments has died meanwhile
-        self._state["ASK_AFTER_MISSES"] = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
-        self._state["ASK_AT_BOUNDARY"] = int(self._tidying.at_boundary())
+        self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        self._state.record.ask_at_boundary = int(self._tidying.at_boundary())
         return True

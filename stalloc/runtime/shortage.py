@@ -6,7 +6,7 @@ one in force have free was offered again, and cycles of garbage were collected.
 
 import gc
 
-from stalloc.runtime import layout
+from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
@@ -27,9 +27,9 @@ class Shortage:
         state, memory = self._state, self._memory
         kind = state.pool_kind(pool)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
-        if state["TIGHT"] and kind == layout.GENERAL_KIND:
+        if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
-        if planned and kind == layout.GENERAL_KIND:
+        if planned and kind == constants.GENERAL_KIND:
             wanted = least
         if memory.take_segment(pool, wanted) or memory.take_segment(pool, least):
             return True
@@ -77,7 +77,7 @@ class Shortage:
         old_bytes = sum(region.size_bytes for region in self._arenas.old_regions())
         if (
             self._memory.has_room(arena_bytes - (mapped.size_bytes if mapped is not None else 0))
-            or max(old_bytes, self._state["ARENA_BYTES"]) >= arena_bytes
+            or max(old_bytes, self._state.record.arena_bytes) >= arena_bytes
         ):
             return False
         self._memory.lacking_bytes, self._lacks_arena = max(self._memory.lacking_bytes, arena_bytes), True

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.runtime import core
+from stalloc.core.state import DeviceState
 from stalloc.runtime.kind_search import KindSearch, name_of
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.state import DeviceState
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -138,9 +137,9 @@ class Steps:
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
-        num_allocs, self._num_allocs = self._num_allocs, self._state["NUM_ALLOCS"]
+        num_allocs, self._num_allocs = self._num_allocs, self._state.record.total.num_allocs
         self._last_allocs = self._num_allocs - num_allocs
-        step = self._recording.last_step() if self._state["RECORDING"] else None
+        step = self._recording.last_step() if self._state.record.recording else None
         if step is None:
             return
         size, stream = self._state.recorded_requests(*step)
@@ -168,7 +167,7 @@ class Steps:
 
     def _missed(self, num_plans: int) -> tuple[int, float]:
         """Requests of the step that just ended which the plan did not serve, and their share."""
-        counts = self._state["HITS"], self._state["MISSES"] + self._state["CONFLICTS"]
+        counts = self._state.record.hits, self._state.record.misses + self._state.record.conflicts
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans
@@ -179,22 +178,22 @@ class Steps:
         state = self._state
         if self.tapes is not None:
             begins = self.tapes.begins
-            followed = int(np.searchsorted(begins, state["RING_START"], side="right")) - 1
+            followed = int(np.searchsorted(begins, state.record.ring_start, side="right")) - 1
             self._followers[self._before] = followed
             self._before = self._before[1], followed
             expected = self._followers.get(self._before, followed)
             begin = begins[expected]
-            core.begin_step(state.address, begin, begin + len(self.tapes.kinds[expected].size), begin)
+            state.begin_step(begin, begin + len(self.tapes.kinds[expected].size), begin)
         elif self._positions:
-            cursor, length = state["CURSOR"], state["TAPE_LENGTH"] - state["RING_START"]
-            places = np.array(self._positions) + state["RING_START"]
+            cursor, length = state.record.cursor, state.record.ring_end - state.record.ring_start
+            places = np.array(self._positions) + state.record.ring_start
             apart = np.abs((cursor - places + length // 2) % length - length // 2)
             nearest = int(apart.argmin())
             if apart[nearest] > _NEAR:
                 nearest = (self._current + 1) % len(places)
-                core.begin_step(state.address, state["RING_START"], state["TAPE_LENGTH"], int(places[nearest]))
+                state.begin_step(state.record.ring_start, state.record.ring_end, int(places[nearest]))
             elif apart[nearest] == 0:
-                core.begin_step(state.address, state["RING_START"], state["TAPE_LENGTH"], cursor)
+                state.begin_step(state.record.ring_start, state.record.ring_end, cursor)
             self._current = nearest
 
     # --- kinds
@@ -246,7 +245,7 @@ class Steps:
             self._next_pause *= 2
             self._state.forget_record()
             self._forget_record()
-        elif self._state["NUM_EVENTS"] > _MAX_EVENTS or not self._state["RECORDING"]:
+        elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
             self._begin_record()
 
     def _begin_record(self) -> None:
@@ -273,7 +272,7 @@ class Steps:
         self.tapes, self._positions = search.tapes, []
         self._followers.clear()
         self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
-        if self._state["NUM_EVENTS"]:
-            self._state.write(RECORDING=1)  # other kinds may have been seen once already: watch on
+        if self._state.record.num_events:
+            self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:
             self._begin_record()  # planning took long: what was recorded is gone

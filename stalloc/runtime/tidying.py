@@ -5,7 +5,7 @@ Contract: nothing is given back in the middle of a pass, and nothing that passes
 
 import numpy as np
 
-from stalloc.runtime import core, layout
+from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.segments import round_up
 
@@ -43,16 +43,16 @@ class Tidying:
         A plan that is found later takes it over.
         """
         state, arenas = self._state, self._arenas
-        if self.settled or state["TIGHT"]:
+        if self.settled or state.record.memory_is_short:
             return
         self.settled = True
         events = state.recorded()
-        tags = events[:, layout.E_ACTION]
-        allocs = (tags & 0xFF) == layout.ACTION_ALLOC
-        by_stream = np.bincount(tags[allocs] >> 8, weights=events[allocs, layout.E_SIZE], minlength=1)
-        state.write(LASTING=0)
+        tags = events["action"]
+        allocs = (tags & 0xFF) == constants.ACTION_ALLOC
+        by_stream = np.bincount(tags[allocs] >> 8, weights=events["requested_bytes"][allocs], minlength=1)
+        state.write(allocating_persistent=0)
         arenas.memory.release_unused()
-        pool = core.general_pool(state.address, int(by_stream.argmax()))
-        size_bytes = round_up(max(0, state.span_peak("ALLOCATED") - state["ALLOCATED"]))
+        pool = state.general_pool(int(by_stream.argmax()))
+        size_bytes = round_up(max(0, state.allocated_peak_bytes - state.record.total.allocated_bytes))
         if size_bytes and pool >= 0:
             arenas.add_old(pool, size_bytes)

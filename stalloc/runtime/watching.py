@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
-from stalloc.runtime.arena_tape import ArenaTape
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.lasting import Lasting
@@ -69,11 +69,11 @@ class Watching:
         """
         if self._status.phase is not Phase.OBSERVING or not self._status.settings.plan:
             return None
-        if not self._state["RECORDING"]:
+        if not self._state.record.recording:
             return "no repeating step was found before the record's table was full"
         if not self._looking.is_due(self._status.settings, expects_marks=self.expects_marks):
             return None
-        if self._arenas.arena is not None and self._state["ARENA_LIVE"]:
+        if self._arenas.arena is not None and self._state.record.arena_live:
             return (
                 None  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
             )
@@ -110,11 +110,11 @@ class Watching:
         job.start(self._planner, self._recording.kept)
         tape, ring = job.tape, slice(job.tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
-        self._state.write(CHECK_AT=0)
+        self._state.write(check_at=0)
         self._state.install_tape(
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
-        self._state.write(ASK_AT_BOUNDARY=1, ASK_AFTER_MISSES=8 * len(nowhere) + 1024)
+        self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
 
     def take_made(self) -> PlanJob | None:
         """At a boundary: the job, if it is done; once it is waited for."""
@@ -123,7 +123,7 @@ class Watching:
             return None
         wait, self._wait_seconds = self._wait_seconds, 0.0
         if not job.done.wait(wait):
-            self._state["ASK_AT_BOUNDARY"] = 1
+            self._state.record.ask_at_boundary = 1
             return None
         self.job = None
         return job

@@ -7,8 +7,12 @@ import gzip
 import os
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 from stalloc.errors import BadInputError
+from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
+from stalloc.npz import unpacked_limit_bytes
+from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import read_kineto
@@ -19,9 +23,7 @@ from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
 
-MAX_BYTES = 8 << 30
-"""Larger contents are refused, which also bounds what a compressed file may grow to."""
-_CHUNK = 16 << 20
+_DAMAGED_GZIP = "the gzip data is damaged or cut short: copy the file again"
 
 
 def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
@@ -29,37 +31,38 @@ def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
 
     Reads `.trace.npz` and, plain or gzip: snapshots of torch as pickles and as HTML pages; traces (JSON with `[memory]`
     events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
-    `id,lower,upper,size[,offset][,stream]`. Raises BadInputError for everything else.
+    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else.
     """
-    path = Path(path)
+    name = shown_name(path)
     try:
-        with path.open("rb") as file:
+        with open_input(path, "a trace file") as file:
             magic = file.read(4)
-        if magic.startswith(b"PK"):
-            return read_npz(path)
-        return _read_content(path, _read(path, compressed=magic.startswith(b"\x1f\x8b")))
-    except IsADirectoryError as error:
-        raise BadInputError(f"{path} is a directory: give a trace file inside it.") from error
-    except FileNotFoundError as error:
-        raise BadInputError(f"{path} does not exist: check the name.") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise BadInputError(f"{path}: the gzip data is damaged or cut short: copy the file again.") from error
+            file.seek(0)
+            if magic.startswith(b"PK"):
+                traces = read_npz(name, file)
+            else:
+                traces = _read_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
+            for trace in traces:
+                check_read(trace)
+            return traces
+    except BadInputError as error:  # what a trace says of itself does not know the file
+        raise error if str(name) in str(error) else BadInputError(f"{name}: {error}") from error
+    except (EOFError, zlib.error) as error:
+        raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
     except MemoryError as error:
-        raise BadInputError(f"{path}: too large for this machine's memory: record fewer steps.") from error
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}: check the file and its permissions.") from error
+        raise BadInputError(f"{name}: too large for this machine's memory: record fewer steps.") from error
 
 
-def _read(path: Path, *, compressed: bool) -> bytes:
-    limit = min(MAX_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-    parts, total = [], 0
-    with gzip.open(path) if compressed else path.open("rb") as file:
-        while part := file.read(_CHUNK):
-            parts.append(part)
-            total += len(part)
-            if total > limit:
-                raise BadInputError(f"{path}: holds more than {limit >> 30} GiB of data: record fewer steps.")
-    return b"".join(parts)
+def _read(name: Path, file: BinaryIO, *, compressed: bool) -> bytes:
+    if not compressed:
+        return read_bounded(file, str(name), memory_limit_bytes())
+    packed_bytes = file.seek(0, 2)
+    file.seek(0)
+    try:
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            return read_bounded(unpacked, str(name), unpacked_limit_bytes(packed_bytes))
+    except gzip.BadGzipFile as error:
+        raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
 
 
 def _read_content(path: Path, data: bytes) -> list[Trace]:

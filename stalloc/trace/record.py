@@ -1,7 +1,8 @@
 """The Trace record: requests with half-open lifespans on the clock of event indices, checked when it is made.
 
 Every Trace that exists satisfies: columns of one table have one length, requests are ordered by start, lifespans
-are not empty, and every index points into its table. Wall time is an attribute, never the clock.
+are not empty, every index points into its table, and no sum of its sizes leaves 64 bits, however an allocator rounds
+them. Wall time is an attribute, never the clock.
 """
 
 import dataclasses
@@ -31,6 +32,12 @@ class Action(enum.IntEnum):
     OOM = 7
     SNAPSHOT = 8
 
+
+MOST_BYTES = 1 << 61
+"""Sums of sizes stay below this, so that no sum that is made of them overflows."""
+_MOST_ROUNDING_BYTES = 32 << 20
+"""What an allocator adds to a request at most: torch's segments are of up to 20 MiB."""
+_LATEST_US = 1 << 62
 
 MARK_STEP, MARK_PHASE_BEGIN, MARK_PHASE_END = 0, 1, 2
 
@@ -113,6 +120,11 @@ class Trace:
             if column.dtype != DTYPES[name]:
                 if column.dtype.kind not in "iub":
                     raise BadInputError(f"trace column {name} holds {column.dtype}, expected {DTYPES[name]}.")
+                bounds = np.iinfo(DTYPES[name])
+                if column.size and not bounds.min <= int(column.min()) <= int(column.max()) <= bounds.max:
+                    raise BadInputError(
+                        f"trace column {name} holds numbers beyond {DTYPES[name]}: the file is damaged."
+                    )
                 column = column.astype(DTYPES[name])
             column.setflags(write=False)
             object.__setattr__(self, name, column)
@@ -148,8 +160,27 @@ class Trace:
                 raise BadInputError(f"{where}: request {row} ends before it starts: the file is damaged.")
             if np.any(np.diff(self.start) < 0):
                 raise BadInputError(f"{where}: requests are not ordered by start: sort them before making a Trace.")
-            if self.size.min() < 0:
-                raise BadInputError(f"{where}: a request has a negative size: the file is damaged.")
+        self._check_sizes(where)
+        if len(self.time_us) and (self.time_us.min() < -_LATEST_US or self.time_us.max() > _LATEST_US):
+            raise BadInputError(f"{where}: an event has a time that no clock shows: the file is damaged.")
+
+    def _check_sizes(self, where: str) -> None:
+        for name in ("size", "event_size", "segment_size"):
+            column = getattr(self, name)
+            if column.size and column.min() < 0:
+                raise BadInputError(f"{where}: column {name} has a negative size: the file is damaged.")
+        # what ran out of memory was asked for and not served: alone it may be as large as a program dares
+        failed = self.action == Action.OOM
+        sums = {"requests": self.size, "events": self.event_size[~failed], "segments": self.segment_size}
+        for name, column in sums.items():
+            total = float(column.sum(dtype=np.float64)) + len(column) * _MOST_ROUNDING_BYTES
+            if total >= MOST_BYTES:
+                raise BadInputError(
+                    f"{where}: the sizes of its {name} add up to more than 2**61 bytes, which no device holds: "
+                    f"correct them, or record fewer steps."
+                )
+        if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MOST_BYTES:
+            raise BadInputError(f"{where}: it names more than 2**61 bytes, which no device holds: the file is damaged.")
 
     @property
     def num_requests(self) -> int:
@@ -167,7 +198,9 @@ class Trace:
         return len(self.action) or int(self.end.max(initial=0))
 
     def aligned_size(self, alignment: int) -> Column:
-        """(n,) requested bytes rounded up to a multiple of `alignment` bytes."""
+        """(n,) requested bytes rounded up to a multiple of `alignment` bytes. BadInputError if that is too large."""
+        if alignment * max(self.num_requests, 1) >= MOST_BYTES:
+            raise BadInputError(f"an alignment of {alignment} bytes makes sums of more than 2**61 bytes: take 512.")
         return (self.size + alignment - 1) // alignment * alignment
 
     def reserved_bytes(self) -> Column:

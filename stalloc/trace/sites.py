@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalloc.errors import BadInputError
+from stalloc.printable import printable
 from stalloc.trace.record import Column, Trace
 
 MAX_DEPTH = 512
@@ -186,7 +187,7 @@ def read_sites(trace: Trace) -> Sites | None:
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise BadInputError(wrong) from error
     fits = len(site) == trace.num_requests and len(event_site) == len(trace.action) and len(begin) >= 1
-    fits = fits and begin[0] == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
+    fits = fits and begin[0] == begin.min() == 0 and begin[-1] == len(frame) and bool(np.all(np.diff(begin) > 0))
     for column, end in ((site, len(begin) - 1), (event_site, len(begin) - 1)):
         fits = fits and (not len(column) or bool(column.min() >= -1 and column.max() < end))
     fits = fits and (not len(frame) or bool(frame.min() >= 0 and frame.max() < len(frames)))
@@ -267,9 +268,4 @@ def _frame_name(frame: Frame) -> str:
         name = f"{node[1]} (autograd)" if node else frame.name.partition("(")[0] or frame.name
     else:
         name = f"{frame.filename.rpartition('/')[2]}:{frame.line} {frame.name}"
-    return printable(name)
-
-
-def printable(text: str) -> str:
-    """The text with `?` for each character that is not printable, so that no file steers a terminal."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+    return printable(name, 2 * MAX_TEXT)

@@ -8,29 +8,19 @@ import io
 import json
 import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.files import whole
+from stalloc.npz import DAMAGE, Columns
+from stalloc.trace.header import FORMAT, SCHEMA_VERSION, NotATrace, read_header
 from stalloc.trace.record import COLUMNS, Column, Trace
 
-SCHEMA_VERSION = 1
 _SUFFIX = ".trace.npz"
-_DAMAGE: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-)
-_DAMAGE += (zipfile.BadZipFile, zlib.error)
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date a zip can hold: files must not depend on when they were written
 
 
@@ -51,25 +41,18 @@ def save_traces(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
             members[f"d{trace.device}.{name}"] = getattr(trace, name)
         for name in sorted(trace.extra):
             members[f"d{trace.device}.extra.{name}"] = trace.extra[name]
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, column in members.items():
-                buffer = io.BytesIO()
-                np.lib.format.write_array(buffer, np.ascontiguousarray(column), allow_pickle=False)
-                entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, buffer.getvalue(), compresslevel=1)
-        scratch.replace(path)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path}: {error.strerror}: choose another place.") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    with whole(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, column in members.items():
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.ascontiguousarray(column), allow_pickle=False)
+            entry = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, buffer.getvalue(), compresslevel=1)
 
 
 def _header(traces: Sequence[Trace]) -> bytes:
     header = {
-        "format": "stalloc trace",
+        "format": FORMAT,
         "schema": SCHEMA_VERSION,
         "devices": [
             {
@@ -85,48 +68,37 @@ def _header(traces: Sequence[Trace]) -> bytes:
     return json.dumps(header, sort_keys=True).encode()
 
 
-def read_npz(path: Path) -> list[Trace]:
-    """Read what `save_traces` wrote.
+def read_npz(path: Path, file: BinaryIO) -> list[Trace]:
+    """Read what `save_traces` wrote; `path` is what sentences call the open file.
 
-    Raises BadInputError when the file is damaged, of another kind, or of a newer schema.
+    Raises BadInputError when the file is damaged, of another kind, of a newer schema, or larger than it can be.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if "header" not in archive.files:
-                raise BadInputError(f"{path}: a zip archive, but not a trace of stalloc: give a {_SUFFIX} file.")
-            header = json.loads(archive["header"].tobytes())
-            _check_header(path, header)
-            return [_read_device(archive, entry) for entry in header["devices"]]
+        columns = Columns(file)
+        if "header" not in columns:
+            raise NotATrace(f"a zip archive, but not a trace of stalloc: give a {_SUFFIX} file")
+        return [_read_device(columns, entry) for entry in read_header(columns["header"].tobytes())]
     except BadInputError:
         raise
-    except _DAMAGE as error:
-        raise BadInputError(
-            f"{path}: damaged trace file ({type(error).__name__}: {error}): copy or record it again."
-        ) from error
+    except NotATrace as error:
+        raise BadInputError(f"{path}: {error}.") from error
+    except DAMAGE as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        reason = (reason.splitlines() or [""])[0].rstrip(".")[:200] or type(error).__name__
+        raise BadInputError(f"{path}: damaged trace file ({reason}): copy or record it again.") from error
 
 
-def _check_header(path: Path, header: Any) -> None:
-    if not isinstance(header, dict) or header.get("format") != "stalloc trace":
-        raise BadInputError(f"{path}: not a trace of stalloc: give a {_SUFFIX} file that stalloc wrote.")
-    schema = header.get("schema")
-    if schema != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path}: written with trace schema {schema}, this stalloc reads {SCHEMA_VERSION}: "
-            f"use the version of stalloc that wrote it, or record again."
-        )
-
-
-def _read_device(archive: Any, entry: dict[str, Any]) -> Trace:
-    prefix = f"d{int(entry['device'])}."
+def _read_device(columns: Columns, entry: dict[str, Any]) -> Trace:
+    prefix = f"d{entry['device']}."
     extra_prefix = prefix + "extra."
     return Trace(
-        device=int(entry["device"]),
-        **{name: archive[prefix + name] for name in COLUMNS},
-        streams=tuple(int(raw) for raw in entry["streams"]),
-        names=tuple(str(name) for name in entry["names"]),
-        reserved_start_bytes=int(entry["reserved_start_bytes"]),
-        info=dict(entry["info"]),
+        device=entry["device"],
+        **{name: columns[prefix + name] for name in COLUMNS},
+        streams=tuple(entry["streams"]),
+        names=tuple(entry["names"]),
+        reserved_start_bytes=entry["reserved_start_bytes"],
+        info=entry["info"],
         extra={
-            name.removeprefix(extra_prefix): archive[name] for name in archive.files if name.startswith(extra_prefix)
+            name.removeprefix(extra_prefix): columns[name] for name in columns.names if name.startswith(extra_prefix)
         },
     )

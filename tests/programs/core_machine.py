@@ -12,12 +12,13 @@ import threading
 import numpy as np
 from numba import njit
 
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
-from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.entry import core_entries, cupy_entries, slow_entry
+from stalloc.core.intrinsics import call3
+from stalloc.core.records import word_at
+from stalloc.core.state import DeviceState
 from stalloc.runtime.segments import round_up, segment_bytes
-from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3, peek, poke
 
 KIB, MIB = 1 << 10, 1 << 20
 FIRST_ADDRESS = 0x7000_0000_0000
@@ -113,15 +114,15 @@ class Machine:
         self.entries = cupy_entries(self.states.ctypes.data, core_entries())
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
         self._free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[1])
-        self.state.write(LASTING=int(lasting))
+        self.state.write(allocating_persistent=int(lasting))
 
     def _help(self, device: int, request: int, argument: int) -> int:
-        reason = request & ((1 << layout.REASON_BITS) - 1)
+        reason = request & ((1 << constants.REASON_BITS) - 1)
         self.asked.append(reason)
-        if reason != layout.NEED_SEGMENT:
+        if reason != constants.NEED_SEGMENT:
             action = self.on_request.get(reason)
             return int(action(argument)) if callable(action) else 1
-        pool = request >> layout.REASON_BITS
+        pool = request >> constants.REASON_BITS
         size = segment_bytes(self.state.pool_kind(pool), argument)
         for segment in (size, round_up(argument)):
             base = self.take(segment)
@@ -170,7 +171,7 @@ class Machine:
 
     def give_back_segments(self) -> int:
         """Take free segments from the core, as when memory is released; how many."""
-        bases = self.state.take_free_segments()
+        bases = self.state.remove_free_segments()
         for base in bases:
             self.give_back(base)
         return len(bases)
@@ -179,8 +180,8 @@ class Machine:
         """Allocate and check the address; 0 if there is no memory."""
         address = self._allocate(stream, size, 0)
         if address:
-            rounded = -(-size // layout.ALIGNMENT) * layout.ALIGNMENT
-            assert address % layout.ALIGNMENT == 0
+            rounded = -(-size // constants.ALIGNMENT) * constants.ALIGNMENT
+            assert address % constants.ALIGNMENT == 0
             assert self.segments.around(address, rounded), f"[{address:#x}, +{rounded}) is not the device's"
             self.live.add(address, rounded)
             if self.owners is not None:
@@ -203,13 +204,13 @@ class Machine:
         if not serve:
             return 0
         base = self.take(arena_bytes)
-        core.reserve(self.state.address, arena_bytes)
+        self.state.count_arena(arena_bytes)
         self.state.serve_arena(base, arena_bytes)
         return base
 
     def dissolve(self) -> list[int]:
         """Give the plan up and make ordinary segments of its arena; their bases."""
-        base = self.state["ARENA"]
+        base = self.state.record.arena
         self.state.drop_tape()
         bases = self.state.dissolve_arena()
         if bases:
@@ -229,9 +230,9 @@ class Machine:
     def check_counts(self) -> None:
         """The counters agree with the oracle."""
         state = self.state
-        assert state["NUM_LIVE"] == len(self.live)
-        assert state["ALLOCATED"] == sum(size for _, size in self.live.items())
-        assert state["RESERVED"] == self.taken
+        assert state.record.total.num_live == len(self.live)
+        assert state.record.total.allocated_bytes == sum(size for _, size in self.live.items())
+        assert state.record.reserved_bytes == self.taken
 
 
 class Ring:
@@ -244,7 +245,7 @@ class Ring:
         self.length = length
         self.num_prologue = 0
         self.lifespan = np.minimum(rng.geometric(0.15, length), length)
-        rounded = -(-self.size // layout.ALIGNMENT) * layout.ALIGNMENT
+        rounded = -(-self.size // constants.ALIGNMENT) * constants.ALIGNMENT
         offset = np.zeros(length, np.int64)
         base = 0
         for stream in range(streams):
@@ -301,9 +302,9 @@ def hammer(allocate, free, stream, sizes, order, operations, slots, seed, tag):
         if address[slot] != 0:
             mark = tag << 48 | slot << 32 | held[slot] >> 9
             for granule in range((held[slot] + 511) >> 9):
-                if peek(address[slot], granule * 64) != mark:
+                if word_at(address[slot], granule * 64).value != mark:
                     foreign += 1
-                poke(address[slot], granule * 64, 0)
+                word_at(address[slot], granule * 64).value = 0
             call3(free, stream, address[slot], 0)
             address[slot] = 0
         else:
@@ -315,12 +316,12 @@ def hammer(allocate, free, stream, sizes, order, operations, slots, seed, tag):
             address[slot], held[slot] = at, size
             mark = tag << 48 | slot << 32 | size >> 9
             for granule in range((size + 511) >> 9):
-                poke(at, granule * 64, mark)
+                word_at(at, granule * 64).value = mark
     for slot in range(slots):
         if address[slot] != 0:
             mark = tag << 48 | slot << 32 | held[slot] >> 9
             for granule in range((held[slot] + 511) >> 9):
-                if peek(address[slot], granule * 64) != mark:
+                if word_at(address[slot], granule * 64).value != mark:
                     foreign += 1
             call3(free, stream, address[slot], 0)
     return foreign, failed

@@ -12,6 +12,7 @@ import itertools
 import json
 import sys
 import threading
+from operator import attrgetter
 
 import numpy as np
 from core_machine import Intervals
@@ -204,11 +205,18 @@ def main(operations: int, seed: int) -> None:
         heap.free(array)
     loop.end(heap)
     state = CONTROLLER.state
-    counters = ("ALLOCATED", "REQUESTED", "NUM_LIVE", "NUM_UNKNOWN_FREES", "NUM_OOMS", "ARENA_LIVE")
+    counters = (
+        "total.allocated_bytes",
+        "total.requested_bytes",
+        "total.num_live",
+        "num_unknown_frees",
+        "num_ooms",
+        "arena_live",
+    )
     CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
-    result |= {name.lower(): state[name] for name in counters}
-    result |= {"reserved": state["RESERVED"], "device_used": virtual.used_bytes()}
+    result |= {name.rpartition(".")[2]: attrgetter(name)(state.record) for name in counters}
+    result |= {"reserved": state.record.reserved_bytes, "device_used": virtual.used_bytes()}
     result |= {"operations": heap.operations, "bytes_checked": heap.bytes_checked}
     print(json.dumps(result))
 

@@ -79,9 +79,9 @@ def main() -> None:
         parts.append(
             {
                 "phase": CONTROLLER.status.phase.value,
-                "reserved": STATE["RESERVED"],
-                "arena": STATE["ARENA_BYTES"],
-                "base": STATE["ARENA"],
+                "reserved": STATE.record.reserved_bytes,
+                "arena": STATE.record.arena_bytes,
+                "base": STATE.record.arena,
                 "peak": virtual.peak_bytes(),
                 "plans": CONTROLLER.status.num_plans,
             }
@@ -95,8 +95,12 @@ def main() -> None:
     CONTROLLER.drop_plan()
     CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
-    left = {"allocated": STATE["ALLOCATED"], "reserved": STATE["RESERVED"], "device_used": virtual.used_bytes()}
-    print(json.dumps({"parts": parts, "left": left, "ooms": STATE["NUM_OOMS"]}))
+    left = {
+        "allocated": STATE.record.total.allocated_bytes,
+        "reserved": STATE.record.reserved_bytes,
+        "device_used": virtual.used_bytes(),
+    }
+    print(json.dumps({"parts": parts, "left": left, "ooms": STATE.record.num_ooms}))
 
 
 main()

@@ -93,7 +93,7 @@ def _one(
     # what goes by the plan's own columns finds whatever place is amiss, the program whatever else is
     for requests in (program, Program.of_plan(plan)):
         requests.run(controller, rng)
-    findings.hits += controller.state["HITS"]
+    findings.hits += controller.state.record.hits
     controller.close()
 
 

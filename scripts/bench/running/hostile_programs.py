@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.core import requests
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan
-from stalloc.runtime import core
 
 MIB = 1 << 20
 _LARGEST = 256 * MIB  # of the requests that are made
@@ -85,19 +85,19 @@ class Program:
             ):
                 for address in due.pop(clock, ()):
                     oracle.remove(address)
-                    core.free_on(state, address)
-                requests = [(size, stream, lifespan)]
+                    requests.free(state, address)
+                asked = [(size, stream, lifespan)]
                 if rng.random() < 0.1:
-                    requests.append((int(rng.integers(513, 8 * MIB)), 0, int(rng.integers(1, 20))))
-                for size_bytes, index, stays in requests:
-                    address = int(core.allocate_on(state, size_bytes, index))
+                    asked.append((int(rng.integers(513, 8 * MIB)), 0, int(rng.integers(1, 20))))
+                for size_bytes, index, stays in asked:
+                    address = int(requests.malloc(state, size_bytes, index))
                     if address:  # else memory has run out, as it may
                         oracle.add(address, size_bytes)
                         due.setdefault(clock + stays, []).append(address)
                 clock += 1
         for addresses in due.values():
             for address in addresses:
-                core.free_on(state, address)
+                requests.free(state, address)
 
 
 def make_program(rng: np.random.Generator) -> Program:

@@ -11,27 +11,27 @@ from planning.generator import Column
 
 from running.programs import Step
 from stalloc.compiled import njit
+from stalloc.core.constants import TINY
+from stalloc.core.records import state_at
+from stalloc.core.requests import free, malloc
 from stalloc.replay.planned import make_controller
-from stalloc.runtime import core, layout
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.settings import Phase, Settings
-from stalloc.runtime.words import peek
-
-_RESERVED, _ALLOCATED = layout.RESERVED, layout.ALLOCATED
 
 
 @njit(nogil=True)
-def _run(state, size, events, address, peaks):
+def _run(device, size, events, address, peaks):
+    state = state_at(device)
     for event in events:
         row = abs(event) - 1
         if event > 0:
-            address[row] = core.allocate_on(state, size[row], 0)
+            address[row] = malloc(device, size[row], 0)
             if address[row] == 0:
                 return False
-            peaks[0] = max(peaks[0], peek(state, _ALLOCATED))
-            peaks[1] = max(peaks[1], peek(state, _RESERVED))
+            peaks[0] = max(peaks[0], state.total.allocated_bytes)
+            peaks[1] = max(peaks[1], state.reserved_bytes)
         else:
-            core.free_on(state, address[row])
+            free(device, address[row])
     return True
 
 
@@ -58,7 +58,7 @@ class Machine:
         self.state = self.controller.state
         self.marked = marked
         for size in (standing if standing is not None else np.zeros(0, np.int64)).tolist():
-            assert core.allocate_on(self.state.address, size, 0)
+            assert malloc(self.state.address, size, 0)
 
     def run(self, step: Step) -> Figures:
         """Run one step and mark its end."""
@@ -81,9 +81,9 @@ class Machine:
         if planned:
             hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
         else:
-            hits, missed = 0, int((step.size > layout.TINY).sum())
-        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state["RESERVED"], planned)
+            hits, missed = 0, int((step.size > TINY).sum())
+        return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state.record.reserved_bytes, planned)
 
     def _counts(self) -> tuple[int, int]:
         state = self.state
-        return state["HITS"], state["MISSES"] + state["CONFLICTS"]
+        return state.record.hits, state.record.misses + state.record.conflicts

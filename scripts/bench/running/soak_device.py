@@ -8,16 +8,17 @@ left anywhere is a problem that `Soak.run` reports.
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from running import soak_threads as threads
 from running.soak_rings import MIB, Ring, make_ring
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
+from stalloc.core import arena, constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.entry import cupy_entries
 from stalloc.runtime.process import Runtime, start
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
@@ -164,13 +165,14 @@ class Soak:
     def _limit(self) -> None:
         """The device has no more for a moment."""
         with self.controller.lock:
-            self.controller.memory.source.limit_bytes = max(1, self.state["RESERVED"])
+            self.controller.memory.source.limit_bytes = max(1, self.state.record.reserved_bytes)
         self._pause(0.01)
         self.controller.memory.source.limit_bytes = 0
         self._note("limits")
 
     def _look(self) -> None:
-        from stalloc.runtime.statistics import report, segments
+        from stalloc.core.snapshot import segments
+        from stalloc.runtime.statistics import report
 
         found = segments(self.state)
         for segment in found:  # what is shown at one moment is consistent
@@ -262,15 +264,15 @@ class Soak:
             "shares": threads.SHARED,
         }
         totals = self.counts.sum(axis=0)
-        counters = ["NUM_SEGMENT_ALLOCS", "NUM_SEGMENT_FREES", "NUM_OOMS", "NUM_RETRIES", "STEPS_EVER"]
+        counters = ["num_segment_allocs", "num_segment_frees", "num_ooms", "num_retries", "steps_ever"]
         figures = {name: int(totals[column]) for name, column in names.items()}
         figures["plans_learnt"] = self.controller.status.num_plans - self.happened.get("plans put in force", 0)
-        figures |= {name.lower(): self.state[name] for name in counters}
+        figures |= {name: attrgetter(name)(self.state.record) for name in counters}
         return figures | {"plans": self.controller.status.num_plans} | self.happened
 
     def _wrong_while_live(self) -> list[str]:
         live = int((self.slots[:, threads.ADDRESS] != 0).sum())
-        counted = self.state["NUM_LIVE"]  # without those that wait for other streams
+        counted = self.state.record.total.num_live  # without those that wait for other streams
         return [] if live == counted else [f"{live} blocks live, {counted} are counted"]
 
     def _left_over(self) -> list[str]:
@@ -283,33 +285,46 @@ class Soak:
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
-        if state["MODE"] == layout.MODE_REPLAY and state["ARENA_BYTES"]:
-            core.call_back_all(state.address)
-            taken = state._tape[1]
-            if taken.any():
+        if state.record.mode == constants.MODE_REPLAY and state.record.arena_bytes:
+            arena.arena_is_idle(state.address)  # no lease is left
+            if state.tape is not None and state.tape.bits.any():
                 problems.append("cells are taken though nothing lives")
-        if state["MODE"] == layout.MODE_REPLAY:
-            counted = "NUM_LEASES", "BYTES_LEASED", "ARENA_LIVE"
-            problems += [f"{name} is {state[name]} though nothing lives" for name in counted if state[name]]
+        if state.record.mode == constants.MODE_REPLAY:
+            counted = "num_leases", "leased_bytes", "arena_live"
+            problems += [
+                f"{name} is {attrgetter(name)(state.record)} though nothing lives"
+                for name in counted
+                if attrgetter(name)(state.record)
+            ]
         for graph, (_, users) in list(controller.captures.pools.items()):
             for _ in range(users):
                 controller.captures.release(graph)
         controller.drop_plan()
         controller.memory.release_unused()
-        zero = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "NUM_DEFERRED", "BYTES_DEFERRED", "LIVE_COUNT"
-        zero += "NUM_UNKNOWN_FREES", "LOCK", "PRIVATE", "ARENA_BYTES", "ARENA_LIVE", "NUM_LEASES", "BYTES_LEASED"
-        problems += [f"{name} is {state[name]} at the end" for name in zero if state[name]]
-        if state.live[:, layout.L_ADDRESS].any():
+        zero = (
+            "total.allocated_bytes",
+            "total.requested_bytes",
+            "reserved_bytes",
+            "total.num_live",
+            "num_deferred",
+            "deferred_bytes",
+            "live_count",
+        )
+        zero += "num_unknown_frees", "lock", "private_kind", "arena_bytes", "arena_live", "num_leases", "leased_bytes"
+        problems += [
+            f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
+        ]
+        if state.tables.live["address"].any():
             problems.append("the table of live blocks is not empty")
-        if state.chunks[1:, layout.C_BASE].any():
+        if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
-        if state.pools[:, layout.P_ROOT].any():
+        if state.tables.pools["root"].any():
             problems.append("free blocks are left")
-        spare, row = 0, state["BLOCKS_SPARE"]
+        spare, row = 0, state.record.free_block_row
         while row:
-            spare, row = spare + 1, int(state.blocks[row, layout.B_NEXT])
-        if spare != state["BLOCKS_USED"] - 1:
-            problems.append(f"{state['BLOCKS_USED'] - 1 - spare} rows of the table of blocks are lost")
+            spare, row = spare + 1, int(state.tables.blocks["next"][row])
+        if spare != state.record.blocks_used - 1:
+            problems.append(f"{state.record.blocks_used - 1 - spare} rows of the table of blocks are lost")
         if controller.memory.segments or controller.arenas.arena is not None:
             problems.append("the controller holds memory")
         from stalloc.device import virtual

@@ -9,18 +9,19 @@ served from the plan. A program is a function of its seed alone.
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from running.soak_rings import MIB, Ring, from_requests, make_ring
 from stalloc.compiled import njit
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
-from stalloc.runtime.entry import cupy_entries, slow_entry
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.entry import cupy_entries, slow_entry
+from stalloc.core.intrinsics import call3
+from stalloc.core.state import DeviceState
 from stalloc.runtime.segments import round_up, segment_bytes
-from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3
 
 INSERT, DROP, RESIZE, REORDER, STREAM, REPEAT, CUT, HALVE = range(8)
 NAMES = ("insert", "drop", "resize", "reorder", "change stream", "repeat", "cut short", "halve all")
@@ -131,9 +132,9 @@ class Device:
         self.clear()
 
     def _help(self, device: int, request: int, argument: int) -> int:
-        if request & ((1 << layout.REASON_BITS) - 1) != layout.NEED_SEGMENT:
+        if request & ((1 << constants.REASON_BITS) - 1) != constants.NEED_SEGMENT:
             return 1
-        pool = request >> layout.REASON_BITS
+        pool = request >> constants.REASON_BITS
         size = segment_bytes(self.state.pool_kind(pool), argument)
         base = self.take(size)
         self.parts[base] = base
@@ -148,7 +149,7 @@ class Device:
 
     def give_back(self) -> None:
         """Take free segments from the core."""
-        for base in self.state.take_free_segments():
+        for base in self.state.remove_free_segments():
             piece = self.parts.pop(base)
             if piece not in self.parts.values():
                 del self.pieces[piece]
@@ -166,12 +167,12 @@ class Device:
         arena_bytes = round_up(peak_bytes)
         self.state.install_tape(_arena_tape(tape, begins, peak_bytes))
         base = self.take(arena_bytes)
-        core.reserve(self.state.address, arena_bytes)
+        self.state.count_arena(arena_bytes)
         self.state.serve_arena(base, arena_bytes)
 
     def dissolve(self) -> bool:
         """Give the plan up and make segments of its arena; False if it has to stay."""
-        arena = self.state["ARENA"]
+        arena = self.state.record.arena
         self.state.drop_tape()
         parts = self.state.dissolve_arena()
         for part in parts:
@@ -299,19 +300,19 @@ def one_program(device: Device, seed: int) -> Outcome:
     work = address, due, following, live, starts, ends
     requests = program.size, program.stream, program.at, program.death
     device.serve(program.tape, program.begins, program.peak_bytes)
-    arena, planned = state["ARENA"], True
+    arena, planned = state.record.arena, True
     for index, one in enumerate(program.passes):
         if not planned:
             if not device.take_over(arena, program.tape, program.begins, program.peak_bytes):
                 device.serve(program.tape, program.begins, program.peak_bytes)
-                arena = state["ARENA"]
+                arena = state.record.arena
             planned = True
             outcome.deviations.append("taken over")
         if program.marked:
             expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.rings)))
             begin = program.begins[expected]
-            core.begin_step(state.address, begin, begin + len(program.rings[expected]), begin)
-        before = state["MISSES"], state["CONFLICTS"]
+            state.begin_step(begin, begin + len(program.rings[expected]), begin)
+        before = state.record.misses, state.record.conflicts
         first, end = program.bounds[index], program.bounds[index + 1]
         middle = int(rng.integers(first, end + 1)) if index == program.gives_up else end
         entries = device.allocate, device.free, state.address
@@ -325,7 +326,7 @@ def one_program(device: Device, seed: int) -> Outcome:
         if result != 0:
             outcome.wrong = WRONG[result]
             return outcome
-        misses, conflicts = state["MISSES"] - before[0], state["CONFLICTS"] - before[1]
+        misses, conflicts = state.record.misses - before[0], state.record.conflicts - before[1]
         if one.exact:
             outcome.lost, outcome.displaced = outcome.lost + misses, outcome.displaced + conflicts
         else:
@@ -340,11 +341,19 @@ def one_program(device: Device, seed: int) -> Outcome:
 def _left_over(device: Device) -> str:
     """Give all back; what is left although nothing lives."""
     state = device.state
-    if state["ARENA_BYTES"] and not device.dissolve():
+    if state.record.arena_bytes and not device.dissolve():
         return "the arena has to stay although nothing lives"
     device.clear()
-    counters = "ALLOCATED", "REQUESTED", "RESERVED", "NUM_LIVE", "LIVE_COUNT", "NUM_UNKNOWN_FREES", "ARENA_LIVE"
-    left = [f"{name} is {state[name]}" for name in counters if state[name]]
+    counters = (
+        "total.allocated_bytes",
+        "total.requested_bytes",
+        "reserved_bytes",
+        "total.num_live",
+        "live_count",
+        "num_unknown_frees",
+        "arena_live",
+    )
+    left = [f"{name} is {attrgetter(name)(state.record)}" for name in counters if attrgetter(name)(state.record)]
     if device.pieces:
         left.append(f"{len(device.pieces)} pieces of memory are left")
     return ", ".join(left)

@@ -7,8 +7,9 @@ word. At its free each word is compared: whatever was handed out twice, or writt
 """
 
 from stalloc.compiled import njit
-from stalloc.runtime import core
-from stalloc.runtime.words import call3, lock, peek, poke, unlock
+from stalloc.core.intrinsics import call3, lock, unlock
+from stalloc.core.records import word_at
+from stalloc.core.requests import share
 
 SLOT_ROW = 8  # words: a line of the cache, so that threads do not disturb each other
 BUSY, ADDRESS, SIZE, TAG, EVERY = range(5)
@@ -23,11 +24,11 @@ _WITHIN = 24
 @njit(nogil=True)
 def draw(word):
     """The next number of a generator (xorshift), not negative; `word` is the address of its state."""
-    x = peek(word, 0)
+    x = word_at(word, 0).value
     x ^= x << 13
     x ^= (x >> 7) & 0x1FFFFFFFFFFFFFF
     x ^= x << 17
-    poke(word, 0, x)
+    word_at(word, 0).value = x
     return x & 0x7FFFFFFFFFFFFFFF
 
 
@@ -55,16 +56,16 @@ def _visit(address, size, tag, every, write):
     if every:
         for i in range(units * UNIT_WORDS):
             if write:
-                poke(address, i, tag + i)
-            elif peek(address, i) != tag + i:
+                word_at(address, i).value = tag + i
+            elif word_at(address, i).value != tag + i:
                 wrong += 1
         return wrong
     edge = units if size <= WHOLE else _EDGE_UNITS
     for i in range(edge):
         at = i * UNIT_WORDS + (tag >> 3) % UNIT_WORDS
         if write:
-            poke(address, at, tag + at)
-        elif peek(address, at) != tag + at:
+            word_at(address, at).value = tag + at
+        elif word_at(address, at).value != tag + at:
             wrong += 1
     if size <= WHOLE:
         return wrong
@@ -73,8 +74,8 @@ def _visit(address, size, tag, every, write):
         unit = units - 1 - i if i < _EDGE_UNITS else _EDGE_UNITS + (tag * (2 * i + 1) >> 7) % (units - 2 * _EDGE_UNITS)
         at = unit * UNIT_WORDS + (tag >> 3) % UNIT_WORDS
         if write:
-            poke(address, at, tag + at)
-        elif peek(address, at) != tag + at:
+            word_at(address, at).value = tag + at
+        elif word_at(address, at).value != tag + at:
             wrong += 1
     return wrong
 
@@ -84,31 +85,31 @@ def fill_slot(row, allocate, stream, size, counts):
     """Allocate a block into an empty slot that the caller holds; whether there was memory."""
     address = call3(allocate, stream, size, 0)
     if address == 0:
-        poke(counts, REFUSED, peek(counts, REFUSED) + 1)
+        word_at(counts, REFUSED).value += 1
         return False
-    tag = peek(counts, NEXT_TAG)
-    poke(counts, NEXT_TAG, tag + (1 << 20))
+    tag = word_at(counts, NEXT_TAG).value
+    word_at(counts, NEXT_TAG).value = tag + (1 << 20)
     every = (tag >> 20) & 1023 == 0
     _visit(address, size, tag, every, True)
-    poke(row, ADDRESS, address)
-    poke(row, SIZE, size)
-    poke(row, TAG, tag)
-    poke(row, EVERY, every)
-    poke(counts, ALLOCATIONS, peek(counts, ALLOCATIONS) + 1)
-    poke(counts, BYTES, peek(counts, BYTES) + size)
+    word_at(row, ADDRESS).value = address
+    word_at(row, SIZE).value = size
+    word_at(row, TAG).value = tag
+    word_at(row, EVERY).value = every
+    word_at(counts, ALLOCATIONS).value += 1
+    word_at(counts, BYTES).value += size
     return True
 
 
 @njit(nogil=True)
 def empty_slot(row, free, counts):
     """Check and free the block of a slot that the caller holds."""
-    address, size, tag = peek(row, ADDRESS), peek(row, SIZE), peek(row, TAG)
-    wrong = _visit(address, size, tag, peek(row, EVERY) == 1, False)
-    poke(counts, WRONG_WORDS, peek(counts, WRONG_WORDS) + wrong)
+    address, size, tag = word_at(row, ADDRESS).value, word_at(row, SIZE).value, word_at(row, TAG).value
+    wrong = _visit(address, size, tag, word_at(row, EVERY).value == 1, False)
+    word_at(counts, WRONG_WORDS).value += wrong
     _visit(address, size, -tag, False, True)  # what is freed must not look as if it lived
-    poke(row, ADDRESS, 0)
+    word_at(row, ADDRESS).value = 0
     call3(free, 0, address, 0)
-    poke(counts, FREES, peek(counts, FREES) + 1)
+    word_at(counts, FREES).value += 1
 
 
 @njit(nogil=True)
@@ -121,17 +122,17 @@ def roam(state, allocate, free, slots, num_slots, streams, sizes, largest, share
     seed = counts + SEED * 8
     for _ in range(operations):
         row = slots + draw(seed) % num_slots * SLOT_ROW * 8
-        lock(row)
-        if peek(row, ADDRESS) == 0:
+        lock(word_at(row, BUSY))
+        if word_at(row, ADDRESS).value == 0:
             chance = draw(seed)
             size = sizes[(chance >> 4) % len(sizes)] if chance & 15 == 0 else _any_size(seed)
             fill_slot(row, allocate, streams[(chance >> 40) % len(streams)], min(size, largest), counts)
         else:
-            if draw(seed) % share_every == 0 and core.share(state, peek(row, ADDRESS)):
-                poke(counts, SHARED, peek(counts, SHARED) + 1)
+            if draw(seed) % share_every == 0 and share(state, word_at(row, ADDRESS).value):
+                word_at(counts, SHARED).value += 1
             empty_slot(row, free, counts)
-        unlock(row)
-    poke(counts, OPERATIONS, peek(counts, OPERATIONS) + operations)
+        unlock(word_at(row, BUSY))
+    word_at(counts, OPERATIONS).value += operations
 
 
 @njit(nogil=True)
@@ -147,11 +148,11 @@ def follow(allocate, free, own, slots, num_slots, streams, size, stream, dying, 
     for i in range(len(size)):
         for j in range(first_dying[i], first_dying[i + 1]):
             row = own + dying[j] * SLOT_ROW * 8
-            if peek(row, ADDRESS) != 0:
+            if word_at(row, ADDRESS).value != 0:
                 empty_slot(row, free, counts)
                 done += 1
         row, wanted, what = own + i * SLOT_ROW * 8, size[i], -1
-        if peek(row, ADDRESS) != 0:  # it outlived the pass
+        if word_at(row, ADDRESS).value != 0:  # it outlived the pass
             empty_slot(row, free, counts)
             done += 1
         if deviations > 0 and draw(seed) % deviations == 0:
@@ -162,16 +163,16 @@ def follow(allocate, free, own, slots, num_slots, streams, size, stream, dying, 
             wanted += 512 * (1 + draw(seed) % 8)
         if what >= 2:
             other = slots + draw(seed) % num_slots * SLOT_ROW * 8
-            lock(other)
-            if peek(other, ADDRESS) == 0:
+            lock(word_at(other, BUSY))
+            if word_at(other, ADDRESS).value == 0:
                 fill_slot(other, allocate, streams[stream[i]], wanted if what == 3 else _any_size(seed), counts)
                 done += 1
-            unlock(other)
+            unlock(word_at(other, BUSY))
             if what == 3:
                 continue
         fill_slot(row, allocate, streams[stream[i]], wanted, counts)
         done += 1
-    poke(counts, OPERATIONS, peek(counts, OPERATIONS) + done)
+    word_at(counts, OPERATIONS).value += done
 
 
 @njit(nogil=True)
@@ -179,20 +180,20 @@ def empty_all(free, slots, num_slots, counts):
     """Check and free what is left."""
     for i in range(num_slots):
         row = slots + i * SLOT_ROW * 8
-        lock(row)
-        if peek(row, ADDRESS) != 0:
+        lock(word_at(row, BUSY))
+        if word_at(row, ADDRESS).value != 0:
             empty_slot(row, free, counts)
-        unlock(row)
+        unlock(word_at(row, BUSY))
 
 
 @njit(nogil=True)
 def hold(row):
     """Hold a slot; the address of its block, 0 if it is empty."""
-    lock(row)
-    return peek(row, ADDRESS)
+    lock(word_at(row, BUSY))
+    return word_at(row, ADDRESS).value
 
 
 @njit(nogil=True)
 def let_go(row):
     """Give a slot back."""
-    unlock(row)
+    unlock(word_at(row, BUSY))

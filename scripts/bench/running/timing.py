@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from stalloc.runtime import core, layout
-from stalloc.runtime.arena_tape import ArenaTape
-from stalloc.runtime.entry import core_entries, cupy_entries, slow_entry
+from stalloc.core import constants, requests
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.entry import core_entries, cupy_entries, slow_entry
+from stalloc.core.intrinsics import call3
+from stalloc.core.state import DeviceState
 from stalloc.runtime.segments import round_up, segment_bytes
-from stalloc.runtime.state import DeviceState
-from stalloc.runtime.words import call3
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200
@@ -34,7 +34,7 @@ class Device:
         self.entries = cupy_entries(self._states.ctypes.data, core_entries())
 
     def _help(self, device: int, request: int, argument: int) -> int:
-        pool = request >> layout.REASON_BITS
+        pool = request >> constants.REASON_BITS
         size = segment_bytes(self.state.pool_kind(pool), argument)
         return int(self.state.give_segment(pool, self.take(size), size))
 
@@ -75,7 +75,7 @@ class Ring:
         arena_bytes = round_up(self.peak + room)
         stream = np.zeros(LENGTH, np.int64)
         device.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset))
-        core.reserve(device.state.address, arena_bytes)
+        device.state.count_arena(arena_bytes)
         device.state.serve_arena(device.take(arena_bytes), arena_bytes)
 
 
@@ -133,9 +133,9 @@ def planned_pair(repeats: int) -> float:
     address = np.zeros(LENGTH, np.int64)
     arguments = *device.entries, 0, ring.size, ring.dying, ring.first
     _run_ring(*arguments, 2, address)
-    device.state.write(HITS=0, MISSES=0, CONFLICTS=0)
+    device.state.write(hits=0, misses=0, conflicts=0)
     figure = timed([lambda: _run_ring(*arguments, PASSES, address)], repeats, LENGTH * PASSES)
-    assert device.state["MISSES"] == device.state["CONFLICTS"] == 0 < device.state["HITS"]
+    assert device.state.record.misses == device.state.record.conflicts == 0 < device.state.record.hits
     return figure
 
 
@@ -154,12 +154,12 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
     sizes = np.random.default_rng(3).integers(4 * KIB, 256 * KIB, 64) // 512 * 512 + 1
     address = np.zeros(live, np.int64)
     for i in range(live):
-        address[i] = core.allocate_on(device.state.address, int(sizes[i % len(sizes)]), 0)
+        address[i] = requests.malloc(device.state.address, int(sizes[i % len(sizes)]), 0)
     arguments = *device.entries, 0, sizes
     _run_shuffled(*arguments, 7, 1000, address)
-    lent, operations = device.state["NUM_LENT"], LENGTH * PASSES // 4
+    lent, operations = device.state.record.num_lent, LENGTH * PASSES // 4
     figure = timed([lambda: _run_shuffled(*arguments, 11, operations, address)], repeats, operations)
-    assert device.state["NUM_LENT"] - lent > 0.95 * repeats * operations, "served from the arena"
+    assert device.state.record.num_lent - lent > 0.95 * repeats * operations, "served from the arena"
     return figure
 
 

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
+from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.trace.record import Column
 
@@ -44,7 +44,7 @@ def decode(path: Path, text: bytes, what: str) -> Any:
         raise BadInputError(f"{path}: {what} is not readable as JSON: copy or export the file again.") from error
 
 
-@numba.njit(cache=True)
+@njit()
 def _scan(data, key):
     total, depth, position, count = len(data), 0, 0, 0
     begins, ends = np.empty(256, np.int64), np.empty(256, np.int64)

@@ -6,6 +6,7 @@ shows what was live throughout and is named by no event; it is put into info["un
 from the events means that events are missing.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ _MAX_DEVICE = 4095
 _MAX_MICROSECONDS = 1 << 62
 _PROFILE = "profile with torch.profiler.profile(profile_memory=True)"
 _MEMORY, _OUT_OF_MEMORY, _ANNOTATION = "[memory]", "[OutOfMemory]", "user_annotation"
-_WANTED = tuple(name.encode() for name in (_MEMORY, _OUT_OF_MEMORY, _ANNOTATION))
+_WANTED = re.compile(b"|".join(re.escape(name.encode()) for name in (_MEMORY, _OUT_OF_MEMORY, _ANNOTATION)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,8 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     devices: dict[tuple[int, int], list[_Event]] = {}
     annotations: list[tuple[Any, tuple[float, float, str]]] = []  # with the process they belong to
     of_cpu = False
-    for number, (begin, end) in enumerate(zip(spans[0].tolist(), spans[1].tolist(), strict=True)):
-        if not any(data.find(name, begin, end) >= 0 for name in _WANTED):
-            continue
+    for number in _elements_with_a_name(data, *spans):
+        begin, end = int(spans[0][number]), int(spans[1][number])
         where = f"event {number} of traceEvents"
         event = decode(path, data[begin:end], where)
         where = f"{path}: {where}"
@@ -91,6 +91,15 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
         )
         for (device, _), events in sorted(devices.items())
     ]
+
+
+def _elements_with_a_name(data: bytes, begin: Column, end: Column) -> list[int]:
+    """Which elements hold one of the names that matter, of those that lie at [begin, end), each (k,)."""
+    if not len(begin):
+        return []
+    found = np.fromiter((match.start() for match in _WANTED.finditer(data)), np.int64)
+    element = np.searchsorted(begin, found, side="right") - 1
+    return np.unique(element[(element >= 0) & (found < end[element])]).tolist()
 
 
 def _memory_event(event: dict[str, Any], args: dict[str, Any], number: int, where: str) -> _Event:
@@ -244,9 +253,8 @@ def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
     for begin, end in zip(*spans, strict=True) if spans else ():
         entry = decode(path, data[begin:end], "an entry of deviceProperties")
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
-            known[entry["id"]] = {
-                to: entry[name]
-                for name, to, type_ in (("name", "device_name", str), ("totalGlobalMem", "total_bytes", int))
-                if isinstance(entry.get(name), type_)
-            }
+            device_name, total_bytes = entry.get("name"), entry.get("totalGlobalMem")
+            known[entry["id"]] = {"device_name": device_name} if isinstance(device_name, str) else {}
+            if type(total_bytes) is int and 0 <= total_bytes <= MAX_SIZE_BYTES:
+                known[entry["id"]]["total_bytes"] = total_bytes
     return known

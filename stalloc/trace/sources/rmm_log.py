@@ -26,6 +26,7 @@ _TIME = re.compile(r"(\d\d):(\d\d):(\d\d)[.:](\d{6})")
 _EPOCH = re.compile(r"(\d{1,11})\.(\d{6})")  # in its documentation
 _DEVICE = re.compile(r"\.dev(\d{1,3})(?:\.|$)")
 _NULL = "(nil)"
+_MAX_LINE_BYTES = 4096
 
 
 def looks_like_rmm_log(head: bytes) -> bool:
@@ -40,6 +41,10 @@ def read_rmm_log(path: Path, data: bytes) -> Trace:
     """
     action, identity, size, stream, time_us = array("b"), array("Q"), array("q"), array("q"), array("q")
     for number, line in enumerate(io.BytesIO(data), start=1):
+        if len(line) > _MAX_LINE_BYTES:
+            raise BadInputError(
+                f"{path}: line {number} is {len(line)} bytes long, RMM writes short ones: log it again."
+            )
         cells = [cell.strip() for cell in line.decode("utf-8", "replace").split(",")]
         if number == 1 or cells == [""]:
             continue

@@ -6,7 +6,6 @@ are active at the end without an alloc event, and frees of unknown addresses. Re
 backwards from the segments at the end.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from stalloc.errors import BadInputError
+from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
-from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
-from stalloc.trace.sites import StackCollector, printable
-from stalloc.trace.sources.unpickle import load_plain_pickle
+from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.sites import StackCollector
+from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
+from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
 from stalloc.trace.streams import index_streams
 
 _ACTIONS = {action.name.lower(): int(action) for action in Action}
@@ -46,6 +47,7 @@ class _Segments:
     """Every block, free ones included, and what else is said of segments: see docs/files.md."""
 
 
+@without_collection()
 def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     """The traces of a snapshot, one for each device with events.
 
@@ -54,9 +56,12 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     snapshot = load_plain_pickle(path, data)
     if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
         raise BadInputError(f"{path}: a pickle, but not a torch.cuda.memory snapshot: give what _snapshot() returned.")
-    budget = _Budget(path, len(data))
+    budget = Budget(path, len(data))
     try:
         histories = [budget.spend(history) for history in budget.spend(snapshot["device_traces"])]
+        if len(histories) > MAX_DEVICE + 1:
+            raise BadInputError(f"{path}: the snapshot is of {len(histories)} devices: give an intact snapshot.")
+        said = SnapshotNotes(path, budget, snapshot)
         segments: dict[int, list[dict[str, Any]]] = {}
         for segment in budget.spend(snapshot["segments"]):
             segments.setdefault(int(segment["device"]), []).append(segment)
@@ -66,7 +71,7 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
         )
         for device, history in enumerate(histories):
             if _says_something(history):
-                traces.append(_read_device(path, budget, snapshot, device, history, segments.get(device, [])))
+                traces.append(_read_device(path, budget, said, device, history, segments.get(device, [])))
     except BadInputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -82,27 +87,12 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     return traces
 
 
-class _Budget:
-    """Bounds how much is walked: a pickle may hold one list under many names and so be larger than its file."""
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self._path, self._left = path, num_bytes + 1000
-
-    def spend(self, items: Any) -> list[Any]:
-        if not isinstance(items, list | tuple):
-            raise TypeError(f"a {type(items).__name__} where a list belongs")
-        self._left -= len(items)
-        if self._left < 0:
-            raise BadInputError(f"{self._path}: the pickle repeats its contents endlessly: give an intact snapshot.")
-        return list(items)
-
-
 def _says_something(history: list[Any]) -> bool:
     return any(event["action"] in ("alloc", "free_completed") for event in history)
 
 
 def _read_device(
-    path: Path, budget: _Budget, snapshot: dict[str, Any], device: int, history: list[Any], segments: list[Any]
+    path: Path, budget: Budget, said: SnapshotNotes, device: int, history: list[Any], segments: list[Any]
 ) -> Trace:
     where = f"{path}: device {device}"
     action, address, size, raw_stream, time_us = _event_columns(where, history)
@@ -123,7 +113,7 @@ def _read_device(
 
     event_site = _event_sites(history, stacks)
     site = with_old(np.where(pairs.start >= 0, event_site[pairs.start], -1), end_state.block_site[old])
-    mark_event, mark_kind, mark_name, names = _marks(snapshot, device, time_us)
+    mark_event, mark_kind, mark_name, names = said.marks(budget, device, time_us)
     trace = Trace(
         device=device,
         start=with_old(pairs.start, -1),
@@ -149,14 +139,15 @@ def _read_device(
         info={},
         extra=stacks.columns(site, event_site) | end_state.tables | _block_requests(end_state, pairs, old, num_events),
     )
-    return _with_reserved(where, trace, _info(path, snapshot, device))
+    return _with_reserved(where, trace, said.info(device))
 
 
 def _event_columns(where: str, history: list[Any]) -> tuple[Column, Column, Column, Column, Column]:
     known = [event for event in history if event["action"] not in _IGNORED_ACTIONS]
-    unknown = {str(event["action"]) for event in known} - _ACTIONS.keys()
-    if unknown:
-        raise BadInputError(f"{where}: unknown event {sorted(unknown)[0][:40]!r}: this torch is newer than stalloc.")
+    unknown = next((event["action"] for event in known if event["action"] not in _ACTIONS), None)
+    if unknown is not None:
+        shown = repr(unknown[:40]) if isinstance(unknown, str) else f"of a {type(unknown).__name__}"
+        raise BadInputError(f"{where}: unknown event {shown}: this torch is newer than stalloc.")
     num = len(known)
     return (
         np.fromiter((_ACTIONS[event["action"]] for event in known), np.int8, num),
@@ -176,7 +167,7 @@ def _event_sites(history: list[Any], stacks: StackCollector) -> Column:
     )
 
 
-def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollector) -> _Segments:
+def _segment_columns(budget: Budget, segments: list[Any], stacks: StackCollector) -> _Segments:
     blocks: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int]] = []
     for segment in segments:
@@ -188,12 +179,12 @@ def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollecto
                 frames = block.get("frames") or (block.get("history") or [{}])[0].get("frames")
                 blocks.append((int(block.get("address", address)), int(requested), stream, stacks.add(frames)))
             address += int(block["size"])  # old snapshots give blocks no address: they lie one after the other
-    pools = [tuple(map(int, segment.get("segment_pool_id", _USUAL_POOL))) for segment in segments]
+    pools = [_pool(segment) for segment in segments]
     private = {pool: number for number, pool in enumerate(dict.fromkeys([_USUAL_POOL, *pools]))}
     return _Segments(
-        address=np.array([segment["address"] for segment in segments], np.uint64),
-        size=np.array([segment["total_size"] for segment in segments], np.int64),
-        stream=np.array([segment.get("stream", 0) for segment in segments], np.int64),
+        address=np.array([int(segment["address"]) for segment in segments], np.uint64),
+        size=np.array([int(segment["total_size"]) for segment in segments], np.int64),
+        stream=np.array([int(segment.get("stream", 0)) for segment in segments], np.int64),
         block_address=np.array([block[0] for block in blocks], np.uint64),
         block_size=np.array([block[1] for block in blocks], np.int64),
         block_stream=np.array([block[2] for block in blocks], np.int64),
@@ -202,7 +193,7 @@ def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollecto
         tables={
             "block_address": np.array([span[0] for span in spans], np.uint64),
             "block_size": np.array([span[1] for span in spans], np.int64),
-            "segment_pool": np.array([_pool(segment) for segment in segments], np.int64).reshape(-1, 2),
+            "segment_pool": np.array(pools, np.int64).reshape(-1, 2),
             "segment_is_small": np.array([segment.get("segment_type") == "small" for segment in segments], np.int8),
             "segment_is_expandable": np.array([bool(segment.get("is_expandable")) for segment in segments], np.int8),
         },
@@ -210,7 +201,7 @@ def _segment_columns(budget: _Budget, segments: list[Any], stacks: StackCollecto
 
 
 def _pool(segment: dict[str, Any]) -> tuple[int, int]:
-    owner, number = segment.get("segment_pool_id", (0, 0))
+    owner, number = segment.get("segment_pool_id", _USUAL_POOL)
     return int(owner), int(number)
 
 
@@ -264,52 +255,3 @@ def _with_reserved(where: str, trace: Trace, info: dict[str, Any]) -> Trace:
             f"so events or segments are missing: record again with a larger max_entries, in one piece."
         )
     return trace
-
-
-def _marks(snapshot: dict[str, Any], device: int, time_us: Column) -> tuple[Column, Column, Column, tuple[str, ...]]:
-    """Annotations as marks: profiler steps are steps, all others are phases. Placed by wall time, once."""
-    annotations = snapshot.get("external_annotations") or []
-    placed: list[tuple[int, int, str]] = []
-    if isinstance(annotations, list) and all("mark" in note for note in annotations):  # ours: places without a clock
-        for note in annotations:
-            event, kind = (int(number) for number in note["mark"])
-            if note["device"] == device:
-                placed.append((event, kind, str(note["name"])))
-    elif len(time_us) and time_us[0] > 0 and isinstance(annotations, list):
-        for note in annotations:
-            if note.get("device", device) != device or note.get("stage") not in ("START", "END"):
-                continue
-            name, begins = str(note["name"]), note["stage"] == "START"
-            event = int(np.searchsorted(time_us, int(note["time_us"])))
-            if name.startswith("ProfilerStep#"):
-                if begins:
-                    placed.append((event, MARK_STEP, name))
-            else:
-                placed.append((event, MARK_PHASE_BEGIN if begins else MARK_PHASE_END, name))
-    placed.sort(key=lambda mark: mark[0])
-    names = tuple(dict.fromkeys(name for _, _, name in placed))
-    index = {name: i for i, name in enumerate(names)}
-    return (
-        np.array([event for event, _, _ in placed], np.int64),
-        np.array([kind for _, kind, _ in placed], np.int8),
-        np.array([index[name] for _, _, name in placed], np.int64),
-        names,
-    )
-
-
-def _info(path: Path, snapshot: dict[str, Any], device: int) -> dict[str, Any]:
-    info: dict[str, Any] = {"source": "torch snapshot", "file": path.name, "notes": []}
-    converted = snapshot.get("stalloc")  # what `stalloc convert` says of a snapshot that it wrote
-    if isinstance(converted, dict):
-        said = converted["devices"][str(device)]
-        info["notes"] = [printable(str(note)[:300]) for note in said["notes"][:20]]
-        info["converted_from"] = printable(str(said["source"])[:100])
-    settings = snapshot.get("allocator_settings")
-    if isinstance(settings, dict):
-        info["allocator_settings"] = {str(key): value for key, value in settings.items() if _is_plain(value)}
-    return info
-
-
-def _is_plain(value: Any) -> bool:
-    items: Iterable[Any] = value.values() if isinstance(value, dict) else [value]
-    return all(isinstance(item, str | int | float | bool | None) for item in items)

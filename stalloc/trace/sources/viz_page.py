@@ -19,7 +19,7 @@ from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 _SOURCE = "memory_viz page"
 _SNAPSHOT = re.compile(rb'"base64"\s*:\s*"([^"]*)"')
 _ELEMENTS = re.compile(rb"\balloc_data\s*=\s*(?=\{)")
-_MAX_ELEMENTS_BYTES = 64 << 20  # decoding takes some twenty times as much
+_MAX_ELEMENTS_BYTES = 16 << 20  # decoding takes some twenty times as much
 _AGAIN = "save the page again, or give the snapshot pickle that it was made from"
 
 

@@ -7,12 +7,10 @@ whoever made it. It shares no code with the planner's validator, which has judge
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
+from stalloc.core.record_types import Words
 from stalloc.errors import PlanError
-from stalloc.runtime.layout import ALIGNMENT, LARGEST, MAX_STREAMS
-
-Column = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -20,12 +18,12 @@ class ArenaTape:
     """One tape, or those of several kinds of steps one after the other."""
 
     arena_bytes: int  #: of the arena that serves it; 0: the tape is followed, but not served
-    size: Column  #: (k,) requested bytes
-    stream: Column  #: (k,) stream indices
-    offset: Column  #: (k,) bytes from where the arena begins; -1: served from the heap
+    size: Words  #: (k,) requested bytes
+    stream: Words  #: (k,) stream indices
+    offset: Words  #: (k,) bytes from where the arena begins; -1: served from the heap
     num_prologue: int = 0  #: entries that are served once, before the ring
     begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
-    gives: Column | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
+    gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
 
     @property
     def cross_streams(self) -> bool:
@@ -33,7 +31,7 @@ class ArenaTape:
         return self.gives is not None and len(self.gives) > 0
 
     @property
-    def rings(self) -> Column:
+    def rings(self) -> Words:
         """(r, 2) entries [begin, end) of each ring."""
         begins = self.begins or (self.num_prologue,)
         return np.array([begins, (*begins[1:], len(self.size))], np.int64).T.copy()
@@ -44,11 +42,11 @@ def check(tape: ArenaTape, cursor: int) -> None:
     count = len(tape.size)
     if count == 0 or {len(tape.stream), len(tape.offset)} != {count}:
         raise PlanError(f"a tape of {count} entries cannot be served.")
-    if not 0 <= tape.arena_bytes <= LARGEST:
+    if not 0 <= tape.arena_bytes <= MAX_REQUEST:
         raise PlanError(f"an arena of {tape.arena_bytes} bytes cannot be served.")
     placed = tape.offset != -1
     # each bound by itself first, so that no sum below overflows
-    wrong = (tape.size < 0) | (tape.size > LARGEST) | (tape.stream < 0) | (tape.stream >= MAX_STREAMS)
+    wrong = (tape.size < 0) | (tape.size > MAX_REQUEST) | (tape.stream < 0) | (tape.stream >= MAX_STREAMS)
     wrong |= placed & ((tape.offset < 0) | (tape.offset > tape.arena_bytes) | (tape.offset % ALIGNMENT != 0))
     last = np.where(wrong, 0, tape.offset) + (np.where(wrong, 0, tape.size) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     wrong |= placed & (last > tape.arena_bytes)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.runtime.layout import ALIGNMENT
-from stalloc.trace.record import Column
+from stalloc.core.constants import ALIGNMENT
+from stalloc.core.record_types import Words
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Region:
     stream: int  # index
 
 
-def moved_into(regions: list[Region], size: Column, stream: Column, offset: Column) -> Column | None:
+def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words) -> Words | None:
     """(k,) the offsets of a tape in an arena of these regions, -1 where it has none; None if it does not fit."""
     moved = np.full(len(offset), -1, np.int64)
     planned = offset >= 0

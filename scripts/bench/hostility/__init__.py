@@ -1,0 +1,1 @@
+"""What scripts/bench/hostile is made of: a corpus, mutations by kind of file, and forked workers that run verbs."""

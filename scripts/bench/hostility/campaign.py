@@ -1,0 +1,249 @@
+"""A number of mutations: which seed and verb each takes, which inputs are kept, and what was found, by cause.
+
+Contract: a mutation is a function of the campaign's seed and its number alone as long as the corpus is the same, apart
+from which inputs were kept before it; a finding is saved as the file that shows it.
+"""
+
+import random
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stalloc.errors import BadInputError
+from stalloc.planner import plan, save_plans
+
+from .corpus import MUTATORS, Seed, load, parse
+from .texts import packed
+from .verbs import Verb, run, verbs_of
+from .workers import Outcome, Run, Task, observe, run_all
+
+LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
+"""Above what the intact file takes."""
+ROUND = 2000
+"""Mutations between two looks at what is new."""
+MOST_KEPT = 400
+"""Inputs of a kind, read or refused, that made a verb say something new and are mutated further."""
+
+
+@dataclass
+class Cell:
+    """What the runs of one verb on one kind of file did."""
+
+    runs: int = 0
+    accepted: int = 0  #: exit code 0
+    judged: int = 0  #: exit code 1: read, and found wanting
+    refused: int = 0  #: exit code 2
+    findings: int = 0
+    most_seconds: float = 0.0
+    most_bytes: int = 0
+
+
+@dataclass
+class Finding:
+    """One cause, with the first files that showed it."""
+
+    kind: str
+    verb: str
+    failure: str
+    cause: str
+    count: int = 0
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Prepared:
+    """A seed on disk, as it is, with what its verbs take."""
+
+    seed: Seed
+    intact: Path
+    cost: dict[str, Outcome]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One mutation to be."""
+
+    base: Seed
+    prepared: _Prepared
+    verb: Verb
+    number: int
+
+
+class Campaign:
+    """Mutations of a corpus in forked children."""
+
+    def __init__(self, seeds: list[Seed], *, seed: int = 1, jobs: int = 1, keep: Path | None = None) -> None:
+        self.cells: dict[tuple[str, str], Cell] = defaultdict(Cell)
+        self.findings: dict[tuple[str, str, str], Finding] = {}
+        self.num_kept = 0
+        self.num_runs = 0
+        self._seed, self._jobs, self._keep = seed, jobs, keep
+        self._folder = tempfile.TemporaryDirectory(prefix="stalloc-hostile-")
+        self._known: set[tuple[str, str, str]] = set()
+        self._prepared = self._prepare(seeds)
+        self._of_kind: dict[str, list[_Prepared]] = defaultdict(list)
+        for prepared in self._prepared:
+            self._of_kind[prepared.seed.kind].append(prepared)
+        self._kept: dict[tuple[str, bool], list[tuple[Seed, _Prepared]]] = defaultdict(list)
+        """By kind of file and whether it was read: what is refused already hides what comes after."""
+        for seed in seeds:
+            parse(seed.kind, seed.data)
+
+    def _prepare(self, seeds: list[Seed]) -> list[_Prepared]:
+        """Write the seeds and run each verb on them as they are, here, so that children find everything compiled."""
+        _compile_search()
+        folders = {}
+        made: list[_Prepared] = []
+        for number, seed in enumerate(seeds):
+            folder = folders[seed.name] = Path(self._folder.name) / str(number)
+            folder.mkdir()
+            file = folder / f"intact{MUTATORS[seed.kind][0]}"
+            file.write_bytes(seed.data)
+            if seed.kind not in ("plan", "fixed"):
+                try:
+                    save_plans(folder / "plan.npz", [plan(trace) for trace in load(seed)])
+                except BadInputError:
+                    save_plans(folder / "plan.npz", [])
+        compiled: set[tuple[str, str]] = set()
+        for seed in seeds:
+            (file,) = folders[seed.name].glob("intact*")
+            (intact,) = folders[seed.partner or seed.name].glob("intact*")
+            prepared = _Prepared(seed, intact, {})
+            made.append(prepared)
+            verbs = verbs_of(seed.kind)
+            runs = [self._intact(verb, file, intact) for verb in verbs]
+            for verb, once in zip(verbs, runs, strict=True):
+                if (seed.kind, verb.name) not in compiled:
+                    compiled.add((seed.kind, verb.name))
+                    observe(once)
+            tasks: list[Task] = [lambda once=once: once for once in runs]  # type: ignore[misc]
+            for index, outcome in run_all(tasks, 1):
+                prepared.cost[verbs[index].name] = outcome
+                if outcome.failure:
+                    self._find(seed.kind, verbs[index].name, outcome.failure, outcome.cause, seed, seed.data)
+                self._known.add((seed.kind, verbs[index].name, outcome.signature))
+        return made
+
+    @staticmethod
+    def _intact(verb: Verb, file: Path, intact: Path) -> Run:
+        return lambda: run(verb, file, intact, file.parent)
+
+    def run(self, mutations: int, seconds: float = float("inf")) -> Iterator[int]:
+        """Run so many mutations, or for so long; the number done so far, after each round."""
+        end = time.monotonic() + seconds
+        while self.num_runs < mutations and time.monotonic() < end:
+            count = min(ROUND, mutations - self.num_runs)
+            plans = [self._choose(self.num_runs + number) for number in range(count)]
+            tasks = [self._task(plan) for plan in plans]
+            for index, outcome in run_all(tasks, self._jobs):
+                self._note(plans[index], outcome)
+            self.num_runs += count
+            yield self.num_runs
+
+    def _choose(self, number: int) -> _Plan:
+        rng = random.Random(f"{self._seed} choose {number}")
+        kind = rng.choice([*self._of_kind, "snapshot", "trace", "plan"])
+        if kind not in self._of_kind:
+            kind = rng.choice(list(self._of_kind))
+        pool = self._kept[kind, rng.random() < 0.8]
+        if pool and rng.random() < 0.5:
+            base, prepared = rng.choice(pool)
+        else:
+            prepared = rng.choice(self._of_kind[kind])
+            base = prepared.seed
+        verbs = verbs_of(kind)
+        verb = rng.choices(verbs, [verb.weight for verb in verbs])[0]
+        return _Plan(base, prepared, verb, number)
+
+    def _mutated(self, plan: _Plan) -> tuple[str, bytes]:
+        """Name and content of the file of a mutation."""
+        rng = random.Random(f"{self._seed} mutate {plan.number}")
+        suffix, mutate = MUTATORS[plan.base.kind]
+        data = plan.base.data
+        for _ in range(rng.choice([1, 1, 1, 2, 3, 8])):
+            data = mutate(rng, data, rng.choice(self._of_kind[plan.base.kind]).seed.data)
+        if plan.base.kind not in ("trace", "plan", "fixed") and rng.random() < 0.06:
+            return f"m{suffix}.gz", packed(rng, data)
+        return f"m{suffix}", data
+
+    def _task(self, plan: _Plan) -> Task:
+        def prepare() -> Run:
+            folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+            name, data = self._mutated(plan)
+            (folder / name).write_bytes(data)
+
+            def once() -> int:
+                try:
+                    return run(plan.verb, folder / name, plan.prepared.intact, folder)
+                finally:
+                    shutil.rmtree(folder)
+
+            return once
+
+        return prepare
+
+    def _note(self, plan: _Plan, outcome: Outcome) -> None:
+        kind, verb = plan.base.kind, plan.verb.name
+        clean = plan.prepared.cost[verb]
+        cell = self.cells[kind, verb]
+        cell.runs += 1
+        cell.accepted += outcome.code == 0
+        cell.judged += outcome.code == 1
+        cell.refused += outcome.code == 2
+        cell.most_seconds = max(cell.most_seconds, outcome.seconds)
+        cell.most_bytes = max(cell.most_bytes, outcome.grown_bytes)
+        failure, cause, was_read = outcome.failure, outcome.cause, outcome.code != 2
+        if not failure and outcome.seconds > clean.seconds + LIMIT_SECONDS:
+            failure, cause = "slow", outcome.signature
+        if not failure and outcome.grown_bytes > clean.grown_bytes + LIMIT_BYTES:
+            failure, cause = "memory", outcome.signature
+        if failure:
+            cell.findings += 1
+            name, data = self._mutated(plan)
+            self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
+        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MOST_KEPT:
+            self._known.add((kind, verb, outcome.signature))
+            name, data = self._mutated(plan)
+            if not name.endswith(".gz") and len(data) < 1 << 18:
+                self.num_kept += 1
+                parse(kind, data)
+                self._kept[kind, was_read].append(
+                    (Seed(f"kept {plan.number}", kind, data, plan.base.partner), plan.prepared)
+                )
+
+    def _find(
+        self,
+        kind: str,
+        verb: str,
+        failure: str,
+        cause: str,
+        base: Seed,
+        data: bytes,
+        suffix: str = "",
+        number: int = -1,
+    ) -> None:
+        found = self.findings.setdefault((kind, failure, cause), Finding(kind, verb, failure, cause))
+        found.count += 1
+        if self._keep is not None and len(found.files) < 3:
+            ending = MUTATORS[kind][0] + (".gz" if suffix == ".gz" else "")
+            file = self._keep / f"{kind}-{verb.replace(' ', '-')}-{failure}-{len(self.findings)}-{number}{ending}"
+            self._keep.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            found.files.append(file.name)
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._folder.cleanup()
+
+
+def _compile_search() -> None:
+    """Plan a problem that is small, and hard enough that the planner searches; most seeds are planned without."""
+    rng = random.Random(0)
+    start = [rng.randrange(60) for _ in range(80)]
+    plan(
+        (start, [first + rng.randrange(1, 30) for first in start], [rng.randrange(1, 100) for _ in start]), alignment=1
+    )

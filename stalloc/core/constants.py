@@ -1,0 +1,53 @@
+"""What the numbers in records mean, and the sizes that the core goes by."""
+
+# sizes, bytes
+ALIGNMENT = 512  # every size is rounded up to it, as by torch and CuPy
+TINY = 512  # requests up to this size are never planned: they come and go with the program's whims
+SMALL_LIMIT = 1 << 20  # requests up to this size share segments
+GRANULE = 2 << 20  # segments are multiples of it
+# where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
+WASTE_SHIFT = 5
+MAX_SHARED_SEGMENT = 64 << 20
+MAX_REQUEST = 1 << 47  # no device has more, and keys and kinds of pools have room for it
+
+# streams: their index is the lower part of a key
+STREAM_BITS = 10
+MAX_STREAMS = 1 << STREAM_BITS
+NO_HANDLE = -1  # in the table of streams: a row whose stream was forgotten
+NO_STREAM = -1  # of a cell: several streams use it
+
+# State.mode: heap only; follow the tape without serving it; serve it
+MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
+AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
+
+# why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
+MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(8)
+REASON_BITS = 3  # of what Python gets; above it is what the reason is about
+FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
+
+# how far a request has come: nothing was tried; Python was asked before the tape moved; only the heap is left
+FIRST_TRY, PYTHON_WAS_ASKED, HEAP_ONLY = 0, 1, 2
+
+# Pool.kind. Leased: cells of the arena. Retired: what lives there stays, nothing is served from there. Persistent: for
+# what is meant to last.
+SMALL_KIND, GENERAL_KIND, LEASED_KIND, RETIRED_KIND, PERSISTENT_KIND = range(5)
+PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
+POOL_USED, POOL_PINNED, POOL_RETIRED = 1, 2, 3  # Pool.status; pinned: its memory belongs to graphs, live or not
+
+# Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:
+# being freed, for another stream
+BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
+
+# State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
+NO_PREVIOUS_USER = -1
+UNRECORDED_USER = -2
+
+# Event.action, as in trace.record
+ACTION_ALLOC, ACTION_FREE_REQUESTED, ACTION_FREE_COMPLETED, ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_FREE = range(5)
+ACTION_OOM = 7
+
+# lifespans are learnt for so many parts of a pass and classes of sizes
+LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64
+LIFESPAN_BITS = 12  # of a row in their table
+
+STEP_LOG_ROWS = 4096

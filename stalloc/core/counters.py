@@ -1,0 +1,142 @@
+"""What is allocated and reserved, now, at most and ever: the counts that torch's statistics are read from.
+
+Contract: a block that its owner freed while other streams still use it is no longer allocated, but still active and
+requested, as torch counts it. The small part is that of requests of up to SMALL_LIMIT bytes, wherever they lie, and of
+the segments of small pools; the large part is the rest. The lock is held, except where Python calls.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.constants import GENERAL_KIND, SMALL_KIND, SMALL_LIMIT
+from stalloc.core.intrinsics import add_ever, add_now, locked, raise_peaks, unlock
+
+
+@njit(inline="always")
+def count_alloc(state, size, requested):
+    """Count a request that was served; the sizes are bytes, rounded and as asked for."""
+    total = state.total
+    part = state.small if size <= SMALL_LIMIT else state.large
+    add_now(total, size, requested, 1, 1)
+    raise_peaks(total)
+    add_now(part, size, requested, 1, 1)
+    raise_peaks(part)
+    add_ever(part, size, requested)
+    if total.allocated_bytes > state.step_allocated_peak:
+        state.step_allocated_peak = total.allocated_bytes
+    if state.num_deferred > 0:
+        _raise_active(state)
+
+
+@njit(inline="always")
+def count_free(state, size, requested):
+    """Count a block whose memory is free again."""
+    add_now(state.total, -size, -requested, -1, 0)
+    add_now(state.small if size <= SMALL_LIMIT else state.large, -size, -requested, -1, 0)
+
+
+@njit(inline="always")
+def _raise(peaks, total, small):
+    """Let peaks be at least what is counted now."""
+    peaks.total = max(peaks.total, total)
+    peaks.large = max(peaks.large, total - small)
+    peaks.small = max(peaks.small, small)
+
+
+@inner()
+def _raise_active(state):
+    """The peaks of what is active; while nothing is deferred they are those of what is allocated."""
+    total, small = state.total, state.small
+    size, small_size = total.allocated_bytes + state.deferred_bytes, small.allocated_bytes + state.small_deferred_bytes
+    _raise(state.active_bytes_peak, size, small_size)
+    _raise(state.active_blocks_peak, total.num_live + state.num_deferred, small.num_live + state.small_deferred)
+
+
+@inner()
+def count_deferred(state, size, number):
+    """Count a block that was freed while other streams use it (number 1), or that they are done with (-1)."""
+    small = int(size <= SMALL_LIMIT) * number
+    state.num_deferred += number
+    state.deferred_bytes += number * size
+    state.small_deferred += small
+    state.small_deferred_bytes += small * size
+    add_now(state.total, -number * size, 0, -number, 0)
+    add_now(state.small if size <= SMALL_LIMIT else state.large, -number * size, 0, -number, 0)
+
+
+@inner()
+def count_segment(state, kind, size):
+    """Count bytes that came from the device for a kind of pool as one segment; negative: they went back."""
+    _count_reserved(state, kind, size, 1 if size > 0 else -1)
+
+
+@inner()
+def count_resized(state, kind, size):
+    """Count bytes by which a segment has grown; negative: by which it is smaller."""
+    _count_reserved(state, kind, size, 0)
+
+
+@inner()
+def _count_reserved(state, kind, size, number):
+    small = int(kind == SMALL_KIND)
+    state.reserved_bytes += size
+    state.num_segments += number
+    state.small_reserved_bytes += small * size
+    state.small_segments += small * number
+    if size > 0:
+        state.reserved_ever += size
+        state.segments_ever += number
+        state.small_reserved_ever += small * size
+        state.small_segments_ever += small * number
+    _raise(state.reserved_peak, state.reserved_bytes, state.small_reserved_bytes)
+    state.step_reserved_peak = max(state.step_reserved_peak, state.reserved_bytes)
+    _raise(state.segments_peak, state.num_segments, state.small_segments)
+
+
+@inner()
+def count_parted(state, number):
+    """Count that one segment became several."""
+    state.num_segments += number - 1
+    state.segments_ever += number - 1
+
+
+@inner()
+def count_joined(state, number):
+    """Count that several segments became one again."""
+    state.num_segments += 1 - number
+
+
+@njit(inline="always")
+def _reset(peaks, total, small):
+    """Let peaks begin with what is counted now."""
+    peaks.total = total
+    peaks.large = total - small
+    peaks.small = small
+
+
+@njit(inline="always")
+def _reset_counts(counts):
+    counts.allocated_peak = counts.allocated_bytes
+    counts.requested_peak = counts.requested_bytes
+    counts.live_peak = counts.num_live
+
+
+@njit()
+def reset_peaks(device):
+    """Let the peaks that the program asks for begin anew. Python calls this."""
+    state = locked(device)
+    _reset(state.active_bytes_peak, 0, 0)
+    _reset(state.active_blocks_peak, 0, 0)
+    _raise_active(state)
+    _reset_counts(state.total)
+    _reset_counts(state.large)
+    _reset_counts(state.small)
+    _reset(state.reserved_peak, state.reserved_bytes, state.small_reserved_bytes)
+    _reset(state.segments_peak, state.num_segments, state.small_segments)
+    unlock(state)
+
+
+@njit()
+def count_arena(device, size):
+    """Count an arena of `size` bytes that came from the device (negative: went back). Python calls this."""
+    state = locked(device)
+    count_segment(state, GENERAL_KIND, size)
+    unlock(state)

@@ -1,0 +1,110 @@
+"""C entry points made at run time: what torch, CuPy and the core call by address.
+
+Each is a few lines of LLVM that carry what the compiled core cannot: the table of states (torch's callbacks have no
+context argument, and an address baked into numba code would rule out its cache), the exception that an allocation
+without memory has to throw (torch takes a NULL silently), and the error indicator of Python, which has to survive
+a visit to Python from the middle of somebody else's error handling.
+"""
+
+import ctypes
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from stalloc.core.entry.linking import link, text, word
+from stalloc.core.records import State, offset_of
+from stalloc.core.requests import free_entry, malloc_entry
+
+Handler = Callable[[int, int, int], int]
+Again = Callable[[int, int, int, list[BaseException]], int]
+
+_kept: list[object] = []  # what compiled code calls lives as long as the process
+
+
+def slow_entry(handler: Handler, again: Again | None = None) -> int:
+    """The address of `int64 f(int64 device, int64 request, int64 argument)` that enters Python's `handler`.
+
+    An exception that ends the handler, wherever it comes from (signals are handled at the first line of any function),
+    is no answer: then `again(device, request, argument, errors)` is asked, until it answers; each exception is added to
+    `errors`. The last one that `again` leaves there is raised where the thread's Python code goes on. Without `again`
+    the answer is 0. A thread that has reached the limit of recursion gets some more room.
+
+    Safe on any thread and with a Python error set. When the interpreter has ended there is no entering any more: the
+    main thread and threads of others get 0, threads of Python wait for the end of the process, as those that ask for
+    the GIL do from Python 3.14 on. Before, such a thread is unwound like by an exception, and the program aborts where
+    that meets C++ code which catches all exceptions, as around CuPy's C allocators; so it is stopped here.
+    """
+    _kept.append((handler, again))
+    unwinding = ctypes.CDLL("libgcc_s.so.1")
+    set_to = {
+        "handler": word(id(handler)),
+        "again": word(id(again) if again is not None else 0),
+        "format": text(b"LLL"),
+        "format_again": text(b"LLLO"),
+        "gettid_number": word(178 if platform.machine() == "aarch64" else 186),
+        "any_exception": word(id(BaseException)),
+        "recursion_error": word(id(RecursionError)),
+    }
+    libraries = ctypes.pythonapi, ctypes.CDLL(None), unwinding
+    return link(__package__, "slow.ll", "slow", set_to=set_to, libraries=libraries)[0]
+
+
+def core_entries() -> tuple[int, int]:
+    """Where requests are served: addresses of `int64 malloc(state, bytes, stream)`, `void free(state, address)`."""
+    return malloc_entry.address, free_entry.address
+
+
+def free_by(slow: int) -> int:
+    """The address of `void free(state, address)` that enters Python by a `slow_entry`."""
+    return link(__package__, "checked.ll", "free", set_to={"slow": slow})[0]
+
+
+def keep_whole_at_fork(states: int, num_states: int) -> None:
+    """Let every fork of this process happen while no thread is inside the core, so that the child's tables are whole.
+
+    `states` is the address of a table of `num_states` state addresses, 0 for none. The locks are taken by the C library
+    inside fork itself, where no other code of Python's can come between: taking them earlier, in Python, would let
+    another thread wait for one with the GIL that the fork needs. Who holds one never waits, so neither does a fork.
+    """
+    process = ctypes.CDLL(None)
+    set_to = {"states": states, "num_states": word(num_states)}
+    functions = link(__package__, "fork.ll", "prepare", "release", set_to=set_to, libraries=(process,))
+    prepare, release = (ctypes.c_void_p(address) for address in functions)
+    # glibc links pthread_atfork into each library and has this in its own; others have it under its name
+    register = getattr(process, "pthread_atfork", None)
+    status = (
+        register(prepare, release, release) if register else process.__register_atfork(prepare, release, release, None)
+    )
+    if status != 0:
+        raise MemoryError("the C library has no memory for what is to be done at a fork")
+
+
+def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | None = None) -> tuple[int, int]:
+    """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
+
+    `states` is the address of a table of state addresses by device, `entries` are where requests are served
+    (by default `core_entries`). An allocation without memory throws
+    c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError; where the
+    driver failed c10::Error, a RuntimeError.
+    """
+    malloc, free = entries or core_entries()
+    set_to = {"states": states, "core_malloc": malloc, "core_free": free, "file_name": text(b"stalloc")}
+    set_to |= {name: word(offset_of(State, name)) for name in ("oom_text", "oom_text_length", "driver_error")}
+    libraries = (
+        ctypes.CDLL(str(torch_folder / "lib" / "libc10.so")),
+        ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so")),
+        ctypes.CDLL("libstdc++.so.6"),
+    )
+    allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries)
+    return allocate, release
+
+
+def cupy_entries(states: int, entries: tuple[int, int] | None = None) -> tuple[int, int]:
+    """The addresses of CuPy's `void* malloc(void* stream, size_t, int)` and `void free(void*, void*, int)`.
+
+    Arguments as for `torch_entries`.
+    """
+    malloc, free = entries or core_entries()
+    set_to = {"states": states, "core_malloc": malloc, "core_free": free}
+    allocate, release = link(__package__, "cupy.ll", "allocate", "free", set_to=set_to)
+    return allocate, release

@@ -1,0 +1,61 @@
+"""Machine code from .ll files, linked with addresses of this process.
+
+Contract: whatever a file declares is found in one of the libraries named, or set by its name; a declaration that is
+neither is an error when the file is linked, not when the code runs. The code lives as long as the process, since torch
+and CuPy keep its address, and so do the numbers and objects that it was given.
+"""
+
+import ctypes
+from importlib.resources import files
+
+import llvmlite.binding as llvm
+
+_kept: list[object] = []
+
+
+def word(value: int) -> int:
+    """The address of a constant word, for a global of a .ll file."""
+    constant = ctypes.c_int64(value)
+    _kept.append(constant)
+    return ctypes.addressof(constant)
+
+
+def text(value: bytes) -> int:
+    """The address of a constant text, for a global of a .ll file."""
+    constant = ctypes.create_string_buffer(value)
+    _kept.append(constant)
+    return ctypes.addressof(constant)
+
+
+def _symbol(name: str, libraries: tuple[ctypes.CDLL, ...]) -> int:
+    for library in libraries:
+        try:
+            return ctypes.addressof(ctypes.c_char.in_dll(library, name))
+        except ValueError:
+            continue
+    raise OSError(f"stalloc: this process has no symbol {name}, which an entry point of the allocator needs.")
+
+
+def link(
+    package: str, file: str, *names: str, set_to: dict[str, int], libraries: tuple[ctypes.CDLL, ...] = ()
+) -> list[int]:
+    """Compile a file of a package; the addresses of the functions named.
+
+    `set_to` are addresses of what it declares, by name; the rest is looked up in `libraries`.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(files(package).joinpath(file).read_text(encoding="utf-8"))
+    module.verify()
+    # the large code model, as numba's: sections of a module may lie more than 2 GiB apart in a crowded address space,
+    # and with 32-bit distances between them LLVM aborts the process then
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="large", jit=True)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    for declared in [*module.functions, *module.global_variables]:
+        if declared.is_declaration and not declared.name.startswith("llvm."):
+            address = set_to.get(declared.name) or _symbol(declared.name, libraries)
+            engine.add_global_mapping(declared, address)
+    engine.finalize_object()
+    engine.run_static_constructors()
+    _kept.append((engine, module, machine))
+    return [engine.get_function_address(name) for name in names]

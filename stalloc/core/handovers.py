@@ -1,0 +1,144 @@
+"""Handovers: memory that passes from one stream to another, with an event where it is freed and a wait where it is
+taken.
+
+Contract: a planned request on one stream gets cells that another stream used last only after its stream waits for an
+event that the other one recorded after the free was asked for; if that cannot be had (a capture, an error of the
+driver), the request goes to the heap. Who used a cell last is looked up when it is taken, not read from the plan, so
+this holds too when the program deviates from it. The plan only says where an event is worth recording early: at the
+free, so that the wait covers no kernel that came later. Elsewhere it is recorded when the cells are taken.
+
+The driver is never called with the lock held. The thread that takes cells has them to itself while it looks at their
+previous users, and its block keeps the arena and its tables in place.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.cells import cells_empty
+from stalloc.core.constants import MAX_STREAMS, MODE_REPLAY, NO_PREVIOUS_USER, NO_STREAM, UNRECORDED_USER
+from stalloc.core.intrinsics import address_of, call3, locked, unlock
+from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, status_of, stream_at
+from stalloc.core.slots import find_slot
+
+_STATUS = 0xFFFF_FFFF  # the driver's functions return 32 bits
+
+
+@inner()
+def _is_handle(stream):
+    """Whether the driver knows the stream by this; a thread's own default stream goes by another name here."""
+    return stream & 7 != 2
+
+
+@njit(inline="always")
+def _stream_of(entry):
+    return entry.key & (MAX_STREAMS - 1)
+
+
+@inner()
+def record_free(state, position):
+    """Record an entry's event on its stream, without the lock: True if it holds what the stream was given so far."""
+    entry = entry_at(state, position)
+    stream = stream_at(state, _stream_of(entry)).value
+    if not _is_handle(stream):
+        return False
+    return call3(state.record_event, entry.event, stream, 0) & _STATUS == 0
+
+
+@inner()
+def note_user(state, position, recorded):
+    """An entry's block is about to be freed: the next one to take its cells has to wait for it. With the lock held."""
+    entry = entry_at(state, position)
+    if entry.event == 0:
+        return
+    user = position if recorded else UNRECORDED_USER - _stream_of(entry)
+    for i in range(entry.cell_low, entry.cell_high):
+        previous_user_at(state, i).value = user
+
+
+@inner()
+def _using_stream(state, user):
+    if user < NO_PREVIOUS_USER:
+        return UNRECORDED_USER - user
+    return _stream_of(entry_at(state, user))
+
+
+@inner()
+def wait_for_users(state, position):
+    """Let the stream that took an entry's cells wait for all others that used them last, without the lock.
+
+    Return the number of waits, or -1 if the stream cannot wait; the cells must not be used then. What it has waited for
+    is kept in mind either way.
+    """
+    entry = entry_at(state, position)
+    if entry.event == 0:
+        return 0
+    high, stream = entry.cell_high, _stream_of(entry)
+    waits = 0
+    for i in range(entry.cell_low, high):
+        user = previous_user_at(state, i).value
+        if user == NO_PREVIOUS_USER or _using_stream(state, user) == stream:
+            continue
+        if waits == 0 and not _may_wait(state, entry, stream):
+            return -1
+        if not _wait_for(state, entry, user, stream):
+            return -1
+        waits += 1
+        for j in range(i, high):  # the stream's own work comes after the user's from now on
+            if previous_user_at(state, j).value == user:
+                previous_user_at(state, j).value = UNRECORDED_USER - stream
+    return waits
+
+
+@inner()
+def _may_wait(state, entry, stream):
+    """Whether the stream is not being captured into a graph, which may not depend on work outside."""
+    handle = stream_at(state, stream).value
+    if not _is_handle(handle):
+        return False
+    entry.status = 0
+    status = call3(state.is_capturing, handle, address_of(status_of(entry)), 0) & _STATUS
+    return status == 0 and entry.status & _STATUS == 0
+
+
+@inner()
+def _wait_for(state, entry, user, stream):
+    event = entry.event  # nobody waits for the entry's own one while it lives
+    if user > NO_PREVIOUS_USER:
+        event = entry_at(state, user).event
+    else:
+        used_on = stream_at(state, UNRECORDED_USER - user).value
+        if not _is_handle(used_on) or call3(state.record_event, event, used_on, 0) & _STATUS != 0:
+            return False
+    return call3(state.wait_event, stream_at(state, stream).value, event, 0) & _STATUS == 0
+
+
+@njit()
+def end_sharing(device, stream):
+    """Part the cells that streams share, once no tape is served; what is empty goes to `stream` (index). For Python.
+
+    What is empty may be used when all streams have done what they were given before; `dissolve_arena` then finds
+    regions.
+    """
+    state = locked(device)
+    if state.mode != MODE_REPLAY and state.has_handovers == 1:
+        _part_streams(state, stream)
+    unlock(state)
+
+
+@inner()
+def _part_streams(state, stream):
+    """Give every cell that streams share to the stream of what lives there, or to `stream` if it is empty."""
+    i = 0
+    while i < state.num_cells:
+        high, owner = i + 1, stream
+        lease = cell_at(state, i).lease
+        if lease != 0:  # of one stream already
+            i = segment_at(state, lease).cell_high
+            continue
+        if not cells_empty(state.cell_bits, i, i + 1):
+            slot = slot_at(state, find_slot(state, state.arena + cell_at(state, i).offset))
+            entry = entry_at(state, slot.entry)
+            high, owner = entry.cell_high, _stream_of(entry)
+        for j in range(i, high):
+            cell = cell_at(state, j)
+            if cell.stream == NO_STREAM:
+                cell.stream = owner
+        i = high

@@ -1,0 +1,275 @@
+"""What the heap borrows of the arena: idle cells, leased for a while to requests that the plan does not serve.
+
+Contract: the lock is held. A lease covers whole cells of one stream and is a segment of the heap, so its blocks are
+allocated, split and coalesced like any other. It is revoked only when nothing lives in it: a planned request that meets
+a live block in a lease goes to the heap, and nothing is ever moved or overlapped.
+
+A lease is taken where the plan needs the cells the latest, and at least for as long as requests of that size at that
+place in the pass lived before. (STAlloc's paper, section 5.2, places requests of a layer in space that is idle from
+that layer to the one of their free; here time is the place in the pass, and lifespans are learnt.)
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.cells import NEVER, cells_empty, flip_cells, needed_at, tape_time
+from stalloc.core.constants import LEASED_KIND, LIFESPAN_BITS, LIFESPAN_PLACES, LIFESPAN_PLACES_BITS, LIFESPAN_SIZES
+from stalloc.core.free_lists import best_fit, remove_free
+from stalloc.core.hash_table import live_is_full
+from stalloc.core.heap import take_block
+from stalloc.core.intrinsics import last_bit
+from stalloc.core.pools import find_pool
+from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
+from stalloc.core.segments import add_segment, release_block_row, release_segment_row
+
+_MAX_LEASES = 4096
+_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
+_LOST = 16  # requests in a row that are not on the tape, after which the program does something else
+
+
+@inner()
+def begin_lease(state, row, low, high, until):
+    """Make a segment the lease of the empty cells [low, high)."""
+    segment = segment_at(state, row)
+    segment.cell_low = low
+    segment.cell_high = high
+    segment.until = until
+    flip_cells(state.cell_bits, low, high)
+    for index in range(low, high):
+        cell_at(state, index).lease = row
+    state.num_leases += 1
+    state.leased_bytes += segment.size_bytes
+
+
+@inner()
+def end_lease(state, row):
+    """Give a lease's cells back to the plan, and its row."""
+    segment = segment_at(state, row)
+    low, high = segment.cell_low, segment.cell_high
+    flip_cells(state.cell_bits, low, high)
+    state.cells_released += 1
+    for index in range(low, high):
+        cell_at(state, index).lease = 0
+    state.num_leases -= 1
+    state.leased_bytes -= segment.size_bytes
+    release_segment_row(state, row)
+
+
+@inner()
+def _revoke(state, row):
+    """End a lease in which nothing lives."""
+    block = segment_at(state, row).first
+    remove_free(state, block)
+    release_block_row(state, block)
+    end_lease(state, row)
+
+
+@inner()
+def revoke_all(state):
+    """End all leases in which nothing lives; whether none is left."""
+    i = 0
+    while i < state.num_cells and state.num_leases > 0:
+        row = cell_at(state, i).lease
+        if row == 0:
+            i += 1
+            continue
+        segment = segment_at(state, row)
+        i = segment.cell_high
+        if segment.num_live == 0:
+            _revoke(state, row)
+    return state.num_leases == 0
+
+
+@inner()
+def revoke(state, low, high):
+    """End the leases that stand in the way of the cells [low, high), if nothing lives there; whether all are empty."""
+    if state.num_leases == 0:
+        return False
+    i = low
+    while i < high:
+        row = cell_at(state, i).lease
+        if row == 0:
+            i += 1
+            continue
+        segment = segment_at(state, row)
+        i = segment.cell_high
+        if segment.num_live != 0:
+            return False
+        _revoke(state, row)
+        state.num_revoked += 1
+    return cells_empty(state.cell_bits, low, high)
+
+
+@inner()
+def _find_idle(state, stream, size, until):
+    """The first cell of the smallest idle range of a stream that holds `size` bytes and is not needed before `until`.
+
+    -1 if there is none.
+    """
+    bits, count, now = state.cell_bits, state.num_cells, tape_time(state)
+    best, best_bytes, run = -1, NEVER, -1
+    i = 0
+    while i <= count:
+        idle = False
+        if i < count:
+            word = word_at(bits, i >> 6).value
+            if word == -1 and i & 63 == 0 and run < 0:
+                i += 64
+                continue
+            idle = (word >> (i & 63)) & 1 == 0 and cell_at(state, i).stream == stream
+            idle = idle and needed_at(state, i, now) >= until
+        if idle:
+            if run < 0:
+                run = i
+        elif run >= 0:
+            length = cell_at(state, i).offset - cell_at(state, run).offset
+            if size <= length < best_bytes:
+                best, best_bytes = run, length
+            run = -1
+        i += 1
+    return best
+
+
+@inner()
+def lifespan_row(state, size):
+    """The row of a request of this size, at this place in the pass, in the table of lifespans."""
+    start = state.ring_start
+    length = state.ring_end - start
+    shift = max(last_bit(length | 1) - LIFESPAN_PLACES_BITS + 1, 0)  # a division takes long
+    place = min(max(state.cursor - start, 0) >> shift, LIFESPAN_PLACES - 1)
+    units = size >> 9
+    octave = max(last_bit(units) - 1, 0)
+    return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave
+
+
+@inner()
+def note_birth(state, block, row):
+    """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
+    block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
+
+
+@inner()
+def note_death(state, block):
+    """Learn from an unplanned request how long the next one like it will live: the longest counts, and fades."""
+    born = block_at(state, block).born
+    lived = tape_time(state) - (born >> LIFESPAN_BITS) + 1
+    known = lifespan_at(state, born & ((1 << LIFESPAN_BITS) - 1))
+    if lived > 0:
+        known.value = max(lived, known.value - (known.value >> 3))
+
+
+@njit(inline="always")
+def _take(state, block, size, requested, row):
+    address = take_block(state, block, size, requested)
+    note_birth(state, block, row)
+    return address
+
+
+@njit(inline="always")
+def _times_released(state):
+    """How often cells were given back: by planned requests that were freed, and otherwise."""
+    return state.hits - state.arena_live + state.cells_released
+
+
+@njit(inline="always")
+def _failed_before(state, stream, size, lasts):
+    """Whether the last search found nothing, and this one asks for no less: no cell was given back since."""
+    search = state.failed_search
+    same = search.released_before == _times_released(state) and search.stream == stream
+    return same and size >= search.size_bytes and lasts >= search.lasts
+
+
+@inner()
+def _planned_to_last(state, now):
+    """The most that the entry before the cursor lives, as the plan has it: until one of its cells is needed again.
+
+    It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
+    turn, and so on from step to step. 0: it has no place.
+    """
+    cursor = state.cursor
+    entry = entry_at(state, (cursor if cursor != state.ring_start else state.ring_end) - 1)
+    if state.uses == 0 or entry.offset < 0:
+        return 0
+    until = NEVER
+    for index in range(entry.cell_low, entry.cell_high):
+        until = min(until, needed_at(state, index, now))
+    return until - now
+
+
+@inner()
+def _find_for(state, stream, size, lasts, is_lost):
+    """Idle cells for a request that is expected to last so long (0: unknown): the first one, and for how long.
+
+    The first is -1 if there are none, and the search is remembered then.
+    """
+    length = state.ring_end - state.ring_start
+    least = 0 if is_lost else lasts if lasts > 0 else length >> 2
+    if _failed_before(state, stream, size, least):
+        return -1, 0
+    now, low = tape_time(state), -1
+    if is_lost:
+        lasts = 0
+        low = _find_idle(state, stream, size, 0)
+        before = state.num_leases
+        if low < 0:
+            revoke_all(state)
+            low = _find_idle(state, stream, size, 0) if state.num_leases < before else -1
+    elif lasts > 0:
+        low = _find_idle(state, stream, size, now + lasts)
+    else:
+        for lasts in (length, least):  # nothing is known: only what is idle for long
+            low = _find_idle(state, stream, size, now + lasts)
+            if low >= 0:
+                break
+    if low < 0:
+        search = state.failed_search
+        search.released_before = _times_released(state)
+        search.stream = stream
+        search.size_bytes = size
+        search.lasts = least
+    return low, lasts
+
+
+@inner()
+def _lease(state, pool, stream, low, size, lasts, is_lost):
+    """A lease of the idle cells from `low` on that are enough for a request, or for several; its row, 0 if none."""
+    begin, now = cell_at(state, low).offset, tape_time(state)
+    wanted = max(size, _MIN_LEASE)
+    high, until, bits = low, NEVER, state.cell_bits
+    while high < state.num_cells and cell_at(state, high).offset - begin < wanted:
+        usable = cells_empty(bits, high, high + 1) and cell_at(state, high).stream == stream
+        needed = needed_at(state, high, now)
+        if not usable or (needed < now + lasts and not is_lost):
+            break
+        until = min(until, needed)
+        high += 1
+    row = add_segment(state, pool, state.arena + begin, cell_at(state, high).offset - begin)
+    if row != 0:
+        begin_lease(state, row, low, high, until)
+    return row
+
+
+@inner()
+def lend(state, stream, size, requested, row, anything):
+    """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
+
+    While the program does something that is not on the tape, the plan does not need anything: all that is idle will do,
+    as it does with `anything`, before memory runs short. `row` is that of the request in the table of lifespans.
+    """
+    if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
+        return 0
+    now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
+    lasts = lifespan_at(state, row).value
+    if state.miss_run == 0:
+        lasts = max(lasts, _planned_to_last(state, now))
+    pool = find_pool(state, stream, LEASED_KIND, True)
+    if pool < 0:
+        return 0
+    fit = best_fit(state, pool, size)
+    if fit != 0 and (is_lost or segment_at(state, block_at(state, fit).segment).until >= now + lasts):
+        return _take(state, fit, size, requested, row)
+    if state.num_leases >= _MAX_LEASES or state.num_cells == 0:
+        return 0
+    low, lasts = _find_for(state, stream, size, lasts, is_lost)
+    if low < 0:
+        return 0
+    lease = _lease(state, pool, stream, low, size, lasts, is_lost)
+    return _take(state, segment_at(state, lease).first, size, requested, row) if lease != 0 else 0

@@ -1,0 +1,196 @@
+"""Classes of named words as one piece of memory that compiled code and Python both read and write.
+
+A record is declared once, as a class of annotated fields. Compiled code gets it as a numba `Record`, which is a
+pointer, so that `state.hits += 1` is one load, one addition and one store; Python gets the same memory as an object
+with the same attributes. A misspelt field is an error in both, and for mypy.
+
+Contract: each field is a 64-bit word, a record, or a number of words in a row. Never return a record from a compiled
+function that is not inlined: numba copies what it returns.
+"""
+
+import ctypes
+from inspect import get_annotations
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Words = NDArray[np.int64]
+
+_WORD = ir.IntType(64)
+
+
+class Record:
+    """Named words; a subclass declares them."""
+
+
+_structures: dict[type[Record], type[ctypes.Structure]] = {}  # made once each: numba and ctypes compare types
+_dtypes: dict[type[Record], np.dtype[Any]] = {}
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def shares_word(name: str) -> Any:
+    """The default of a field that lies in the word of another, which is meaningless while this one is not."""
+    return name
+
+
+def structure(record: type[Record]) -> type[ctypes.Structure]:
+    """A record as Python's own view of memory: attributes are numbers."""
+    if record in _structures:
+        return _structures[record]
+    fields: list[tuple[str, Any]] = []
+    for name, kind in get_annotations(record).items():
+        if hasattr(record, name):
+            continue  # ctypes knows no second name for a word
+        if get_origin(kind) is Annotated:
+            fields.append((name, ctypes.c_int64 * get_args(kind)[1]))
+        else:
+            fields.append((name, ctypes.c_int64 if kind is int else structure(kind)))
+    _structures[record] = type(record.__name__, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+    return _structures[record]
+
+
+def dtype_of(record: type[Record]) -> np.dtype[Any]:
+    """A record as a NumPy dtype, of which tables are made."""
+    if record in _dtypes:
+        return _dtypes[record]
+    names: list[str] = []
+    formats: list[Any] = []
+    offsets: list[int] = []
+    end = 0
+    for name, kind in get_annotations(record).items():
+        form: Any = np.int64
+        if get_origin(kind) is Annotated:
+            form = (np.int64, get_args(kind)[1])
+        elif kind is not int:
+            form = dtype_of(kind)
+        names.append(name)
+        formats.append(form)
+        other = getattr(record, name, None)
+        offsets.append(end if other is None else offsets[names.index(other)])
+        end = max(end, offsets[-1] + np.dtype(form).itemsize)
+    columns: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": end}
+    _dtypes[record] = np.dtype(columns, align=True)
+    return _dtypes[record]
+
+
+def offset_of(record: type[Record], path: str) -> int:
+    """The bytes from the begin of a record to a field (`name`, or `name.name` in a record inside it)."""
+    offset, dtype = 0, dtype_of(record)
+    for name in path.split("."):
+        assert dtype.fields is not None
+        dtype, more = dtype.fields[name][:2]
+        offset += more
+    return offset
+
+
+def view_at(record: type[AnyRecord], address: int) -> AnyRecord:
+    """The record at an address, for Python; whoever holds the memory has to outlive it."""
+    return structure(record).from_address(address)  # type: ignore[return-value]
+
+
+def table(record: type[Record], rows: int) -> np.recarray:
+    """Records of zeros that begin at a line of the cache; pages that are never touched cost nothing."""
+    dtype, line = dtype_of(record), 64
+    data = np.zeros(rows * dtype.itemsize + line, np.uint8)
+    first = -data.ctypes.data % line
+    return data[first : first + rows * dtype.itemsize].view(dtype).view(np.recarray)
+
+
+def _field(builder: Any, owner: Any, pointer: Any, name: str) -> Any:
+    return cgutils.get_record_member(builder, pointer, owner.offset(name), _WORD)
+
+
+def record_at(record: type[Record]) -> Any:
+    """Compiled: the record at an address."""
+    kind = numba.from_dtype(dtype_of(record))
+
+    @intrinsic
+    def at(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(kind))
+
+        return kind(types.int64), codegen
+
+    return at
+
+
+def row_at(record: type[Record]) -> Any:
+    """Compiled: a row of the table at an address."""
+    kind, size = numba.from_dtype(dtype_of(record)), dtype_of(record).itemsize
+
+    @intrinsic
+    def at(typingctx, address, row):
+        def codegen(context, builder, signature, args):
+            begin = builder.add(args[0], builder.mul(args[1], _WORD(size)))
+            return builder.inttoptr(begin, context.get_value_type(kind))
+
+        return kind(types.int64, types.int64), codegen
+
+    return at
+
+
+def row_of(table_name: str, record: type[Record]) -> Any:
+    """Compiled: a row of the table whose address is in a field of an owner."""
+    kind, size = numba.from_dtype(dtype_of(record)), dtype_of(record).itemsize
+
+    @intrinsic
+    def at(typingctx, owner, row):
+        def codegen(context, builder, signature, args):
+            begin = builder.load(_field(builder, owner, args[0], table_name), align=8)
+            begin = builder.add(begin, builder.mul(args[1], _WORD(size)))
+            return builder.inttoptr(begin, context.get_value_type(kind))
+
+        return kind(owner, types.int64), codegen
+
+    return at
+
+
+def row_address(table_name: str, record: type[Record]) -> Any:
+    """Compiled: the address of a row of the table whose address is in a field of an owner."""
+    size = dtype_of(record).itemsize
+
+    @intrinsic
+    def at(typingctx, owner, row):
+        def codegen(context, builder, signature, args):
+            begin = builder.load(_field(builder, owner, args[0], table_name), align=8)
+            return builder.add(begin, builder.mul(args[1], _WORD(size)))
+
+        return types.int64(owner, types.int64), codegen
+
+    return at
+
+
+def word_of(name: str, record: type[Record]) -> Any:
+    """Compiled: one of the words in a row that a field of an owner is, as a record of one word."""
+    kind = numba.from_dtype(dtype_of(record))
+
+    @intrinsic
+    def at(typingctx, owner, index):
+        def codegen(context, builder, signature, args):
+            first = _field(builder, owner, args[0], name)
+            return builder.bitcast(builder.gep(first, [args[1]]), context.get_value_type(kind))
+
+        return kind(owner, types.int64), codegen
+
+    return at
+
+
+def field_of(name: str, record: type[Record]) -> Any:
+    """Compiled: a field of an owner, as a record of one word that can be kept and written later."""
+    kind = numba.from_dtype(dtype_of(record))
+
+    @intrinsic
+    def at(typingctx, owner):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(_field(builder, owner, args[0], name), context.get_value_type(kind))
+
+        return kind(owner), codegen
+
+    return at

@@ -1,0 +1,423 @@
+"""What the compiled core remembers: one record a data structure, one line a field.
+
+Who may write: the core, while it holds `State.lock`; Python only through the core's functions, or where a field says
+so. Rows are numbers of rows in a table; row 0 of blocks and segments means none. A stream is its index in the table of
+streams. Bytes are rounded up to ALIGNMENT unless they are called requested. Tape time counts the requests that the
+tape was followed by: the clock of leases.
+
+Everything that turns an address and a row into a record is at the end of this file.
+"""
+
+from typing import Annotated
+
+from stalloc.core.record_types import (
+    Record,
+    Words,
+    dtype_of,
+    field_of,
+    offset_of,
+    record_at,
+    row_address,
+    row_at,
+    row_of,
+    shares_word,
+    table,
+    view_at,
+    word_of,
+)
+
+__all__ = ["dtype_of", "offset_of", "table", "view_at"]  # and what is declared here
+
+
+class Word(Record):
+    """A word that is reached through another record: a link between blocks, a root, a set of bits, an address."""
+
+    value: int
+
+
+class Total(Record):
+    """All requests together. Four words in a row change in one instruction.
+
+    allocated_bytes = sum of the bytes of the num_live blocks; each peak >= what it is the peak of
+    """
+
+    allocated_bytes: int
+    requested_bytes: int  # those deferred included, as torch counts them
+    num_live: int  # blocks, without those deferred
+    num_allocs: int  # requests served, ever
+    allocated_peak: int  # the peaks since the program reset them
+    requested_peak: int
+    live_peak: int
+    unused: int
+
+
+class Part(Record):
+    """The requests of up to SMALL_LIMIT bytes, or those above: large + small = total, word by word (peaks apart)."""
+
+    allocated_bytes: int
+    requested_bytes: int
+    num_live: int
+    num_allocs: int
+    allocated_peak: int
+    requested_peak: int
+    live_peak: int
+    unused: int
+    allocated_ever: int  # bytes
+    requested_ever: int  # bytes
+    unused_ever: Annotated[Words, 2]
+    padding: Annotated[Words, 4]
+
+
+class Peaks(Record):
+    """The most of something since the program reset the peaks: of all, and of both parts."""
+
+    total: int
+    large: int
+    small: int
+
+
+class Clock(Record):
+    """Where the C library writes the time."""
+
+    seconds: int
+    nanoseconds: int
+
+
+class FailedSearch(Record):
+    """The last search for idle cells that found none; it holds for no smaller wish until cells are given back."""
+
+    size_bytes: int
+    lasts: int  # tape time that the cells were wanted for
+    stream: int
+    released_before: int  # how often cells had been given back then; -1: there was no search
+
+
+class State(Record):
+    """One device.
+
+    reserved_bytes = sum of segment bytes + arena_bytes
+    total.allocated_bytes + deferred_bytes <= reserved_bytes
+    arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
+    ring_start <= cursor < ring_end once the first pass has begun; [ring_start, ring_end) is the ring that is followed
+    """
+
+    lock: int  # 1 while a thread is inside; alone in its line of the cache
+    lock_padding: Annotated[Words, 7]
+
+    # every request reads these
+    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
+    private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
+    recording: int  # 1: requests are written to the table of events
+    has_handovers: int  # 1: the arena has cells that several streams use, one after the other
+    num_deferred: int  # blocks that were freed while other streams use them
+    last_stream: int  # handle of the stream that asked last
+    last_stream_index: int
+    step_allocated_peak: int  # bytes, since the step began
+
+    # every planned request reads and writes these
+    tape: int  # table of TapeEntry
+    ring_start: int  # the tape that is followed is [ring_start, ring_end)
+    ring_end: int
+    cursor: int  # entry that is expected next
+    arena: int  # address
+    arena_bytes: int  # 0: there is none
+    arena_live: int  # planned blocks that live
+    cell_bits: int  # a bit for each cell: 1 if it is taken
+    slots: int  # hash table of Slot
+    slots_mask: int
+    hits: int  # requests served from the plan
+    miss_run: int  # requests in a row that are not on the tape
+    excess_misses: int  # misses - matches, never below 0
+    ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
+    history_count: int
+    num_tapes: int
+    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
+
+    # the tape and the cells, set when a plan is installed
+    cells: int  # table of Cell
+    num_cells: int
+    use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
+    uses: int  # 0: nothing is known of when cells are needed
+    lifespans: int  # how long unplanned requests lived, by part of the pass and class of size, tape time
+    tapes: int  # table of Ring
+    keys: int  # hash table of Key
+    keys_mask: int
+    places: int  # entries of the tapes, by key and position
+    cell_streams: int  # the streams that have any cells: a bit for each index modulo 64
+    pass_start: int  # tape time at which this pass began
+    last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
+    misses: int  # requests above TINY that are not on the tape
+    conflicts: int  # requests that the tape has, without a place or with one that is taken
+    ask_after_misses: int  # Python: enter Python when excess_misses are this many; 0: never
+    steps_ever: int  # passes that ended, whatever plan was in force
+
+    # leases
+    num_leases: int
+    leased_bytes: int
+    num_lent: int  # requests served from leases
+    num_revoked: int  # leases revoked for a planned request
+    cells_released: int  # how often cells were given back, other than by planned requests that were freed
+    failed_search: FailedSearch
+
+    # the step that runs, and the steps before
+    step_log: int  # table of StepRow
+    step_count: int  # steps since the plan was put in force
+    step_misses: int
+    step_unplanned: int  # entries without a place, of the misses
+    hits_before: int  # hits when the step began
+    conflicts_before: int
+    step_reserved_peak: int
+    span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
+    span_reserved_peak: int
+    bad_passes: int  # passes in a row that missed much
+    recovering: int  # 1: displaced requests may take more memory in this pass, so that they displace no others
+    recover_after: int  # the pass before which there is no recovering again
+
+    # handovers between streams
+    previous_users: int  # a word a cell: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
+    record_event: int  # the driver's functions
+    wait_event: int
+    is_capturing: int
+    num_waits: int  # of a stream for an event of another
+
+    # the heap
+    blocks: int  # table of Block
+    blocks_used: int  # rows that were ever used, with row 0
+    blocks_capacity: int
+    free_block_row: int  # the first of those that were used and are not; Block.next leads on
+    segments: int  # table of Segment
+    segments_used: int
+    segments_capacity: int
+    free_segment_row: int  # Segment.first leads on
+    pools: int  # hash table of Pool
+    pools_mask: int
+    pools_used: int
+    bins: int  # table of Bins
+    bins_used: int
+    bins_capacity: int
+    live: int  # hash table of LiveBlock; small at first, the next one lies behind it
+    live_mask: int
+    live_count: int
+    max_live_mask: int
+    streams: int  # table of handles
+    num_streams: int
+    allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
+    memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
+    expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
+
+    # what Python is entered for
+    slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
+    device: int
+    driver_error: int  # status of the driver when it last refused memory; 0: out of memory
+    oom_text: int  # address of what an out-of-memory error is to say
+    oom_text_length: int
+    clock: Clock
+
+    # the record
+    events: int  # table of Event
+    num_events: int
+    events_capacity: int
+    num_sizable: int  # requests above TINY seen while recording
+    check_at: int  # Python: enter Python for a look at the record at this many; 0: never
+
+    # statistics; those of small requests and segments are a part of the others
+    reserved_bytes: int  # the arena is a segment
+    small_reserved_bytes: int
+    reserved_ever: int
+    small_reserved_ever: int
+    num_segments: int
+    small_segments: int
+    segments_ever: int
+    small_segments_ever: int
+    reserved_peak: Peaks
+    segments_peak: Peaks
+    active_bytes_peak: Peaks  # while blocks were deferred; else those of what is allocated
+    active_blocks_peak: Peaks
+    small_deferred: int
+    deferred_bytes: int
+    small_deferred_bytes: int
+    num_segment_allocs: int
+    num_segment_frees: int
+    num_ooms: int
+    num_unknown_frees: int
+    num_retries: int  # Python: requests that were served after memory had been given back to the device
+
+    padding: Annotated[Words, 11]  # the counts begin at a line
+    total: Total
+    large: Part
+    small: Part
+
+
+class Block(Record):
+    """A range of a segment, one line of the cache.
+
+    address + size_bytes = address of the next one, or the end of the segment; no two neighbours are free
+    """
+
+    address: int
+    size_bytes: int
+    previous: int  # the neighbour below, 0: the segment begins here
+    next: int  # the neighbour above
+    state: int  # BLOCK_FREE and so on
+    segment: int
+    left: int  # of a free block: the one before it in its list, or those below it in its tree
+    right: int
+    requested_bytes: int = shares_word("left")  # of a block that is not free
+    # of an unplanned request: tape time when it was made << LIFESPAN_BITS | its row among the lifespans; else -1
+    born: int = shares_word("right")
+
+
+class Segment(Record):
+    """A range of the device's memory that one pool has, or a lease: cells of the arena that the heap borrows.
+
+    num_live = number of its blocks that are not free; what allocating and freeing need comes first, in one line
+    """
+
+    address: int  # 0: nobody uses this row
+    pool: int
+    num_live: int
+    first: int  # block
+    cell_low: int  # a lease has the cells [cell_low, cell_high)
+    cell_high: int  # 0: it is no lease
+    until: int  # of a lease: tape time at which its cells are needed
+    last_used: int  # State.steps_ever when the last block was taken from it
+    size_bytes: int
+    group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
+    padding: Annotated[Words, 6]
+
+
+class Pool(Record):
+    """The segments of a stream that serve one kind of request."""
+
+    status: int  # POOL_USED and so on; 0: nobody uses this row
+    stream: int
+    kind: int  # SMALL_KIND and so on
+    root: int  # the tree of its free blocks, if it has no bins
+    bins: int  # address of its Bins, 0: none
+    padding: Annotated[Words, 3]
+
+
+class Bins(Record):
+    """The free blocks of a pool by size, see free_lists.py: bit i of filled is 1 if roots[i] is not 0."""
+
+    roots: Annotated[Words, 2176]  # the first block or the root of each bin
+    filled: Annotated[Words, 40]
+    summary: int  # a bit for each word of `filled` that is not 0
+    padding: Annotated[Words, 23]
+
+
+class LiveBlock(Record):
+    """Where a block that is not free stands in the hash table, by its address."""
+
+    address: int  # 0: an empty row
+    block: int
+
+
+class Event(Record):
+    """Something that a program did, as it is recorded."""
+
+    action: int  # ACTION_ALLOC and so on | stream << 8
+    address: int
+    requested_bytes: int  # of a segment: its bytes
+    time_ns: int  # monotonic
+
+
+class TapeEntry(Record):
+    """A request that the plan expects, and its place: the cells [cell_low, cell_high), which are whole."""
+
+    key: int  # bytes << STREAM_BITS | stream
+    offset: int  # in the arena; -1: it has no place, the heap serves it
+    cell_low: int
+    cell_high: int
+    slot: int  # row of the slot of its offset
+    event: int  # of the driver; 0: none of its cells is another stream's
+    hands_over: int  # 1: the event is to be recorded when it is freed
+    status: int  # where the driver writes
+
+
+class Slot(Record):
+    """What lives at an offset of the arena; all offsets of the tape have one, in a hash table."""
+
+    offset: int  # -1: an empty row
+    entry: int  # -1: nobody lives there
+    requested_bytes: int
+    state: int  # BLOCK_LIVE and so on
+
+
+class Cell(Record):
+    """A range of the arena that no entry of the tape has a part of: it ends where the next one begins."""
+
+    offset: int
+    stream: int  # NO_STREAM: several use it
+    lease: int  # segment that has borrowed it
+    needed_at: int  # tape time when the plan needs it next; below now: not known
+
+
+class Key(Record):
+    """The entries that ask for the same: places[first] to places[end]."""
+
+    key: int  # 0: an empty row
+    first: int
+    end: int
+    padding: int
+
+
+class Ring(Record):
+    """One of several tapes: its entries are [begin, end)."""
+
+    begin: int
+    end: int
+
+
+class StepRow(Record):
+    """A step that ended."""
+
+    time_ns: int  # monotonic
+    hits: int
+    misses: int
+    allocated_peak: int
+    reserved_peak: int
+    padding: Annotated[Words, 3]
+
+
+class Owner(Record):
+    """What is known of the block at an address."""
+
+    size_bytes: int
+    raw_stream: int  # handle
+    state: int  # BLOCK_ state
+    is_private: int  # 1: it belongs to CUDA graphs
+
+
+state_at = record_at(State)  # (address of a state)
+block_at = row_of("blocks", Block)  # (state, row), and so on
+segment_at = row_of("segments", Segment)
+pool_at = row_of("pools", Pool)
+bins_at = record_at(Bins)  # (address)
+unused_bins_at = row_address("bins", Bins)
+live_at = row_of("live", LiveBlock)
+live_row = row_at(LiveBlock)  # (address of a table, row)
+event_at = row_of("events", Event)
+entry_at = row_of("tape", TapeEntry)
+slot_at = row_of("slots", Slot)
+slot_row = row_at(Slot)
+key_row = row_at(Key)
+cell_at = row_of("cells", Cell)
+key_at = row_of("keys", Key)
+ring_at = row_of("tapes", Ring)
+step_at = row_of("step_log", StepRow)
+stream_at = row_of("streams", Word)
+place_at = row_of("places", Word)
+use_at = row_of("uses", Word)
+use_start_at = row_of("use_starts", Word)
+lifespan_at = row_of("lifespans", Word)
+previous_user_at = row_of("previous_users", Word)
+history_at = word_of("history", Word)
+root_at = word_of("roots", Word)
+filled_at = word_of("filled", Word)
+word_at = row_at(Word)  # (address of words, which one)
+left_of = field_of("left", Word)
+right_of = field_of("right", Word)
+root_of = field_of("root", Word)
+status_of = field_of("status", Word)
+owner_at = record_at(Owner)  # (address)

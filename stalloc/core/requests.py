@@ -1,0 +1,380 @@
+"""malloc, free and share: what torch's and CuPy's allocation calls run, compiled, without the GIL and without Python.
+
+Contract, upheld under one lock a device:
+- an address of the arena is handed out only if no live block covers any byte of it: the plan's address space is cut
+  into cells at every boundary that occurs in it, and a planned request is served only while all its cells are empty;
+- a request that is not the expected one, or whose cells are taken, is served by the heap: a deviation costs memory,
+  never correctness;
+- the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
+  device, a look at what was recorded, the switch to a plan.
+"""
+
+from stalloc.compiled import cfunc, inner, njit
+from stalloc.core.cells import cells_empty, flip_cells
+from stalloc.core.constants import (
+    ACTION_ALLOC,
+    ACTION_FREE_COMPLETED,
+    ACTION_FREE_REQUESTED,
+    ACTION_OOM,
+    ALIGNMENT,
+    AT_ANY_REQUEST,
+    AT_BOUNDARY,
+    BLOCK_DEFERRED,
+    BLOCK_FREE,
+    BLOCK_IN_HANDOVER,
+    BLOCK_LIVE,
+    BLOCK_SHARED,
+    CHECK,
+    DEFER,
+    FIRST_TRY,
+    FULL_STREAMS,
+    HEAP_ONLY,
+    MAX_REQUEST,
+    MAX_STREAMS,
+    MODE_HEAP,
+    MODE_REPLAY,
+    POLL,
+    PYTHON_WAS_ASKED,
+    REASON_BITS,
+    REFUSED,
+    STALE,
+    STREAM_BITS,
+    TINY,
+)
+from stalloc.core.counters import count_alloc, count_deferred, count_free
+from stalloc.core.event_log import record
+from stalloc.core.free_lists import pool_of
+from stalloc.core.handovers import note_user, record_free, wait_for_users
+from stalloc.core.hash_table import find_live
+from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate, heap_free, rounded_bytes
+from stalloc.core.intrinsics import call3, lock, locked, unlock
+from stalloc.core.leases import lend, lifespan_row, note_birth, note_death, revoke
+from stalloc.core.records import block_at, entry_at, pool_at, slot_at, state_at
+from stalloc.core.slots import find_slot, in_arena
+from stalloc.core.step_log import end_step
+from stalloc.core.stream_table import stream_index
+from stalloc.core.tape import at_boundary, follow
+
+_SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
+
+
+@njit()
+def malloc(device, requested, handle):
+    """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
+    if requested <= 0:
+        return 0
+    state = state_at(device)
+    if requested > MAX_REQUEST:
+        return _refuse(state, requested)
+    size = (requested + (ALIGNMENT - 1)) & -ALIGNMENT
+    stage = FIRST_TRY
+    while True:
+        lock(state)
+        stream = stream_index(state, handle)
+        outcome = _try(state, stream, size, requested, stage)
+        if outcome.address != 0:
+            _count(state, stream, outcome.address, size, requested)
+            unlock(state)
+            if state.has_handovers == 0 or _secure(state, outcome.address):
+                return outcome.address
+            stage = HEAP_ONLY
+        else:
+            unlock(state)
+            stage = _ask(state, outcome.reason, outcome.subject, size, stage)
+            if stage < 0:
+                return _last_resort(state, stream, size, requested)
+
+
+@njit()
+def free(device, address):
+    """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
+    if address == 0:
+        return
+    state = locked(device)
+    slot, block = _find(state, address)
+    status = _status(state, slot, block)
+    if status == BLOCK_LIVE:
+        if state.has_handovers == 1:
+            _hand_over(state, address, slot, block)
+        else:
+            _release(state, address, slot, block)
+    elif status == BLOCK_SHARED:
+        _set_status(state, slot, block, BLOCK_DEFERRED)
+        count_deferred(state, _size(state, slot, block), 1)
+        if state.recording == 1:
+            record(state, ACTION_FREE_REQUESTED, 0, address, 0)
+    else:
+        state.num_unknown_frees += 1
+    unlock(state)
+    if status == BLOCK_SHARED:
+        call3(state.slow_function, state.device, DEFER, address)
+
+
+@njit()
+def share(device, address):
+    """Note that another stream uses a block: True if that is the first one; False too if nothing lives there."""
+    state = locked(device)
+    slot, block = _find(state, address)
+    first = _status(state, slot, block) == BLOCK_LIVE
+    if first:
+        _set_status(state, slot, block, BLOCK_SHARED)
+    unlock(state)
+    return first
+
+
+@njit()
+def finish_deferred(device, address):
+    """Free a block whose other streams are done with it."""
+    state = locked(device)
+    slot, block = _find(state, address)
+    if _status(state, slot, block) == BLOCK_DEFERRED:
+        count_deferred(state, _size(state, slot, block), -1)
+        if slot >= 0 and state.has_handovers == 1:
+            note_user(state, slot_at(state, slot).entry, False)
+        _release(state, address, slot, block)
+    unlock(state)
+
+
+@inner(forceinline=True)
+def _try(state, stream, size, requested, stage):
+    """One try with the lock held."""
+    if stream < 0:
+        return Outcome(0, REFUSED, FULL_STREAMS)
+    # events must not be asked for while a graph is captured
+    waiting = state.num_deferred > 0 and state.private_kind == 0
+    if stage == FIRST_TRY and waiting and state.total.num_allocs & 31 == 0:
+        return Outcome(0, POLL, 0)
+    if size > TINY and stage != HEAP_ONLY and state.private_kind == 0:
+        if state.mode != MODE_HEAP:
+            key = size << STREAM_BITS | stream
+            if stage == FIRST_TRY and state.ask_at_boundary != 0 and _is_asked_for(state, key):
+                state.ask_at_boundary = 0
+                return Outcome(0, AT_BOUNDARY, 0)
+            address = _serve_planned(state, key, requested)
+            if address != 0:
+                return Outcome(address, 0, 0)
+            if state.excess_misses >= state.ask_after_misses > 0:
+                state.ask_after_misses = 0
+                return Outcome(0, STALE, 0)
+            if state.mode == MODE_REPLAY:
+                return _serve_unplanned(state, stream, size, requested)
+        elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
+            state.check_at = 0
+            return Outcome(0, CHECK, 0)
+    return heap_allocate(state, stream, size, requested, stage)
+
+
+@inner(forceinline=True)
+def _serve_planned(state, key, requested):
+    """Serve a request from its place on the plan: its address, 0 if it has none that is free."""
+    position, begins = follow(state, key)
+    if position < 0 or state.mode != MODE_REPLAY:
+        return 0
+    if begins:
+        end_step(state)
+    entry, bits = entry_at(state, position), state.cell_bits
+    low, high = entry.cell_low, entry.cell_high
+    if entry.offset < 0 or not (cells_empty(bits, low, high) or revoke(state, low, high)):
+        state.conflicts += 1
+        state.step_misses += 1
+        state.step_unplanned += entry.offset < 0
+        return 0
+    flip_cells(bits, low, high)
+    slot = slot_at(state, entry.slot)
+    slot.entry = position
+    slot.requested_bytes = requested
+    slot.state = BLOCK_LIVE
+    state.arena_live += 1
+    state.hits += 1
+    return state.arena + entry.offset
+
+
+@njit(inline="always")
+def _count(state, stream, address, size, requested):
+    count_alloc(state, size, requested)
+    if state.recording == 1:
+        record(state, ACTION_ALLOC, stream, address, requested)
+        if size > TINY:
+            state.num_sizable += 1
+
+
+@inner()
+def _is_asked_for(state, key):
+    """Whether Python wants to be entered before this request is served."""
+    return state.ask_at_boundary == AT_ANY_REQUEST or at_boundary(state, key)
+
+
+@inner()
+def _exceeds_peak(state, size):
+    """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
+    expected = state.expected_peak
+    peak = max(expected, state.span_allocated_peak, state.step_allocated_peak)
+    return expected > 0 and state.recovering == 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)
+
+
+@inner()
+def _serve_unplanned(state, stream, size, requested):
+    """Serve a request that the plan does not, while it serves others."""
+    row = lifespan_row(state, size)
+    address = lend(state, stream, size, requested, row, False)
+    if address != 0:
+        state.num_lent += 1
+        return Outcome(address, 0, 0)
+    outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
+    if outcome.address != 0:
+        note_birth(state, find_live(state, outcome.address), row)
+    elif _exceeds_peak(state, size):
+        # what the plan needs again soon comes before more than the program ever used: it costs this step some hits
+        address = lend(state, stream, size, requested, row, True)
+        if address != 0:
+            state.num_lent += 1
+            return Outcome(address, 0, 0)
+    return outcome
+
+
+@inner()
+def _ask(state, reason, subject, size, stage):
+    """Enter Python for what a request needs; the stage to go on with, -1 if nothing helped."""
+    helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
+    if reason in (AT_BOUNDARY, POLL, CHECK):
+        return PYTHON_WAS_ASKED  # the tape has not moved yet
+    if reason == STALE or (helped and (reason != REFUSED or stage != HEAP_ONLY)):
+        return HEAP_ONLY  # the tape has moved past this request
+    return -1
+
+
+@inner()
+def _secure(state, address):
+    """Let the stream wait for those that used a planned address before; False: it was given up again."""
+    slot = find_slot(state, address) if in_arena(state, address) else -1
+    waits = wait_for_users(state, slot_at(state, slot).entry) if slot >= 0 else 0
+    if waits == 0:
+        return True
+    lock(state)
+    if waits > 0:
+        state.num_waits += waits
+    else:
+        state.conflicts += 1
+        slot, block = _find(state, address)
+        _release(state, address, slot, block)
+    unlock(state)
+    return waits > 0
+
+
+@inner()
+def _refuse(state, requested):
+    """Python explains a request that no device can serve."""
+    call3(state.slow_function, state.device, REFUSED, requested)
+    lock(state)
+    state.num_ooms += 1
+    unlock(state)
+    return 0
+
+
+@inner()
+def _last_resort(state, stream, size, requested):
+    """Serve a request from whatever is free, if anything is; its address, 0: it is out of memory."""
+    lock(state)
+    address = 0
+    if stream >= 0 and state.mode == MODE_REPLAY and state.private_kind == 0:
+        address = lend(state, stream, size, requested, lifespan_row(state, size), True)
+    if stream >= 0 and address == 0:
+        address = any_pool_fit(state, stream, size, requested)
+    if address > 0:
+        _count(state, stream, address, size, requested)
+    else:
+        state.num_ooms += 1
+        if state.recording == 1:
+            record(state, ACTION_OOM, max(stream, 0), 0, requested)
+    unlock(state)
+    return address
+
+
+@njit(inline="always")
+def _find(state, address):
+    """What lives at an address: the row of its slot (-1: none) and of its block (0: none)."""
+    slot = find_slot(state, address) if in_arena(state, address) else -1
+    return slot, find_live(state, address) if slot < 0 else 0
+
+
+@njit(inline="always")
+def _status(state, slot, block):
+    """The BLOCK_ state of a slot or a block."""
+    if slot >= 0:
+        return slot_at(state, slot).state
+    return block_at(state, block).state if block != 0 else BLOCK_FREE
+
+
+@njit(inline="always")
+def _set_status(state, slot, block, status):
+    if slot >= 0:
+        slot_at(state, slot).state = status
+    else:
+        block_at(state, block).state = status
+
+
+@inner()
+def _size(state, slot, block):
+    """The bytes of what lives in a slot or a block, rounded up."""
+    if slot >= 0:
+        return entry_at(state, slot_at(state, slot).entry).key >> STREAM_BITS
+    return rounded_bytes(state, block)
+
+
+@inner(forceinline=True)
+def _release_planned(state, address, slot):
+    """Free what lives in a slot."""
+    planned = slot_at(state, slot)
+    entry = entry_at(state, planned.entry)
+    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
+    planned.entry = -1
+    planned.state = BLOCK_FREE
+    state.arena_live -= 1
+    count_free(state, entry.key >> STREAM_BITS, planned.requested_bytes)
+    if state.recording == 1:
+        record(state, ACTION_FREE_COMPLETED, entry.key & (MAX_STREAMS - 1), address, planned.requested_bytes)
+
+
+@inner()
+def _release_block(state, address, block):
+    """Free a block of the heap."""
+    size, requested = rounded_bytes(state, block), block_at(state, block).requested_bytes
+    stream = pool_at(state, pool_of(state, block)).stream
+    if block_at(state, block).born >= 0 and state.mode == MODE_REPLAY:
+        note_death(state, block)
+    heap_free(state, block)
+    count_free(state, size, requested)
+    if state.recording == 1:
+        record(state, ACTION_FREE_COMPLETED, stream, address, requested)
+
+
+@njit(inline="always")
+def _release(state, address, slot, block):
+    """Free the slot or the block that lives at an address."""
+    if slot >= 0:
+        _release_planned(state, address, slot)
+    else:
+        _release_block(state, address, block)
+
+
+@inner()
+def _hand_over(state, address, slot, block):
+    """Free a block; if another stream takes its memory on the plan, with an event that says when it may be used.
+
+    The lock is released while the event is recorded: the block is nobody's then, but its cells stay taken.
+    """
+    position = slot_at(state, slot).entry if slot >= 0 else -1
+    recorded = False
+    if position >= 0 and entry_at(state, position).hands_over == 1 and state.private_kind == 0:
+        slot_at(state, slot).state = BLOCK_IN_HANDOVER
+        unlock(state)
+        recorded = record_free(state, position)
+        lock(state)
+        slot, block = _find(state, address)  # a segment may have been made of the arena meanwhile
+    if slot >= 0:
+        note_user(state, slot_at(state, slot).entry, recorded)
+    _release(state, address, slot, block)
+
+
+malloc_entry = cfunc("int64(int64, int64, int64)")(malloc.py_func)
+free_entry = cfunc("void(int64, int64)")(free.py_func)

@@ -1,0 +1,332 @@
+"""Segments and their blocks: made, resized, handed to another pool, removed.
+
+Contract: the lock is held, except where Python calls. The blocks of a segment cover it without a gap, in order; free
+neighbours are one block, so a segment in which nothing lives is one free block. Segments that came from the device as
+one piece go back together.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.constants import (
+    ACTION_SEGMENT_ALLOC,
+    ACTION_SEGMENT_FREE,
+    BLOCK_FREE,
+    GENERAL_KIND,
+    POOL_PINNED,
+    POOL_RETIRED,
+    RETIRED_KIND,
+)
+from stalloc.core.counters import count_resized, count_segment
+from stalloc.core.event_log import record
+from stalloc.core.free_lists import insert_free, remove_free
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.pools import find_pool
+from stalloc.core.records import block_at, pool_at, segment_at
+
+
+@inner()
+def allocate_block_row(state):
+    """A row for a block; 0 if the table is full."""
+    spare = state.free_block_row
+    if spare != 0:
+        state.free_block_row = block_at(state, spare).next
+        return spare
+    used = state.blocks_used
+    if used >= state.blocks_capacity:
+        return 0
+    state.blocks_used = used + 1
+    return used
+
+
+@inner()
+def release_block_row(state, row):
+    """Give the row of a block back."""
+    block_at(state, row).next = state.free_block_row
+    state.free_block_row = row
+
+
+@inner()
+def allocate_segment_row(state, pool, address, size, first):
+    """A row for a segment of a pool whose first block is `first`; 0 if the table is full."""
+    row = state.free_segment_row
+    if row != 0:
+        state.free_segment_row = segment_at(state, row).first
+    else:
+        row = state.segments_used
+        if row >= state.segments_capacity:
+            return 0
+        state.segments_used = row + 1
+    segment = segment_at(state, row)
+    segment.address = address
+    segment.pool = pool
+    segment.size_bytes = size
+    segment.num_live = 0
+    segment.first = first
+    segment.cell_low = 0
+    segment.cell_high = 0
+    segment.until = 0
+    segment.group = 0
+    segment.last_used = state.steps_ever
+    return row
+
+
+@inner()
+def release_segment_row(state, row):
+    """Give the row of a segment back."""
+    segment = segment_at(state, row)
+    segment.address = 0
+    segment.cell_high = 0
+    segment.first = state.free_segment_row
+    state.free_segment_row = row
+
+
+@inner()
+def set_up_block(state, row, address, size, segment, status):
+    """Fill the row of a block without neighbours."""
+    block = block_at(state, row)
+    block.address = address
+    block.size_bytes = size
+    block.previous = 0
+    block.next = 0
+    block.segment = segment
+    block.state = status
+    block.born = -1
+
+
+@inner()
+def add_segment(state, pool, address, size):
+    """Give a pool a segment, one free block; its row, 0 if the tables are full."""
+    block = allocate_block_row(state)
+    if block == 0:
+        return 0
+    segment = allocate_segment_row(state, pool, address, size, block)
+    if segment == 0:
+        release_block_row(state, block)
+        return 0
+    set_up_block(state, block, address, size, segment, BLOCK_FREE)
+    insert_free(state, block)
+    return segment
+
+
+@inner()
+def find_segment(state, address):
+    """The segment that begins at an address, 0 if there is none; leases are no segments."""
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if segment.address == address and segment.cell_high == 0:
+            return row
+    return 0
+
+
+@inner()
+def group_size(state, group):
+    """How many segments came from the device as this one piece."""
+    count = 0
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        count += segment.address != 0 and segment.group == group
+    return count
+
+
+@inner()
+def change_kind(state, row, kind):
+    """Let the blocks of a segment belong to another kind of pool of their stream; False if there is no such pool."""
+    segment = segment_at(state, row)
+    pool = find_pool(state, pool_at(state, segment.pool).stream, kind, True)
+    if pool < 0:
+        return False
+    block = segment.first
+    while block != 0:
+        if block_at(state, block).state == BLOCK_FREE:
+            remove_free(state, block)
+        block = block_at(state, block).next
+    segment.pool = pool
+    block = segment.first
+    while block != 0:
+        if block_at(state, block).state == BLOCK_FREE:
+            insert_free(state, block)
+        block = block_at(state, block).next
+    return True
+
+
+@inner()
+def _last_block(state, segment):
+    """The block at the end of a segment."""
+    row = segment_at(state, segment).first
+    while block_at(state, row).next != 0:
+        row = block_at(state, row).next
+    return row
+
+
+@inner()
+def _extend(state, row, size):
+    """Add `size` free bytes to the end of a segment; False if the tables are full."""
+    last = _last_block(state, row)
+    block = block_at(state, last)
+    if block.state == BLOCK_FREE:
+        remove_free(state, last)
+        block.size_bytes += size
+    else:
+        following = allocate_block_row(state)
+        if following == 0:
+            return False
+        set_up_block(state, following, block.address + block.size_bytes, size, row, BLOCK_FREE)
+        block_at(state, following).previous = last
+        block.next = following
+        last = following
+    insert_free(state, last)
+    segment_at(state, row).size_bytes += size
+    return True
+
+
+@inner()
+def _shorten(state, row, size):
+    """Take `size` bytes off the end of a segment, of which some are left; False if they are not free."""
+    last = _last_block(state, row)
+    block = block_at(state, last)
+    if block.state != BLOCK_FREE or block.size_bytes < size:
+        return False
+    remove_free(state, last)
+    if block.size_bytes > size:
+        block.size_bytes -= size
+        insert_free(state, last)
+    else:
+        block_at(state, block.previous).next = 0
+        release_block_row(state, last)
+    segment_at(state, row).size_bytes -= size
+    return True
+
+
+@inner()
+def _group_in_use(state, group):
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if segment.address != 0 and segment.group == group and segment.num_live != 0:
+            return True
+    return False
+
+
+@inner()
+def _is_removable(state, segment, used_before):
+    """Whether a segment holds nothing, was not used of late, and neither a lease nor a graph keeps it."""
+    if segment.address == 0 or segment.num_live != 0 or segment.cell_high != 0:
+        return False
+    if segment.group != 0 and _group_in_use(state, segment.group):
+        return False
+    status = pool_at(state, segment.pool).status
+    return segment.last_used < used_before and status != POOL_PINNED and status != POOL_RETIRED
+
+
+@njit()
+def give_segment(device, pool, address, size):
+    """Add a segment of `size` bytes to a pool; False if the tables are full. For Python."""
+    state = locked(device)
+    done = add_segment(state, pool, address, size) != 0
+    if done:
+        count_segment(state, pool_at(state, pool).kind, size)
+        state.num_segment_allocs += 1
+        if state.recording == 1:
+            record(state, ACTION_SEGMENT_ALLOC, pool_at(state, pool).stream, address, size)
+    unlock(state)
+    return done
+
+
+@njit()
+def remove_free_segments(device, addresses, sizes, idle_passes):
+    """Take free segments out of the heap, as many as there is room for in two columns; how many. For Python.
+
+    Only those from which nothing was taken in the last `idle_passes` passes; of those that came from the device as one
+    piece all or none.
+    """
+    state = locked(device)
+    used_before, count = state.steps_ever + 1 - idle_passes, 0
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if count == len(addresses) or not _is_removable(state, segment, used_before):
+            continue
+        count_segment(state, pool_at(state, segment.pool).kind, -segment.size_bytes)
+        addresses[count] = segment.address
+        sizes[count] = segment.size_bytes
+        remove_free(state, segment.first)
+        release_block_row(state, segment.first)
+        release_segment_row(state, row)
+        state.num_segment_frees += 1
+        if state.recording == 1:
+            record(state, ACTION_SEGMENT_FREE, 0, addresses[count], sizes[count])
+        count += 1
+    unlock(state)
+    return count
+
+
+@njit()
+def resize_segment(device, address, size):
+    """Let a segment end elsewhere, `size` bytes from its begin; False if what it would lose is in use. For Python."""
+    state = locked(device)
+    row, done = find_segment(state, address), False
+    segment = segment_at(state, row)
+    if row != 0 and segment.group == 0 and size > 0:
+        more = size - segment.size_bytes
+        done = more == 0
+        if more > 0:
+            done = _extend(state, row, more)
+        elif more < 0:
+            done = _shorten(state, row, -more)
+        if done and more != 0:
+            count_resized(state, pool_at(state, segment.pool).kind, more)
+    unlock(state)
+    return done
+
+
+@njit()
+def segment_needs(device, address):
+    """Where the last block that is not free ends in a segment, bytes from its begin; 0: nowhere. For Python."""
+    state = locked(device)
+    row, needs = find_segment(state, address), 0
+    if row != 0:
+        last = _last_block(state, row)
+        if block_at(state, last).state == BLOCK_FREE:
+            last = block_at(state, last).previous
+        if last != 0:
+            needs = block_at(state, last).address + block_at(state, last).size_bytes - address
+    unlock(state)
+    return needs
+
+
+@njit()
+def retire_segments(device, addresses, offsets):
+    """Serve nothing more from segments, which came from the device as one and are given in order. For Python.
+
+    Writes where their blocks begin (bytes from the first segment), returns how many. -1 if there are no such segments,
+    they are not the whole of what came, or they hold more blocks than `offsets` has room for; some may be retired then.
+    """
+    state = locked(device)
+    count = 0
+    for i in range(len(addresses)):
+        row = find_segment(state, addresses[i])
+        segment = segment_at(state, row)
+        group, end = segment.group, addresses[i] + segment.size_bytes
+        whole = group_size(state, group) == len(addresses) if group != 0 else len(addresses) == 1
+        if row == 0 or not whole or (i + 1 < len(addresses) and end != addresses[i + 1]):
+            count = -1
+        else:
+            block = segment.first
+            while block != 0:
+                if count < len(offsets):
+                    offsets[count] = block_at(state, block).address - addresses[0]
+                count += 1
+                block = block_at(state, block).next
+            if count > len(offsets) or not change_kind(state, row, RETIRED_KIND):
+                count = -1
+        if count < 0:
+            break
+    unlock(state)
+    return count
+
+
+@njit()
+def reuse_segment(device, address):
+    """Serve from a segment again, if it is retired. For Python."""
+    state = locked(device)
+    row = find_segment(state, address)
+    if row != 0 and pool_at(state, segment_at(state, row).pool).kind == RETIRED_KIND:
+        change_kind(state, row, GENERAL_KIND)
+    unlock(state)

@@ -1,0 +1,240 @@
+"""The heap of a device at one moment: the only reader for statistics, poison, compaction and replay.
+
+Contract: what it shows was true at once, under the lock; it only reads. An arena is shown as one segment, what the heap
+has borrowed of it as blocks like any other.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.core.cells import cells_empty
+from stalloc.core.constants import BLOCK_FREE, MAX_STREAMS, PRIVATE_KINDS, SMALL_KIND, STREAM_BITS
+from stalloc.core.free_lists import pool_of
+from stalloc.core.hash_table import find_live
+from stalloc.core.heap import rounded_bytes
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.record_types import Words, structure
+from stalloc.core.records import (
+    Owner,
+    Slot,
+    State,
+    TapeEntry,
+    block_at,
+    cell_at,
+    entry_at,
+    owner_at,
+    pool_at,
+    segment_at,
+    slot_at,
+    stream_at,
+    table,
+)
+from stalloc.core.slots import find_slot, in_arena
+from stalloc.core.state import DeviceState
+
+ARENA_KIND = -1
+_SLACK = 4096  # rows that other threads may add until the lock is taken
+
+
+@dataclass(frozen=True)
+class HeapBlock:
+    """A range of a segment that is live or free."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int  #: 0 if it is free
+    state: int  #: BLOCK_FREE and so on
+    stream: int  #: the raw stream that has it; 0 if it is a free range of an arena
+
+
+@dataclass(frozen=True)
+class HeapSegment:
+    """Memory that the device has given, and the blocks that cover it, in the order of their addresses."""
+
+    address: int
+    size_bytes: int
+    stream: int  #: the raw stream whose pool it belongs to; 0 for an arena
+    kind: int  #: kind of the pool, SMALL_KIND and so on; ARENA_KIND: an arena
+    blocks: list[HeapBlock]
+
+
+@dataclass(frozen=True)
+class Inactive:
+    """Free ranges beside live blocks, in segments and the arena; those in small pools are a part of the others."""
+
+    size_bytes: int
+    number: int
+    small_bytes: int
+    small_number: int
+
+
+@njit()
+def _copy(device, words, words_to, segments, segments_to, pools, pools_to, blocks, blocks_to, slots, slots_to):
+    """Copy tables, as words, while nobody changes them."""
+    state = locked(device)
+    words_to[:] = words
+    segments_to[:] = segments
+    pools_to[:] = pools
+    blocks_to[:] = blocks
+    slots_to[:] = slots
+    unlock(state)
+
+
+def _words(rows: np.ndarray) -> Words:
+    return rows.view(np.ndarray).view(np.int64).reshape(-1)
+
+
+def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
+    """The record and four tables of a device, as they were at one moment."""
+    sources = [state.memory, *tables]
+    copies = [np.empty(len(source), source.dtype) for source in sources]
+    _copy(state.address, *(_words(rows) for pair in zip(sources, copies, strict=True) for rows in pair))
+    return copies
+
+
+def segments(state: DeviceState) -> list[HeapSegment]:
+    """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
+    record, tables, tape = state.record, state.tables, state.tape
+    has_arena = record.arena_bytes > 0 and tape is not None
+    slots: np.ndarray = tape.slots if tape is not None and has_arena else table(Slot, 0)
+    entries: np.ndarray = tape.entries if tape is not None and has_arena else table(TapeEntry, 0)
+    used_segments, used_blocks = record.segments_used + _SLACK, record.blocks_used + _SLACK
+    memory, rows, pools, blocks, slots = _copies(
+        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots]
+    )
+    raw_streams = tables.streams["value"].tolist()
+    found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
+    for row in rows[1:][rows["address"][1:] != 0]:
+        pool = pools[int(row["pool"])]
+        stream = raw_streams[int(pool["stream"])]
+        inside = _blocks(blocks, int(row["first"]), stream)
+        if row["cell_high"]:
+            leased += inside
+        else:
+            found.append(HeapSegment(int(row["address"]), int(row["size_bytes"]), stream, int(pool["kind"]), inside))
+    arena, arena_bytes = int(memory["arena"][0]), int(memory["arena_bytes"][0])
+    if arena_bytes:
+        planned = _planned_blocks(arena, slots, entries, raw_streams)
+        taken = [block for block in leased if block.state != BLOCK_FREE] + planned
+        found.append(HeapSegment(arena, arena_bytes, 0, ARENA_KIND, _filled_up(arena, arena_bytes, taken)))
+    return found
+
+
+def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
+    """The blocks of a segment from its first on."""
+    inside = []
+    while row:
+        block = blocks[row]
+        status = int(block["state"])
+        requested = int(block["requested_bytes"]) if status != BLOCK_FREE else 0
+        inside.append(HeapBlock(int(block["address"]), int(block["size_bytes"]), requested, status, stream))
+        row = int(block["next"])
+    return inside
+
+
+def _planned_blocks(arena: int, slots: np.ndarray, entries: np.ndarray, raw_streams: list[int]) -> list[HeapBlock]:
+    """What lives in an arena as the plan has it."""
+    live = slots[slots["entry"] >= 0]
+    key = entries["key"][live["entry"]]
+    columns = live["offset"], key >> STREAM_BITS, live["requested_bytes"], live["state"], key & (MAX_STREAMS - 1)
+    return [
+        HeapBlock(arena + offset, size, requested, status, raw_streams[stream])
+        for offset, size, requested, status, stream in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _filled_up(address: int, size_bytes: int, taken: list[HeapBlock]) -> list[HeapBlock]:
+    """The live blocks of an arena and the free ranges between them."""
+    blocks, end = [], address
+    for block in sorted(taken, key=lambda block: block.address):
+        if block.address > end:
+            blocks.append(HeapBlock(end, block.address - end, 0, BLOCK_FREE, 0))
+        blocks.append(block)
+        end = block.address + block.size_bytes
+    if end < address + size_bytes:
+        blocks.append(HeapBlock(end, address + size_bytes - end, 0, BLOCK_FREE, 0))
+    return blocks
+
+
+@njit()
+def _copy_words(device, words, words_to):
+    state = locked(device)
+    words_to[:] = words
+    unlock(state)
+
+
+def counts(state: DeviceState) -> State:
+    """The record of a device as it was at one moment."""
+    copy = structure(State)()
+    words = np.frombuffer(copy, np.int64)  # type: ignore[call-overload]
+    _copy_words(state.address, _words(state.memory), words)
+    return copy  # type: ignore[return-value]
+
+
+@njit()
+def _count_inactive(device):
+    state = locked(device)
+    size = number = small_size = small_number = 0
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if segment.address == 0 or (segment.num_live == 0 and segment.cell_high == 0):
+            continue
+        is_small = pool_at(state, segment.pool).kind == SMALL_KIND
+        index = segment.first
+        while index != 0:
+            block = block_at(state, index)
+            if block.state == BLOCK_FREE:
+                size, number = size + block.size_bytes, number + 1
+                small_size += is_small * block.size_bytes
+                small_number += is_small
+            index = block.next
+    idle = False
+    for i in range(state.num_cells if state.arena_bytes > 0 else 0):
+        empty = cells_empty(state.cell_bits, i, i + 1)
+        if empty:
+            size += cell_at(state, i + 1).offset - cell_at(state, i).offset
+            number += not idle
+        idle = empty
+    unlock(state)
+    return size, number, small_size, small_number
+
+
+def inactive(state: DeviceState) -> Inactive:
+    """What lies free beside live blocks."""
+    return Inactive(*_count_inactive(state.address))
+
+
+@njit()
+def _find_owner(device, address, owner_address):
+    """Write what is known of the block at an address that is not free; False if there is none."""
+    state, owner = locked(device), owner_at(owner_address)
+    slot = find_slot(state, address) if in_arena(state, address) else -1
+    block = find_live(state, address) if slot < 0 else 0
+    if slot >= 0:
+        planned = slot_at(state, slot)
+        key = entry_at(state, planned.entry).key
+        owner.size_bytes = key >> STREAM_BITS
+        owner.raw_stream = stream_at(state, key & (MAX_STREAMS - 1)).value
+        owner.state = planned.state
+        owner.is_private = 0
+    elif block != 0:
+        pool = pool_at(state, pool_of(state, block))
+        owner.size_bytes = rounded_bytes(state, block)
+        owner.raw_stream = stream_at(state, pool.stream).value
+        owner.state = block_at(state, block).state
+        owner.is_private = pool.kind >= PRIVATE_KINDS
+    unlock(state)
+    return slot >= 0 or block != 0
+
+
+def owner_of(device: int, address: int) -> Owner | None:
+    """What is known of the block at an address that is not free, None if there is none; `device` is a state's address.
+
+    For slow ways: nothing on the way of a request calls it.
+    """
+    owner = structure(Owner)()
+    found = _find_owner(device, address, ctypes.addressof(owner))
+    return owner if found else None  # type: ignore[return-value]

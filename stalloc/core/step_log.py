@@ -1,0 +1,67 @@
+"""Planned steps as they end: what each was like, and whether the plan still fits the program.
+
+Contract: the lock is held. A pass in which many requests were displaced is followed by one that recovers; a plan that
+misses much in pass after pass is given up by the next request that asks Python.
+"""
+
+from stalloc.compiled import inner
+from stalloc.core.constants import STEP_LOG_ROWS
+from stalloc.core.intrinsics import now_ns
+from stalloc.core.records import step_at
+
+_BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
+_RECOVERY_SHARE = 64  # a pass in which one request in so many was displaced is followed by one that recovers
+_RECOVERY_EVERY = 64  # passes
+_MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
+
+
+@inner()
+def _write_row(state, hits):
+    step = step_at(state, state.step_count % STEP_LOG_ROWS)
+    step.time_ns = now_ns(state)
+    step.hits = hits
+    step.misses = state.step_misses
+    step.allocated_peak = state.step_allocated_peak
+    step.reserved_peak = state.step_reserved_peak
+    state.span_allocated_peak = max(state.span_allocated_peak, state.step_allocated_peak)
+    state.span_reserved_peak = max(state.span_reserved_peak, state.step_reserved_peak)
+
+
+@inner()
+def _judge(state, hits):
+    """Whether the pass was bad, and whether the next one recovers."""
+    lost = state.step_misses - state.step_unplanned
+    displaced = state.conflicts - state.conflicts_before - state.step_unplanned
+    missed = lost - displaced  # what borrows for these displaces others, and will again
+    recovers = _RECOVERY_SHARE * displaced > displaced + hits and state.steps_ever >= state.recover_after
+    recovers = recovers and _BAD_SHARE * missed <= missed + hits
+    state.recovering = recovers
+    if recovers:
+        state.recover_after = state.steps_ever + _RECOVERY_EVERY
+    state.bad_passes = state.bad_passes + 1 if _BAD_SHARE * lost > lost + hits else 0
+    if state.bad_passes >= _MAX_BAD_PASSES:
+        # some requests still match, so misses alone might never outnumber matches: let the next one ask
+        state.excess_misses = max(state.excess_misses, state.ask_after_misses + state.ring_end)
+
+
+@inner()
+def end_step(state):
+    """The ring begins again: write the log's row and start counting anew."""
+    hits = state.hits - state.hits_before
+    _write_row(state, hits)
+    _judge(state, hits)
+    state.step_count += 1
+    state.steps_ever += 1
+    state.cells_released += 1  # when cells are needed next has changed
+    begin_counting(state)
+
+
+@inner()
+def begin_counting(state):
+    """Count for a new step."""
+    state.hits_before = state.hits
+    state.conflicts_before = state.conflicts
+    state.step_misses = 0
+    state.step_unplanned = 0
+    state.step_allocated_peak = state.total.allocated_bytes
+    state.step_reserved_peak = state.reserved_bytes

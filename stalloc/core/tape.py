@@ -1,0 +1,273 @@
+"""Where a program stands on its tape: the expected request first, then a search for where it went on.
+
+Contract: the lock is held, except where Python calls; the cursor moves only to an entry that the program has just asked
+for. One extra request never moves it on its own. A search costs steps for each place on the tape where such a request
+stands, not for each entry of the tape, so a request that is on no tape costs next to nothing.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.cells import tape_time
+from stalloc.core.constants import MODE_HEAP
+from stalloc.core.hash_table import find_row
+from stalloc.core.intrinsics import first_at_least, locked, unlock
+from stalloc.core.records import Key, cell_at, dtype_of, entry_at, history_at, key_at, key_row, place_at, ring_at
+
+_NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
+_WINDOW = 64  # entries looked ahead for the last two requests in a row
+_CONTEXT = 4  # requests in a row that find their place anywhere on the tape
+_WIDE_EVERY = 8  # misses between two searches of the whole tape
+_SURE = 16  # matches in a row after which the place on the tape is beyond doubt
+_KEY_WORDS = dtype_of(Key).itemsize // 8
+
+
+@njit()
+def fill_keys(table, mask, keys, order):
+    """Fill an empty table of keys: `keys` (k,) are those of the tape's entries, `order` (k,) the entries by key."""
+    first = 0
+    while first < len(order):
+        key, end = keys[order[first]], first + 1
+        while end < len(order) and keys[order[end]] == key:
+            end += 1
+        row = key_row(table, find_row(table, _KEY_WORDS, mask, key, 0, 0))
+        row.key = key
+        row.first = first
+        row.end = end
+        first = end
+
+
+@njit(inline="always")
+def _find_key(state, key):
+    """The row of a request in the table of keys; one without places if it is on no tape."""
+    return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
+
+
+@njit(inline="always")
+def _asked(state, back):
+    """The key of the request that was asked for `back` requests before this one."""
+    return history_at(state, (state.history_count - 1 - back) & 3).value
+
+
+@inner()
+def _matches_history(state, position):
+    """Whether the last requests, this one included, are the tape's entries up to `position`."""
+    if state.history_count < _CONTEXT:
+        return False
+    ring_start, ring_end = state.ring_start, state.ring_end
+    for back in range(_CONTEXT):
+        if _asked(state, back) != entry_at(state, position).key:
+            return False
+        if position == ring_start and ring_start > 0:
+            # before the ring lies the prologue or the end of the ring: the first pass decides for the ring
+            position = ring_end - 1
+        else:
+            position = position - 1 if position > 0 else ring_end - 1
+    return True
+
+
+@inner()
+def _realign(state, key):
+    """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
+
+    The request itself must be one of the next few entries, or it and the one before it must be a pair within the
+    window, or the last four must be found anywhere: one extra request never moves the cursor on its own.
+    """
+    run = state.miss_run
+    if run == 0:
+        return -1
+    position = state.cursor
+    for _ in range(_NEAR):
+        position = position + 1 if position + 1 < state.ring_end else state.ring_start
+        if entry_at(state, position).key == key:
+            return position
+    places = _find_key(state, key)
+    first, end = places.first, places.end
+    if first == end:
+        return -1
+    position = _pair_ahead(state, first, end)
+    if position < 0 and run + 1 >= _CONTEXT:
+        rare = end - first <= _WINDOW
+        if rare or run < 2 * _CONTEXT or run % _WIDE_EVERY == 0:
+            position = _anywhere(state, first, end)
+            if position < 0:
+                position = _on_any_tape(state, first, end)
+    return position
+
+
+@inner()
+def _pair_ahead(state, first, end):
+    """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
+    cursor, start, length = state.cursor, state.ring_start, state.ring_end
+    before = _asked(state, 1)
+    i = first_at_least(state.places, first, end, cursor + 1)
+    while i < end:
+        position = place_at(state, i).value
+        if position > cursor + _WINDOW or position >= length:
+            break
+        if entry_at(state, position - 1).key == before:
+            return position
+        i += 1
+    around = cursor + _WINDOW - length + 1  # entries of the window that lie beyond the end of the ring
+    if around > 0:
+        i = first_at_least(state.places, first, end, start)
+        while i < end:
+            position = place_at(state, i).value
+            if position >= start + around or position > max(cursor, start):
+                break
+            if entry_at(state, position - 1 if position > start else length - 1).key == before:
+                return position
+            i += 1
+    return -1
+
+
+@inner()
+def _anywhere(state, first, end):
+    """The place of the last four requests on the tape that is followed, the next one from the cursor on; -1: none."""
+    cursor = state.cursor
+    for low, high in ((cursor, state.ring_end), (state.ring_start, cursor)):
+        i = first_at_least(state.places, first, end, low)
+        while i < end:
+            position = place_at(state, i).value
+            if position >= high:
+                break
+            if _matches_history(state, position):
+                return position
+            i += 1
+    return -1
+
+
+@inner()
+def _on_any_tape(state, first, end):
+    """The place of the last four requests on any tape, which becomes the one that is followed; -1: nowhere."""
+    for tape in range(state.num_tapes if state.num_tapes > 1 else 0):
+        ring = ring_at(state, tape)
+        i = first_at_least(state.places, first, end, ring.begin + _CONTEXT - 1)
+        while i < end:
+            position = place_at(state, i).value
+            if position >= ring.end:
+                break
+            back = 1
+            while back < _CONTEXT and entry_at(state, position - back).key == _asked(state, back):
+                back += 1
+            if back == _CONTEXT:
+                go_to(state, ring.begin, ring.end, position)
+                return position
+            i += 1
+    return -1
+
+
+@njit(inline="always")
+def _matches_in_a_row(state):
+    """How many requests have matched since the last one that did not."""
+    return state.history_count - state.last_miss
+
+
+@inner()
+def _branch(state, key):
+    """The place on another tape that begins as this pass did and goes on with `key`; it is followed then. -1: none."""
+    start = state.ring_start
+    done = state.cursor - start
+    if _matches_in_a_row(state) <= done:  # this request, which is counted already, is none
+        return -1
+    for tape in range(state.num_tapes):
+        begin, end = ring_at(state, tape).begin, ring_at(state, tape).end
+        if begin == start or begin + done >= end or entry_at(state, begin + done).key != key:
+            continue
+        i = 0
+        while i < done and entry_at(state, begin + i).key == entry_at(state, start + i).key:
+            i += 1
+        if i == done:
+            go_to(state, begin, end, begin + done)
+            return begin + done
+    return -1
+
+
+@inner()
+def go_to(state, begin, end, position):
+    """Follow the tape [begin, end) from a position; the clock goes on, when cells are needed is looked up anew."""
+    state.pass_start = tape_time(state) - position
+    state.ring_start = begin
+    state.ring_end = end
+    state.cursor = position
+    for index in range(state.num_cells):
+        cell_at(state, index).needed_at = -1
+    state.cells_released += 1
+
+
+@inner()
+def at_boundary(state, key):
+    """Whether this request begins the ring anew, after enough matches in a row to be sure of the place."""
+    start = state.ring_start
+    if state.cursor != start or entry_at(state, start).key != key:
+        return False
+    return _matches_in_a_row(state) >= min(state.ring_end - start, _SURE)
+
+
+@inner()
+def _passes_start(state, position):
+    """Whether the way forward from the cursor to a position passes the begin of the ring."""
+    cursor, start = state.cursor, state.ring_start
+    if position < start:
+        return False
+    if cursor < start:
+        return True
+    length = state.ring_end - start
+    ahead = (position - cursor) % length
+    return (start - cursor) % length <= ahead <= length // 2  # beyond half a ring it is a way back
+
+
+@inner()
+def _count_miss(state):
+    state.misses += 1
+    state.step_misses += 1
+    state.excess_misses += 1
+    state.miss_run += 1
+    state.last_miss = state.history_count
+
+
+@inner()
+def _search(state, key):
+    """Where an unexpected request stands, -1: nowhere; and whether the ring begins anew there."""
+    position = _branch(state, key) if state.num_tapes > 1 else -1
+    if position >= 0:
+        return position, position == state.ring_start
+    position = _realign(state, key)
+    return position, position >= 0 and _passes_start(state, position)
+
+
+@njit(inline="always")
+def follow(state, key):
+    """Follow the tape with one request: its entry, -1 if it is on no tape; and whether the ring begins anew with it."""
+    count = state.history_count
+    history_at(state, count & 3).value = key
+    state.history_count = count + 1
+    position = state.cursor
+    begins = position == state.ring_start
+    if entry_at(state, position).key != key:
+        position, begins = _search(state, key)
+        if position < 0:
+            _count_miss(state)
+            return -1, False
+    state.miss_run = 0
+    if state.excess_misses > 0:
+        state.excess_misses -= 1
+    following = position + 1
+    if following == state.ring_end:
+        following = state.ring_start
+        state.pass_start += position + 1 - following
+    state.cursor = following
+    return position, begins
+
+
+@njit()
+def begin_step(device, begin, end, position):
+    """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before.
+
+    For Python.
+    """
+    state = locked(device)
+    if state.mode != MODE_HEAP:
+        if state.cursor != position or state.ring_start != begin:
+            go_to(state, begin, end, position)
+        state.miss_run = 0
+        state.last_miss = min(state.last_miss, state.history_count - _SURE)
+    unlock(state)

@@ -1,0 +1,150 @@
+"""The tables of a tape: its entries, and the cells, slots and keys that they are found by.
+
+Contract: made in Python before the tape is put in place, and never resized after that; the core writes into them only
+what the records say. They have to outlive the tape in the core.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, LIFESPAN_PLACES, LIFESPAN_SIZES, NO_STREAM, STREAM_BITS
+from stalloc.core.record_types import Words
+from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
+from stalloc.core.regions import Region
+from stalloc.core.slots import fill_slots
+from stalloc.core.tape import fill_keys
+
+_MAX_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
+
+
+@dataclass(frozen=True, eq=False)
+class TapeTables:
+    """Everything that the core reads of a tape."""
+
+    entries: np.recarray  #: of TapeEntry
+    bits: Words  #: of taken cells
+    slots: np.recarray  #: of Slot, by hash
+    cells: np.recarray  #: of Cell; one more than the plan has, for what the arena has beyond it, and where that ends
+    use_starts: Words
+    uses: Words  #: empty: too many to keep
+    lifespans: np.recarray
+    rings: np.recarray  #: of Ring
+    keys: np.recarray  #: of Key, by hash
+    places: Words
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that the plan itself has."""
+        return len(self.cells) - 2
+
+    @property
+    def cell_streams(self) -> int:
+        """The streams that have any cells: a bit for each index modulo 64, as a signed number."""
+        return int(np.bitwise_or.reduce(1 << (np.unique(self.cells["stream"]) & 63)))
+
+
+def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | None) -> TapeTables:
+    """The tables of a tape; the arguments are those of `DeviceState.install_tape`."""
+    stream, offset = tape.stream, tape.offset
+    rounded = (tape.size + (ALIGNMENT - 1)) & -ALIGNMENT
+    planned = offset >= 0
+    low, high = offset[planned], (offset + rounded)[planned]
+    bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
+    entries = table(TapeEntry, len(rounded))
+    entries["key"] = rounded << STREAM_BITS | stream
+    entries["offset"] = np.where(planned, offset, -1)
+    spans = np.stack([np.searchsorted(bounds, low), np.searchsorted(bounds, high)], axis=1)
+    entries["cell_low"][planned], entries["cell_high"][planned] = spans.T
+    slots, rows = _slots(low)
+    entries["slot"][planned] = rows
+    cells = table(Cell, len(bounds) + 1)
+    cells["offset"][:-1] = bounds
+    cells["needed_at"] = -1
+    cells["stream"] = _cell_streams(spans, stream[planned], bounds, regions)
+    use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
+    rings = table(Ring, len(tape.rings))
+    rings["begin"], rings["end"] = tape.rings.T
+    keys, places = _keys(entries["key"].copy())
+    return TapeTables(
+        entries=entries,
+        bits=np.zeros((len(bounds) + 1) // 64 + 1, np.int64),
+        slots=slots,
+        cells=cells,
+        use_starts=use_starts,
+        uses=uses,
+        lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
+        rings=rings,
+        keys=keys,
+        places=places,
+    )
+
+
+def _hash_rows(count: int) -> int:
+    """Rows of a hash table for so many: at most half of them are used."""
+    return 1 << max(4, int(2 * count).bit_length())
+
+
+def _slots(low: Words) -> tuple[np.recarray, Words]:
+    """The table of slots for entries at these offsets, and each one's row."""
+    offsets = np.unique(low)
+    slots, rows = table(Slot, _hash_rows(len(offsets))), np.zeros(len(offsets), np.int64)
+    slots["offset"] = slots["entry"] = slots["requested_bytes"] = -1
+    slots["state"] = BLOCK_FREE
+    fill_slots(slots.ctypes.data, len(slots) - 1, offsets, rows)
+    return slots, rows[np.searchsorted(offsets, low)]
+
+
+def _keys(key: Words) -> tuple[np.recarray, Words]:
+    """The table of keys, and the entries by key and position."""
+    places = np.argsort(key, kind="stable")
+    keys = table(Key, _hash_rows(len(np.unique(key))))
+    fill_keys(keys.ctypes.data, len(keys) - 1, key, places)
+    return keys, places
+
+
+def _cell_streams(spans: Words, stream: Words, bounds: Words, regions: list[Region] | None) -> Words:
+    """(b + 1,) the stream of each cell, NO_STREAM if several use it.
+
+    One that none uses belongs to its region, or goes with the one before it. `spans` (k, 2) are the cells of each
+    entry, `stream` (k,) its stream, `bounds` (b,) the offsets where cells begin.
+    """
+    count = len(bounds) + 1
+    owner = np.full(count, NO_STREAM, np.int64)
+    users = np.zeros(count, np.int64)
+    for index in np.unique(stream).tolist():
+        of_stream = spans[stream == index]
+        change = np.zeros(count + 1, np.int64)
+        np.add.at(change, of_stream[:, 0], 1)
+        np.subtract.at(change, of_stream[:, 1], 1)
+        covered = np.cumsum(change[:-1]) > 0
+        owner[covered] = index
+        users += covered
+    shared = users > 1
+    used = np.flatnonzero(users > 0)
+    if not len(used) and regions is None:
+        return np.zeros(count, np.int64)
+    if regions is not None:
+        place = np.searchsorted([region.begin for region in regions], bounds, side="right") - 1
+        of_region = np.array([region.stream for region in regions], np.int64)[np.append(place, len(regions) - 1)]
+        owner = np.where(users > 0, owner, of_region)
+    else:
+        before = np.searchsorted(used, np.arange(count), side="right") - 1
+        owner = owner[used[np.maximum(before, 0)]]
+    owner[shared] = NO_STREAM
+    return owner
+
+
+def _cell_uses(spans: Words, entries: Words, count: int) -> tuple[Words, Words]:
+    """For each cell the entries of the tape that need it, in order: where each cell's begin (count + 1,), and they."""
+    lengths = spans[:, 1] - spans[:, 0]
+    total = int(lengths.sum())
+    if total > _MAX_USES:
+        return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
+    first = np.cumsum(lengths) - lengths
+    cells = np.arange(total) - np.repeat(first - spans[:, 0], lengths)
+    uses = np.repeat(entries, lengths)
+    order = np.lexsort((uses, cells))
+    starts = np.searchsorted(cells[order], np.arange(count + 1))
+    return starts.astype(np.int64), np.ascontiguousarray(uses[order])

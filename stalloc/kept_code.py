@@ -1,0 +1,141 @@
+"""Compiled code on disk, in place of numba's own cache.
+
+Contract: what is read back is machine code that will run, so it comes from a private folder only (see private.py),
+from files that nobody else can write, and only if it is whole and was made by these versions, from these sources, for
+exactly this function, signature and processor. Anything else is compiled anew. A cache that cannot be read or written
+costs time and one sentence, nothing more.
+
+numba's cache keeps an index and numbered files of code: where the disk fills up between the two, or two processes
+save at once, an index may lead to code of other sources. Here each file says itself what it holds.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import config
+from numba.core.caching import FunctionCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from stalloc.errors import BadInputError, SetupError
+from stalloc.files import write_whole
+from stalloc.notices import say
+from stalloc.private import private_folder, read_private, user_cache
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_SUFFIX = ".compiled"
+_ADVICE = "name another folder in NUMBA_CACHE_DIR"
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    say(sentence)
+
+
+@cache
+def folder_for(sources: Path) -> Path | None:
+    """Where the compiled code of a folder of sources is kept; None if there is no place for it.
+
+    That is below $NUMBA_CACHE_DIR, beside the sources, or in the user's cache: the first that can be written and is
+    private. Only a folder that the user named is refused aloud; the others give way to the next.
+    """
+    name = f"{sources.name}_{hashlib.sha256(os.fsencode(sources)).hexdigest()[:40]}"
+    if config.CACHE_DIR:
+        found = _usable(Path(config.CACHE_DIR) / name)
+        if isinstance(found, Path):
+            return found
+        if found:
+            _say_once(f"compiled code is kept elsewhere: {_of(Path(config.CACHE_DIR), found)}")
+    found = _usable(sources / "__pycache__", mode=0o755)  # other users may read Python's own files in it
+    if isinstance(found, Path):
+        return found
+    place = user_cache("compiled")
+    found = _usable(place / name)
+    if isinstance(found, Path):
+        return found
+    if found:
+        _say_once(f"compiled code is not kept, so that every start compiles anew: {_of(place, found)}")
+    return None
+
+
+def _usable(place: Path, mode: int = 0o700) -> Path | str:
+    """The private folder at a place, or why it is refused; empty if it cannot be made or written."""
+    try:
+        folder = private_folder(place, _ADVICE, mode=mode)
+    except SetupError as error:
+        return str(error)
+    except OSError:
+        return ""
+    return folder if os.access(folder, os.W_OK | os.X_OK) else ""
+
+
+def _of(place: Path, sentence: str) -> str:
+    """A sentence about a folder below `place`, said of `place`: the same for all of them."""
+    _, _, rest = sentence.partition(" is not used")
+    return f"{place} is not used{rest}"
+
+
+class KeptCode(FunctionCache):
+    """What numba asks for compiled code of one function before it compiles, and gives it to afterwards."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path, stamp: object) -> None:
+        self._py_func = function
+        self._folder = folder
+        version = f"{numba.__version__} {llvmlite.__version__} {sys.version}"
+        self._made_of = (version, stamp, function.__module__, function.__qualname__, function.__code__.co_firstlineno)
+        name = function.__qualname__.replace("<", "").replace(">", "")
+        self._any = f"{Path(function.__code__.co_filename).stem}.{name}.{sys.implementation.cache_tag}."
+        self._ours = self._any + hashlib.sha256(repr(self._made_of).encode()).hexdigest()[:16]
+        self.enable()
+
+    @property
+    def cache_path(self) -> str:
+        """The folder of the files."""
+        return str(self._folder)
+
+    def _file(self, key: object) -> Path:
+        return self._folder / f"{self._ours}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}{_SUFFIX}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function for a signature, or None."""
+        target_context.refresh()
+        key = self._index_key(sig, target_context.codegen())
+        with contextlib.suppress(OSError, SetupError):
+            content = read_private(self._file(key))
+            digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+            if hashlib.sha256(data).digest() == digest:
+                with contextlib.suppress(Exception):  # of many kinds, if two builds call themselves the same version
+                    made_of, made_for, payload = pickle.loads(data)
+                    if (made_of, made_for) == (self._made_of, key):
+                        return CompileResult._rebuild(target_context, *payload)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a compiled function, and remove what was made of other sources."""
+        if data.library.has_dynamic_globals or not all(lifted.can_cache for lifted in data.lifted):
+            return
+        key = self._index_key(sig, data.codegen)
+        content = dumps((self._made_of, key, data._reduce()))
+        try:
+            write_whole(self._file(key), hashlib.sha256(content).digest() + content, private=True)
+        except BadInputError as error:
+            reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+            _say_once(f"compiled code cannot be kept in {self._folder} ({reason}): the next start compiles anew.")
+            return
+        self._remove_stale()
+
+    def _remove_stale(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                if name.startswith(self._any) and name.endswith(_SUFFIX) and not name.startswith(self._ours):
+                    with contextlib.suppress(OSError):
+                        os.unlink(self._folder / name)
