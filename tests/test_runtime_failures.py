@@ -330,7 +330,8 @@ class FailingPool:
         if self.calls in self.failing:
             raise self.error()
         return self.pool.malloc(size)
-POOL = CONTROLLER.pool = FailingPool(CONTROLLER.pool)
+SOURCE = CONTROLLER.memory.source
+POOL = SOURCE.pool = FailingPool(SOURCE.pool)
 out_of_memory = lambda: cp.cuda.memory.OutOfMemoryError(1, 1, 1)
 driver = lambda: cp.cuda.runtime.CUDARuntimeError(700)
 """

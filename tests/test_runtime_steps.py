@@ -30,7 +30,7 @@ class Program:
     ) -> None:
         settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
         self.controller: Controller = make_controller(capacity_bytes, settings)
-        self.controller.expects_marks = True
+        self.controller.watching.expects_marks = True
         self.state = self.controller.state
         self.streams = streams
         self.live, self.owners = Intervals(), Owners()
