@@ -50,7 +50,7 @@ _SETTLE_STEPS = 10  # marked steps without a plan after which large requests sha
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 _CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
-_MOST_UNROLLED = 2_000  # requests in such a ring
+_MAX_UNROLLED = 2_000  # requests in such a ring
 _DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
 _STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets it if nothing lives in the arena
@@ -677,5 +677,5 @@ def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
 
     periods = tape.ring_length // tape.period_requests
     for more in range(1, 3) if periods > 1 else ():
-        if (periods + more) * tape.period_requests <= _MOST_UNROLLED:
+        if (periods + more) * tape.period_requests <= _MAX_UNROLLED:
             yield unrolled(tape, periods + more)

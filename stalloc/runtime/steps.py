@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
-_MOST_KINDS = 32  # that are planned together; those seen most often
-_MOST_EVENTS = 1 << 20  # of a record in which kinds are looked for
+_MAX_KINDS = 32  # that are planned together; those seen most often
+_MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
-_LEAST_STEPS = 5  # marked steps without a cycle after which kinds are looked for
-_MOST_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
-_MOST_REMEMBERED = 4096  # kinds of steps that were seen
+_MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
+_MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
+_MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Steps:
         if search is None or search.admitted is None:
             return False
         self._waits += 1
-        if self._waits <= _MOST_WAITS and self._controller.holds_twice(search.admitted):
+        if self._waits <= _MAX_WAITS and self._controller.holds_twice(search.admitted):
             self._controller.state.record.ask_at_boundary = 1  # should no mark come
             return True
         self._waiting = None
@@ -186,7 +186,7 @@ class Steps:
         name = _name(size, stream)
         self._recorded.setdefault(name, _Recorded(self._num_recorded)).count += 1
         self._num_recorded += 1
-        if len(self._times_seen) >= _MOST_REMEMBERED:
+        if len(self._times_seen) >= _MAX_REMEMBERED:
             self._times_seen.clear()
         if name not in self._times_seen:
             self._times_seen[name] = int(self._was_seen_before(size, stream))
@@ -243,7 +243,7 @@ class Steps:
 
     def look_for_kinds(self, trace: "Trace") -> None:
         """No cycle of steps was found while observing: see whether kinds of steps recur in any order."""
-        if self._num_recorded + 1 >= _LEAST_STEPS and self._fresh():
+        if self._num_recorded + 1 >= _MIN_STEPS and self._fresh():
             self._start_search(trace)
 
     def goes_on(self) -> bool:
@@ -292,7 +292,7 @@ class Steps:
             self._next_pause *= 2
             state.forget_record()
             self._forget_record()
-        elif state.record.num_events > _MOST_EVENTS or not state.record.recording:
+        elif state.record.num_events > _MAX_EVENTS or not state.record.recording:
             self._begin_record()
 
     def _begin_record(self) -> None:
@@ -358,7 +358,7 @@ def _look(search: _Search, trace: "Trace") -> None:
             again = {kind.key: kind for kind in usable}
             kinds = [again.get(kind.key, kind) for kind in search.known] + fresh
             kinds.sort(key=lambda kind: -kind.times_seen)
-            search.tapes = plan_steps(kinds[:_MOST_KINDS], search.made, trace.device)
+            search.tapes = plan_steps(kinds[:_MAX_KINDS], search.made, trace.device)
             search.admitted = admit(search.tapes.plans, ring_only=True)
     except Exception:  # these kinds are not planned then; the program must not see it
         search.admitted = None
