@@ -7,6 +7,10 @@ Contract, upheld under one lock a device:
   never correctness;
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
+
+A planned request that meets empty cells costs one atomic exchange, about 30 loads (five of them of four words) and 20
+tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines of
+the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of cells.
 """
 
 from stalloc.compiled import cfunc, inner, njit

@@ -32,7 +32,7 @@ class Arenas:
         self.arena: Any = None  #: the memory of the arena in place
         self.old_arena: list[int] = []  #: bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
-        self._lendable = 0  # CELL_STREAMS, while nothing is lent
+        self._lendable = 0  # State.cell_streams, while nothing is lent
         self._too_large: ArenaTape | None = None  # what an arena that was taken over serves, if it may be too large
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
         self._inherited: Any = None  # the arena that a parent of this process held when it forked

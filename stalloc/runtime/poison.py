@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
-_MOST_SAID = 100  # sentences; a broken program writes again and again
+_MAX_SAID = 100  # sentences; a broken program writes again and again
 _REMEMBERED = 1 << 16  # blocks that are gone, to name the one that memory belonged to
 _LIBRARIES = tuple(
     str(Path(path)) + os.sep
@@ -230,7 +230,7 @@ class Poison:
 
     def _tell(self, sentence: str) -> None:
         self.found.append(sentence)
-        if len(self.found) <= _MOST_SAID:
+        if len(self.found) <= _MAX_SAID:
             say(f"memory corruption: {sentence}")
 
     # --- helpers
