@@ -83,7 +83,7 @@ def work():
     CONTROLLER.memory.share(block.ptr, streams[0].ptr)
 in_thread(work)
 in_thread(lambda: steps(1))
-in_thread(CONTROLLER.release_unused)
+in_thread(CONTROLLER.memory.release_unused)
 steps(10)
 sys.slow = Slow()
 """,
