@@ -42,7 +42,7 @@ def check_patterns(result: dict[str, Any], operations: int) -> None:
     assert result["dropped"] == "serving from the heap"
     for part in ("alone", "in_threads"):
         assert min(result[part].values()) > 0, "hits, misses and conflicts were all met"
-    left = ("allocated", "requested", "num_live", "num_unknown_frees", "num_ooms", "arena_live", "reserved")
+    left = ("allocated_bytes", "requested_bytes", "num_live", "num_unknown_frees", "num_ooms", "arena_live", "reserved")
     assert {name: result[name] for name in (*left, "device_used")} == dict.fromkeys((*left, "device_used"), 0)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from programs.core_machine import Intervals, Owners
 
-from stalloc.core import requests
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
@@ -42,7 +41,7 @@ class Program:
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """One request; it has to be served."""
         stream %= self.streams
-        address = int(requests.malloc(self.state.address, size_bytes, stream))
+        address = int(self.state.malloc(size_bytes, stream))
         assert address
         self.live.add(address, size_bytes)
         self.owners.note(address, size_bytes, stream)
@@ -51,7 +50,7 @@ class Program:
     def free(self, address: int) -> None:
         """The end of one."""
         self.live.remove(address)
-        requests.free(self.state.address, address)
+        self.state.free(address)
 
     def forward(self, width: int) -> list[int]:
         """A batch and activations."""

@@ -62,7 +62,7 @@ from stalloc.core.tape import at_boundary, follow
 _SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
 
 
-@njit()
+@inner(forceinline=True)
 def malloc(device, requested, handle):
     """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
     if requested <= 0:
@@ -89,7 +89,7 @@ def malloc(device, requested, handle):
                 return _last_resort(state, stream, size, requested)
 
 
-@njit()
+@inner(forceinline=True)
 def free(device, address):
     """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
     if address == 0:
@@ -380,5 +380,13 @@ def _hand_over(state, address, slot, block):
     _release(state, address, slot, block)
 
 
-malloc_entry = cfunc("int64(int64, int64, int64)")(malloc.py_func)
-free_entry = cfunc("void(int64, int64)")(free.py_func)
+@cfunc("int64(int64, int64, int64)")
+def malloc_entry(device, requested, handle):
+    """What C code calls: `address` has it."""
+    return malloc(device, requested, handle)
+
+
+@cfunc("void(int64, int64)")
+def free_entry(device, address):
+    """The same for a free."""
+    free(device, address)

@@ -58,7 +58,7 @@ class Machine:
         self.state = self.controller.state
         self.marked = marked
         for size in (standing if standing is not None else np.zeros(0, np.int64)).tolist():
-            assert malloc(self.state.address, size, 0)
+            assert self.state.malloc(size)
 
     def run(self, step: Step) -> Figures:
         """Run one step and mark its end."""
