@@ -77,14 +77,14 @@ class Step:
 class Tables:
     """The tables that a device has for as long as it lives; each is an array of the record that it is named for."""
 
-    blocks: np.recarray
-    segments: np.recarray
-    pools: np.recarray
-    bins: np.recarray
-    live: np.recarray  #: all tables of live blocks, one behind the other
-    streams: np.recarray
-    events: np.recarray
-    step_log: np.recarray
+    blocks: np.ndarray
+    segments: np.ndarray
+    pools: np.ndarray
+    bins: np.ndarray
+    live: np.ndarray  #: all tables of live blocks, one behind the other
+    streams: np.ndarray
+    events: np.ndarray
+    step_log: np.ndarray
 
 
 @njit()
