@@ -37,7 +37,7 @@ for nth in range(14):
     if sys.argv[2] == "marks":
         stalloc.step()
 moved = len(allowed.relocations) if sys.argv[1] == "allowed" else 0
-print(json.dumps([CONTROLLER.phase.name, moved, CONTROLLER.note,
+print(json.dumps([CONTROLLER.status.phase.name, moved, CONTROLLER.status.note,
     STATE.record.total.allocated_bytes // MIB, STATE.record.num_ooms]))
 """
 )
@@ -150,7 +150,8 @@ except torch.OutOfMemoryError:
     refused = True
 stalloc.compact(kept, needed_bytes=230 * MIB)
 large = new(230 * MIB)
-print(json.dumps([refused, large.numel() // MIB, CONTROLLER.pool.get_limit(), STATE.record.reserved_peak.total]))
+limit = CONTROLLER.memory.source.limit_bytes
+print(json.dumps([refused, large.numel() // MIB, limit, STATE.record.reserved_peak.total]))
 """,
         MEMORY=str(1 << 30),
     )

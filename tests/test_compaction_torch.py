@@ -126,7 +126,7 @@ def train(moves, steps=12):
     places = [t.data_ptr() for t in device]
     return [t.cpu().double().view(-1).tolist() for t in device], moved, sum(a != b for a, b in zip(first, places))
 expected, nothing, _ = train(moves=False)
-phase = CONTROLLER.phase.name
+phase = CONTROLLER.status.phase.name
 found, moved, elsewhere = train(moves=True)
 torch.cuda.empty_cache()
 print(json.dumps([found == expected, nothing, moved, elsewhere, phase,
@@ -335,7 +335,7 @@ torch.cuda.reset_peak_memory_stats()
 for _ in range(4):
     step()
 peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
-print(json.dumps([CONTROLLER.phase.name, *peaks, peak, cap]))
+print(json.dumps([CONTROLLER.status.phase.name, *peaks, peak, cap]))
 """,
         MEMORY=str(8 << 30),
     )
@@ -395,7 +395,7 @@ cap, moved, phases = int(os.environ["MEMORY"]), [], []
 for steps in (2, 8):  # while it is observed, and when it is on its plan
     for _ in range(steps):
         step()
-    phases.append(CONTROLLER.phase.name)
+    phases.append(CONTROLLER.status.phase.name)
     moved.append(stalloc.adopt(model, optimizer, cap_bytes=cap).moved_bytes)
 for _ in range(2):
     step()
@@ -403,7 +403,7 @@ most = [torch.cuda.max_memory_reserved(), virtual.peak_bytes()]
 torch.cuda.reset_peak_memory_stats()
 for _ in range(4):
     step()
-phases.append(CONTROLLER.phase.name)
+phases.append(CONTROLLER.status.phase.name)
 peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
 print(json.dumps([phases, moved, peaks, most, cap]))
 """,

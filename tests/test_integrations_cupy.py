@@ -42,7 +42,7 @@ def check_patterns(result: dict[str, Any], operations: int) -> None:
     assert result["dropped"] == "serving from the heap"
     for part in ("alone", "in_threads"):
         assert min(result[part].values()) > 0, "hits, misses and conflicts were all met"
-    left = ("allocated", "requested", "num_live", "num_unknown_frees", "num_ooms", "arena_live", "reserved")
+    left = ("allocated_bytes", "requested_bytes", "num_live", "num_unknown_frees", "num_ooms", "arena_live", "reserved")
     assert {name: result[name] for name in (*left, "device_used")} == dict.fromkeys((*left, "device_used"), 0)
 
 
@@ -134,7 +134,7 @@ before = stalloc.statistics()[0]
 extra = cp.empty(MIB // 2, dtype=cp.uint8)
 run(400, extra)
 after = stalloc.statistics()[0]
-CONTROLLER.release_unused()
+CONTROLLER.memory.release_unused()
 print(json.dumps([before.phase, after.phase, after.hit_rate, STATE.record.reserved_bytes,
     STATE.record.total.num_live, STATE.record.total.allocated_bytes]))
 """
@@ -275,7 +275,7 @@ atexit.register(lambda: cp.empty(40 * MIB, dtype=cp.uint8))
 for _ in range(6):
     for i in range(3000):
         a = cp.empty(600 + 512 * (i % 700), dtype=cp.uint8)
-    CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+    CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
     stalloc.step()
 sys.keep = a
 """,
@@ -341,7 +341,7 @@ used = pool.used_bytes()
 same = bool((old.get() == 7).all())
 live = STATE.record.total.num_live
 del old
-CONTROLLER.release_unused()
+CONTROLLER.memory.release_unused()
 print(json.dumps([used, same, live, STATE.record.total.num_live, STATE.record.reserved_bytes]))
 """
     )

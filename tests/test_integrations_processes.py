@@ -50,7 +50,7 @@ def child():
 codes, phases = [], []
 context = multiprocessing.get_context("fork")
 for round in range(3):
-    phases.append(CONTROLLER.phase.value)
+    phases.append(CONTROLLER.status.phase.value)
     process = context.Process(target=child)
     process.start()
     process.join(60)
@@ -59,7 +59,7 @@ for round in range(3):
         process.kill()
     steps(10)
 live = CONTROLLER.state.record.total.num_live
-phases.append(CONTROLLER.phase.value)
+phases.append(CONTROLLER.status.phase.value)
 print(json.dumps([codes, phases, live, CONTROLLER.state.record.num_unknown_frees]))
 """
     )

@@ -57,8 +57,8 @@ print(json.dumps({
     "records": after[0] - before[0],
     "waits": after[1] - before[1],
     "hits": STATE.record.hits - hits,
-    "plan_mib": CONTROLLER.plan.peak_bytes // MIB if CONTROLLER.plan is not None else None,
-    "phase": CONTROLLER.phase.value,
+    "plan_mib": CONTROLLER.status.plan.peak_bytes // MIB if CONTROLLER.status.plan is not None else None,
+    "phase": CONTROLLER.status.phase.value,
 }))
 """
 

@@ -294,11 +294,11 @@ def test_thousands_of_graphs_one_after_another(run_checks: Any) -> None:
         + """
 torch.cuda.Stream()
 for i in range(4200):
-    CONTROLLER.begin_capture((1, i))
+    CONTROLLER.captures.begin((1, i))
     x = new(2 * MIB)
-    CONTROLLER.end_capture()
+    CONTROLLER.captures.end()
     del x
-    CONTROLLER.release_capture((1, i))
+    CONTROLLER.captures.release((1, i))
 torch.cuda.empty_cache()
 show(STATE.record.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reserved())
 """
@@ -673,7 +673,7 @@ for step in range(8):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-show(points, CONTROLLER.phase.value)
+show(points, CONTROLLER.status.phase.value)
 """
     )
     looks, phase = points
@@ -750,7 +750,7 @@ for step in range(12):
             text = str(error)
     del a, b
     optimizer.step()
-show(CONTROLLER.phase.value, text)
+show(CONTROLLER.status.phase.value, text)
 """
     )
     assert phase == "running on the plan"
@@ -835,13 +835,13 @@ for _ in range(2):
         work(12)
         state = runtime.controllers[0].state
         a = cp.zeros(1000)
-        phases.append(runtime.controllers[0].phase.value)
+        phases.append(runtime.controllers[0].status.phase.value)
     b = c = None
     live = state.record.total.num_live
     b, c = cp.zeros(1000), torch.ones(1000, device="cuda")
     counts.append(state.record.total.num_live - live)
     work(3)
-    phases.append(runtime.controllers[0].phase.value)
+    phases.append(runtime.controllers[0].status.phase.value)
 print(json.dumps([counts, phases, cp.get_default_memory_pool().used_bytes() > 0]))
 """)
     assert counts == [1, 1], "outside, torch is still served, CuPy is not"
@@ -861,7 +861,7 @@ def work():
         (parameter * 2).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return CONTROLLER.phase.value
+    return CONTROLLER.status.phase.value
 phases = [work()]
 stalloc.uninstall()
 live = STATE.record.total.num_live

@@ -149,7 +149,7 @@ def step(extra=0, seed=0):
         use(tensor)
     del live
     stalloc.step()
-    phases.add(CONTROLLER.phase.name)
+    phases.add(CONTROLLER.status.phase.name)
 for _ in range(12):
     step()
 for nth in range(6):
@@ -189,10 +189,10 @@ CONTROLLER.drop_plan()
 weights = weights[:2] if len(sys.argv) > 1 else []
 del arrays, array
 gc.collect()
-CONTROLLER._deferred.wait()
+CONTROLLER.memory.deferred.wait()
 torch.cuda.empty_cache()
 stalloc.step()
-print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.num_plans, STATE.record.num_unknown_frees,
+print(json.dumps([sorted(phases), leased > 0, deferred > 0, CONTROLLER.status.num_plans, STATE.record.num_unknown_frees,
                   STATE.record.total.allocated_bytes, STATE.record.reserved_bytes,
                       CONTROLLER.poison._memory is not None]))
 """
@@ -247,8 +247,8 @@ for _ in range(20):
             held = [use(new(size * MIB // 4)) for size in sizes]
             del held
     stalloc.step()
-write(CONTROLLER._arena.ptr + 5)  # nothing of the plan lives now
-print(CONTROLLER.phase.name, len(CONTROLLER.plan.handover_later) > 0, found(stalloc.step)[:18])
+write(CONTROLLER.arenas.arena.ptr + 5)  # nothing of the plan lives now
+print(CONTROLLER.status.phase.name, len(CONTROLLER.status.plan.handover_later) > 0, found(stalloc.step)[:18])
 """,
         STREAMS="share",
     )

@@ -107,7 +107,7 @@ def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pyte
         program = Program()
         for number in np.random.default_rng(4).integers(0, 3, 40).tolist():
             program.step(lambda width=2000 + 500 * number: program.train(width))
-        return program.controller.plan.method if program.controller.plan is not None else ""
+        return program.controller.status.plan.method if program.controller.status.plan is not None else ""
 
     assert "3 kinds of steps" in plan_in_force()
     monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_badly)
@@ -136,7 +136,7 @@ for step in range(24):
         clock += 1
     stalloc.step()
 report, = runtime.reports()
-print(json.dumps([report.plan_peak_bytes, runtime.controllers[0].steps_per_ring, report.phase]))
+print(json.dumps([report.plan_peak_bytes, runtime.controllers[0].status.steps_per_ring, report.phase]))
 """
 
 

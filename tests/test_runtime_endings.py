@@ -57,9 +57,9 @@ sys.slow = Slow()
 """,
     "a planner that never ends": """
 planners.append(lambda tape, **options: time.sleep(1e6))
-CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
-assert CONTROLLER.phase.value == "planning"
+assert CONTROLLER.status.phase.value == "planning"
 sys.slow = Slow()
 """,
     "a thread that waits for such a planner": """
@@ -70,7 +70,7 @@ time.sleep(0.1)
 sys.slow = Slow()
 """,
     "a planner at work": """
-CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 for _ in range(4):
     for i in range(3000):
         block = alloc(600 + 512 * (i % 700))
@@ -80,10 +80,10 @@ for _ in range(4):
 streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
 def work():
     block = alloc(3 * MIB)
-    CONTROLLER.share(block.ptr, streams[0].ptr)
+    CONTROLLER.memory.share(block.ptr, streams[0].ptr)
 in_thread(work)
 in_thread(lambda: steps(1))
-in_thread(CONTROLLER.release_unused)
+in_thread(CONTROLLER.memory.release_unused)
 steps(10)
 sys.slow = Slow()
 """,
@@ -93,7 +93,7 @@ def go_on():
     held = [alloc(70 * MIB) for _ in range(3)]
     held.clear()
     steps(10)
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     assert STATE.record.num_ooms == before, "memory was refused"
 at_end.append(go_on)
 """,
@@ -103,7 +103,7 @@ class Late:
     def __init__(self):
         self.blocks = [alloc(i * MIB) for i in range(1, 6)]
         for block in self.blocks:
-            CONTROLLER.share(block.ptr, stream.ptr)
+            CONTROLLER.memory.share(block.ptr, stream.ptr)
     def __del__(self):
         self.blocks.clear()
 sys.late = Late()
@@ -126,9 +126,9 @@ def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
         + """
 import json
 planners.append(lambda tape, **options: time.sleep(1e6))
-CONTROLLER.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
-assert CONTROLLER.phase.value == "planning"
+assert CONTROLLER.status.phase.value == "planning"
 stop = False
 def work():
     while not stop:
@@ -147,7 +147,7 @@ def fork():
                 assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
                 del held
                 steps(5)
-                CONTROLLER.release_unused()
+                CONTROLLER.memory.release_unused()
                 code = 0
             finally:
                 os._exit(code)

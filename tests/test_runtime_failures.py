@@ -59,7 +59,7 @@ def program(marked):
                 size = MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)
                 held.append(alloc(size))
                 if i % 3 == 0:
-                    CONTROLLER.share(held[-1].ptr, streams[0].ptr)
+                    CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
             except cp.cuda.memory.OutOfMemoryError:
                 refused += 1
         if marked:
@@ -76,8 +76,8 @@ def left_over():
     names = ("total.allocated_bytes", "total.requested_bytes", "reserved_bytes", "total.num_live",
         "num_deferred", "arena_bytes", "num_leases", "lock")
     found = {name: attrgetter(name)(STATE.record) for name in names if attrgetter(name)(STATE.record)}
-    if virtual.used_bytes() or CONTROLLER._segments:
-        found["held"] = [virtual.used_bytes(), len(CONTROLLER._segments)]
+    if virtual.used_bytes() or CONTROLLER.memory.segments:
+        found["held"] = [virtual.used_bytes(), len(CONTROLLER.memory.segments)]
     RUNTIME.resume()
     return found
 
@@ -122,7 +122,7 @@ for marked in (True, False):
         if found:
             left.append([marked, nth + 1, found])
             break
-        planned += CONTROLLER.num_plans
+        planned += CONTROLLER.status.num_plans
 print(json.dumps([total, refused, left, planned]))
 """
     )
@@ -174,11 +174,11 @@ def program(marked):
         for i in range(8):
             held.append(alloc(MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)))
             if i % 3 == 0:
-                CONTROLLER.share(held[-1].ptr, streams[0].ptr)
+                CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
         if marked:
             stalloc.step()
         if step == 12:
-            CONTROLLER.release_unused()
+            CONTROLLER.memory.release_unused()
 
 def overlaps():
     spans = sorted((block.ptr, block.ptr + block.mem.size) for block in held)
@@ -207,7 +207,7 @@ for number in range(rounds):
     found = left_over()
     if found:
         wrong.append([number, found])
-print(json.dumps([fired, sorted(set(range(1, fired + 1)) - set(heard)), wrong, CONTROLLER.num_plans]))
+print(json.dumps([fired, sorted(set(range(1, fired + 1)) - set(heard)), wrong, CONTROLLER.status.num_plans]))
 """
 
 
@@ -254,11 +254,11 @@ with torch.cuda.stream(stream):
     block = new(MIB)
     heard.append(interrupted(torch._C._CUDAGraph.capture_end, graph))
     after = STATE.record.private_kind
-kinds = len(CONTROLLER._private)
+kinds = len(CONTROLLER.captures.pools)
 del block
 heard.append(interrupted(torch._C._CUDAGraph.reset, graph))
 again = new(5 * MIB)
-print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER._private), STATE.record.num_ooms]))
+print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.captures.pools), STATE.record.num_ooms]))
 """
     )
     assert results == [[True] * 6, 1, True, 0, 1, 0, 0]
@@ -272,18 +272,18 @@ def test_a_word_of_a_freed_block_that_comes_late_takes_nothing_from_the_next_one
 stream = cp.cuda.Stream(non_blocking=True)
 block = alloc(3 * MIB)
 address = block.ptr
-CONTROLLER.share(address, stream.ptr)
+CONTROLLER.memory.share(address, stream.ptr)
 holder = [block]
 del block
 late = threading.Thread(target=holder.clear)
-with CONTROLLER._lock:
+with CONTROLLER.lock:
     late.start()
     while not STATE.record.num_deferred:
         pass
     CONTROLLER.help(constants.POLL, 0)  # finds it, and its events are over
     block = alloc(3 * MIB)
     same = block.ptr == address
-    CONTROLLER.share(address, stream.ptr)
+    CONTROLLER.memory.share(address, stream.ptr)
 late.join()
 CONTROLLER.help(constants.POLL, 0)
 recorded, record = [], cp.cuda.runtime.eventRecord
@@ -309,7 +309,7 @@ def deeper(size):
         pass
 sys.setrecursionlimit(150)
 deeper(11 * MIB)
-print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.note, STATE.record.num_ooms]))
+print(json.dumps([len(served), sys.getrecursionlimit(), CONTROLLER.status.note, STATE.record.num_ooms]))
 """
     )
     assert depths > 20
@@ -330,7 +330,8 @@ class FailingPool:
         if self.calls in self.failing:
             raise self.error()
         return self.pool.malloc(size)
-POOL = CONTROLLER.pool = FailingPool(CONTROLLER.pool)
+SOURCE = CONTROLLER.memory.source
+POOL = SOURCE.pool = FailingPool(SOURCE.pool)
 out_of_memory = lambda: cp.cuda.memory.OutOfMemoryError(1, 1, 1)
 driver = lambda: cp.cuda.runtime.CUDARuntimeError(700)
 """
@@ -375,8 +376,8 @@ for marked in (True, False):
                 refused += attempt(make, marked)
                 POOL.failing = range(0)
                 found = left_over()
-                refused_now, plans = attempt(make, marked), CONTROLLER.num_plans
-                planned += CONTROLLER.phase.value == "running on the plan"
+                refused_now, plans = attempt(make, marked), CONTROLLER.status.num_plans
+                planned += CONTROLLER.status.phase.value == "running on the plan"
                 found |= left_over()
                 if found or refused_now:
                     wrong.append([marked, nth, many, found, refused_now])

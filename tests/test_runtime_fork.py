@@ -41,14 +41,14 @@ def in_child(check):
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-churn(1, 100), whole(), CONTROLLER.release_unused()
+churn(1, 100), whole(), CONTROLLER.memory.release_unused()
 done = False
 def work(seed):
     while not done:
         assert churn(seed, 20_000) == (0, 0)
 def give_back():
     while not done:
-        CONTROLLER.release_unused()
+        CONTROLLER.memory.release_unused()
         time.sleep(0.001)
 threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in (2, 3)]
 threads.append(threading.Thread(target=give_back, daemon=True))
@@ -66,14 +66,14 @@ def check():
     live, allocated = STATE.record.total.num_live, STATE.record.total.allocated_bytes
     assert churn(9, 2_000) == (0, 0)
     assert (STATE.record.total.num_live, STATE.record.total.allocated_bytes) == (live, allocated)
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     assert STATE.record.num_unknown_frees == 0
     whole()
 codes = [in_child(check) for _ in range(15)]
 done = True
 for thread in threads:
     thread.join()
-CONTROLLER.release_unused()
+CONTROLLER.memory.release_unused()
 print(json.dumps([codes, [STATE.record.total.allocated_bytes, STATE.record.total.num_live,
     STATE.record.reserved_bytes, STATE.record.num_unknown_frees]]))
 """,

@@ -50,9 +50,9 @@ _NOTHING = [0] * 8
 @pytest.mark.parametrize(
     ("table", "sizes"),
     [
-        ("MOST_LIVE=8191", "[512] * 20_000"),
-        ("BLOCKS_CAPACITY=500", "[512] * 20_000"),
-        ("CHUNKS_CAPACITY=100", "[32 * MIB] * 200"),
+        ("max_live_mask=8191", "[512] * 20_000"),
+        ("blocks_capacity=500", "[512] * 20_000"),
+        ("segments_capacity=100", "[32 * MIB] * 200"),
     ],
 )
 def test_a_full_table_is_named_and_what_is_freed_serves_again(run_checks: Any, table: str, sizes: str) -> None:
@@ -70,7 +70,9 @@ show(first, second, texts, [whole, apart()], left_over())
     )
     assert 90 <= first < 20_000
     assert 0.4 * first < second <= first, "what was freed can be used again"
-    name = {"MOST_LIVE": "live blocks", "BLOCKS_CAPACITY": "blocks", "CHUNKS_CAPACITY": "segments"}[table.split("=")[0]]
+    name = {"max_live_mask": "live blocks", "blocks_capacity": "blocks", "segments_capacity": "segments"}[
+        table.split("=")[0]
+    ]
     assert len(texts) == 2
     for text in texts:
         assert f"table of {name} is full" in text
@@ -164,7 +166,7 @@ def step():
     stalloc.step()
 for _ in range(8):
     step()
-phases = [CONTROLLER.phase.value]
+phases = [CONTROLLER.status.phase.value]
 kept = []
 for i in range(1500):
     kept.append(cp.cuda.Stream(non_blocking=True))
@@ -175,7 +177,7 @@ for i in range(1500):
         step()
 for _ in range(12):
     step()
-phases.append(CONTROLLER.phase.value)
+phases.append(CONTROLLER.status.phase.value)
 show(phases, texts, left_over())
 """
     )

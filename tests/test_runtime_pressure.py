@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from stalloc.core import requests
 from stalloc.replay.planned import make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
@@ -69,7 +68,7 @@ class Program:
     def unserved(self, capacity_bytes: int) -> Iterator[int]:
         """Run it under the runtime, without a plan in force; yields the sizes (bytes) that were not served."""
         controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
-        controller.expects_marks = True
+        controller.watching.expects_marks = True
         address: dict[int, int] = {}
         for entry in self.script:
             if entry == LASTING:
@@ -77,11 +76,11 @@ class Program:
             elif entry == STEP:
                 controller.mark(MARK_STEP, "")
             elif entry[0] == Kind.ALLOC:
-                address[entry[1]] = requests.malloc(controller.state.address, self.sizes[entry[1]], 0)
+                address[entry[1]] = controller.state.malloc(self.sizes[entry[1]], 0)
                 if not address[entry[1]]:
                     yield self.sizes[entry[1]]
             else:
-                requests.free(controller.state.address, address.pop(entry[1]))
+                controller.state.free(address.pop(entry[1]))
 
 
 @pytest.mark.parametrize("unit_bytes", [MIB, MIB // 2, MIB // 3 // 512 * 512, MIB // 10 // 512 * 512])

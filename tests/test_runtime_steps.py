@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from programs.core_machine import Intervals, Owners
 
-from stalloc.core import requests
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.planned import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
@@ -30,7 +29,7 @@ class Program:
     ) -> None:
         settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
         self.controller: Controller = make_controller(capacity_bytes, settings)
-        self.controller.expects_marks = True
+        self.controller.watching.expects_marks = True
         self.state = self.controller.state
         self.streams = streams
         self.live, self.owners = Intervals(), Owners()
@@ -42,7 +41,7 @@ class Program:
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """One request; it has to be served."""
         stream %= self.streams
-        address = int(requests.malloc(self.state.address, size_bytes, stream))
+        address = int(self.state.malloc(size_bytes, stream))
         assert address
         self.live.add(address, size_bytes)
         self.owners.note(address, size_bytes, stream)
@@ -51,7 +50,7 @@ class Program:
     def free(self, address: int) -> None:
         """The end of one."""
         self.live.remove(address)
-        requests.free(self.state.address, address)
+        self.state.free(address)
 
     def forward(self, width: int) -> list[int]:
         """A batch and activations."""
@@ -93,14 +92,14 @@ class Program:
 
     def step(self, *parts: Callable[[], None], waits: bool = True) -> tuple[int, int]:
         """One step, with a mark at its end: requests that the plan served, and that it did not."""
-        plans, before = self.controller.num_plans, self.counts()
+        plans, before = self.controller.status.num_plans, self.counts()
         for part in parts:
             part()
         after = self.counts()
-        if plans != self.controller.num_plans:  # the counting begins anew with a plan
+        if plans != self.controller.status.num_plans:  # the counting begins anew with a plan
             before = (0, 0)
         self.controller.mark(MARK_STEP, "")
-        search = self.controller._steps.search
+        search = self.controller.steps.search
         if search is not None and waits:  # equal runs, equal figures: what runs beside the program is waited for
             assert search.done.wait(60)
         return after[0] - before[0], after[1] - before[1]
@@ -179,7 +178,7 @@ def test_made_up_kinds_on_several_streams_are_served_and_never_share_a_byte(seed
         served = program.step(lambda kind=kinds[kind]: kind.run(program))
         if number >= 30:
             hits, missed = hits + served[0], missed + served[1]
-    assert program.controller.phase is Phase.PLANNED
+    assert program.controller.status.phase is Phase.PLANNED
     assert missed <= (0.2 * hits if unruly else 0)
 
 
@@ -210,7 +209,7 @@ def test_a_kind_that_was_not_recorded_when_it_came_first_is_planned_by_its_third
         served = program.step(*parts)
         if number > 28:  # the first steps on the new plan find blocks of the old one
             assert served == (50 if number % 12 == 11 else 37, 0)
-    assert program.controller.phase is Phase.PLANNED
+    assert program.controller.status.phase is Phase.PLANNED
 
 
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +246,7 @@ def test_steps_that_never_recur_are_not_planned() -> None:
     program = Program()
     for number in range(20):
         program.step(lambda width=2000 + 16 * number: program.train(width))
-    assert program.controller.num_plans == 0
+    assert program.controller.status.num_plans == 0
 
 
 def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
@@ -258,7 +257,7 @@ def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
         program.step(lambda: program.train(2000))
         program.step(lambda: program.evaluate(1500))
     train, evaluate = (
-        next(kind for kind in recurring_steps(program.controller.trace()) if len(kind.size) == length)
+        next(kind for kind in recurring_steps(program.controller.recording.trace()) if len(kind.size) == length)
         for length in (37, 13)
     )
     assert len(train.handed_on(0)) == 13  # the gradients, and the batch
@@ -277,7 +276,7 @@ def test_the_state_of_an_optimizer_does_not_pin_what_is_transient() -> None:
             lambda: program.train(40_000),
             *[lambda: program.make_state(6)] * (number == 0),
         )
-    assert program.controller.phase is Phase.PLANNED
+    assert program.controller.status.phase is Phase.PLANNED
     state = program.state
     assert state.record.reserved_bytes <= state.allocated_peak_bytes + 40 * MIB  # two segments that are not full
 
@@ -287,7 +286,7 @@ def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
     program = Program()
     for _ in range(3):
         program.step(lambda: program.train(40_000), lambda: program.evaluate(37_000), lambda: program.evaluate(29_000))
-    assert program.controller.num_plans == 0
+    assert program.controller.status.num_plans == 0
     assert program.state.reserved_peak_bytes < 1.1 * program.state.allocated_peak_bytes + 20 * MIB
 
 
@@ -299,7 +298,7 @@ def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
     program = Program(capacity_bytes=wanted.state.reserved_peak_bytes + 64 * MIB)
     for _ in range(8):
         program.step(lambda: program.train(40_000))
-    assert program.controller.phase is Phase.PLANNED
+    assert program.controller.status.phase is Phase.PLANNED
     for width in (39_000, 31_000, 35_000):  # each asserts that it is served
         program.step(lambda width=width: program.train(width))
     program.step(lambda: program.train(40_000))
@@ -335,9 +334,9 @@ def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: in
         if number in (num_steps // 3, 2 * num_steps // 3):
             widths.append(2 * max(widths))
         program.step(lambda: work(widths[int(rng.integers(len(widths)))]))
-        if program.controller.num_plans > plans:
+        if program.controller.status.num_plans > plans:
             found.append((program.state.record.reserved_bytes, program.state.record.arena_bytes))
-        plans = program.controller.num_plans
+        plans = program.controller.status.num_plans
     return found
 
 
@@ -378,7 +377,7 @@ def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -
     for width in in_rounds(1, 2, 8):
         program.step(lambda width=width: program.train(40_000 + 1000 * width))
     plans, reserved, arena = (
-        program.controller.num_plans,
+        program.controller.status.num_plans,
         program.state.record.reserved_bytes,
         program.state.record.arena,
     )
@@ -386,7 +385,7 @@ def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -
         served = program.step(lambda width=width: program.train(39_000 + 1000 * width))
         assert program.state.record.arena == arena
     assert served == (37, 0)
-    assert program.controller.num_plans > plans
+    assert program.controller.status.num_plans > plans
     assert program.state.record.reserved_bytes < 1.2 * reserved
 
 
@@ -403,12 +402,12 @@ def drift(program: Program, widths: list[int], until: Callable[[], bool]) -> Non
 def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: int) -> None:
     program = Program(streams=streams)
     controller, state = program.controller, program.state
-    drift(program, [60_000], lambda: controller.phase is Phase.PLANNED)
+    drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
     large, arena = state.record.arena_bytes, state.record.arena
-    drift(program, [20_000, 23_000], lambda: controller.phase is Phase.OBSERVING)
+    drift(program, [20_000, 23_000], lambda: controller.status.phase is Phase.OBSERVING)
     kept = program.allocate(100 * MIB)
     assert arena <= kept < arena + large
-    drift(program, [20_000, 23_000], lambda: controller.phase is Phase.PLANNED)
+    drift(program, [20_000, 23_000], lambda: controller.status.phase is Phase.PLANNED)
     program.step(lambda: program.evaluate(20_000))
     assert state.record.arena_bytes == large  # around what lives there
     program.free(kept)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
     used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
-    traces = [controller.trace() for controller in used]
+    traces = [controller.recording.trace() for controller in used]
     if not traces:
         raise BadInputError(
             f"the program allocated no GPU memory, so {args.output} was not written: does it use the GPU?"

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
     known = cache.load() if cache is not None else None
     runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
-    if known and not any(controller.plan is not None for controller in runtime.controllers):
+    if known and not any(controller.status.plan is not None for controller in runtime.controllers):
         known = None
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
@@ -144,7 +144,7 @@ def _result(reports: list[dict[str, Any]], native: dict[str, Any] | None, code: 
 def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     from stalloc.planner import plan, save_plans
 
-    traces = [c.observed_trace for c in runtime.controllers if c.observed_trace is not None]
+    traces = [c.recording.observed_trace for c in runtime.controllers if c.recording.observed_trace is not None]
     plans = [plan(trace, streams=args.streams, handover_bytes=args.handover_bytes) for trace in traces]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")

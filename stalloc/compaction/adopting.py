@@ -275,7 +275,7 @@ def _inside(ranges: list[tuple[int, int]]) -> Callable[[int], bool]:
 
 def _room(view: HeapView, cap_bytes: int | None) -> int:
     """How many bytes a new buffer may have, beside the table of the copy."""
-    free = view.controller.free_bytes()
+    free = view.controller.memory.source.free_bytes()
     if cap_bytes is not None:
         free = min(free, cap_bytes - view.controller.state.record.reserved_bytes)
     return free - GRANULE
@@ -298,7 +298,7 @@ def _segments_to_empty(
         moved = sum(member.size_bytes for member in members.values())
         choices.append((size / moved, base, size, list(members.values())))
     choices.sort(key=lambda choice: (-choice[0], choice[1]))
-    free = view.controller.free_bytes()
+    free = view.controller.memory.source.free_bytes()
     chosen: list[list[Candidate]] = []
     moving: list[Candidate] = []
     best = emptied = gained = 0

@@ -118,7 +118,7 @@ def release(device: Any) -> None:
 
     runtime = current()
     if runtime is not None and device.type == "cuda":
-        runtime.controllers[device.index].release_unused()
+        runtime.controllers[device.index].memory.release_unused()
 
 
 def _copy_for(device: Any) -> Copy:

@@ -95,12 +95,12 @@ def view_at(record: type[AnyRecord], address: int) -> AnyRecord:
     return structure(record).from_address(address)  # type: ignore[return-value]
 
 
-def table(record: type[Record], rows: int) -> np.recarray:
+def table(record: type[Record], rows: int) -> np.ndarray:
     """Records of zeros that begin at a line of the cache; pages that are never touched cost nothing."""
     dtype, line = dtype_of(record), 64
     data = np.zeros(rows * dtype.itemsize + line, np.uint8)
     first = -data.ctypes.data % line
-    return data[first : first + rows * dtype.itemsize].view(dtype).view(np.recarray)
+    return data[first : first + rows * dtype.itemsize].view(dtype)
 
 
 def _field(builder: Any, owner: Any, pointer: Any, name: str) -> Any:

@@ -7,6 +7,10 @@ Contract, upheld under one lock a device:
   never correctness;
 - the lock is never held while Python is entered, and Python is entered only for what needs it: a segment from the
   device, a look at what was recorded, the switch to a plan.
+
+A planned request that meets empty cells costs one atomic exchange, about 30 loads (five of them of four words) and 20
+tests that go the same way in every step; its free one exchange, 20 loads and 10 tests. All of them are in nine lines of
+the cache: those that `State` names as read by every request, its counts, the entry, its slot and its word of cells.
 """
 
 from stalloc.compiled import cfunc, inner, njit
@@ -58,7 +62,7 @@ from stalloc.core.tape import at_boundary, follow
 _SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
 
 
-@njit()
+@inner(forceinline=True)
 def malloc(device, requested, handle):
     """Serve one request of `requested` bytes on a stream; its address, 0 if there is no memory."""
     if requested <= 0:
@@ -85,7 +89,7 @@ def malloc(device, requested, handle):
                 return _last_resort(state, stream, size, requested)
 
 
-@njit()
+@inner(forceinline=True)
 def free(device, address):
     """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
     if address == 0:
@@ -376,5 +380,13 @@ def _hand_over(state, address, slot, block):
     _release(state, address, slot, block)
 
 
-malloc_entry = cfunc("int64(int64, int64, int64)")(malloc.py_func)
-free_entry = cfunc("void(int64, int64)")(free.py_func)
+@cfunc("int64(int64, int64, int64)")
+def malloc_entry(device, requested, handle):
+    """What C code calls: `address` has it."""
+    return malloc(device, requested, handle)
+
+
+@cfunc("void(int64, int64)")
+def free_entry(device, address):
+    """The same for a free."""
+    free(device, address)

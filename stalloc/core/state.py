@@ -5,6 +5,7 @@ they fill. Python never holds the core's lock: between two bytecodes another thr
 that lock. Whatever must change together is written by one call into the core.
 """
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,8 +44,12 @@ from stalloc.core.records import (
     word_at,
 )
 from stalloc.core.regions import Region, moved_into
+from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.core.tape_tables import TapeTables, make_tables
 from stalloc.device.ordering import Ordering
+
+_MALLOC = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
+_FREE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
 
 _BLOCKS = 1 << 22
 _SEGMENTS = 1 << 17
@@ -72,14 +77,14 @@ class Step:
 class Tables:
     """The tables that a device has for as long as it lives; each is an array of the record that it is named for."""
 
-    blocks: np.recarray
-    segments: np.recarray
-    pools: np.recarray
-    bins: np.recarray
-    live: np.recarray  #: all tables of live blocks, one behind the other
-    streams: np.recarray
-    events: np.recarray
-    step_log: np.recarray
+    blocks: np.ndarray
+    segments: np.ndarray
+    pools: np.ndarray
+    bins: np.ndarray
+    live: np.ndarray  #: all tables of live blocks, one behind the other
+    streams: np.ndarray
+    events: np.ndarray
+    step_log: np.ndarray
 
 
 @njit()
@@ -129,6 +134,14 @@ class DeviceState:
         record.max_live_mask = _MAX_LIVE - 1
         record.events_capacity = _EVENTS
         self.set_out_of_memory_text("stalloc: out of memory")
+
+    def malloc(self, requested_bytes: int, stream: int = 0) -> int:
+        """Serve a request on a raw stream, as C code would be; its address, 0 if there is no memory."""
+        return int(_MALLOC(self.address, requested_bytes, stream))
+
+    def free(self, address: int) -> None:
+        """Free what lives at an address, as C code would."""
+        _FREE(self.address, address)
 
     def write(self, **fields: int) -> None:
         """Write several fields of the record at once, under the core's lock."""

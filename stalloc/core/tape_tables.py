@@ -23,15 +23,15 @@ _MAX_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cell
 class TapeTables:
     """Everything that the core reads of a tape."""
 
-    entries: np.recarray  #: of TapeEntry
+    entries: np.ndarray  #: of TapeEntry
     bits: Words  #: of taken cells
-    slots: np.recarray  #: of Slot, by hash
-    cells: np.recarray  #: of Cell; one more than the plan has, for what the arena has beyond it, and where that ends
+    slots: np.ndarray  #: of Slot, by hash
+    cells: np.ndarray  #: of Cell; one more than the plan has, for what the arena has beyond it, and where that ends
     use_starts: Words
     uses: Words  #: empty: too many to keep
-    lifespans: np.recarray
-    rings: np.recarray  #: of Ring
-    keys: np.recarray  #: of Key, by hash
+    lifespans: np.ndarray
+    rings: np.ndarray  #: of Ring
+    keys: np.ndarray  #: of Key, by hash
     places: Words
 
     @property
@@ -86,7 +86,7 @@ def _hash_rows(count: int) -> int:
     return 1 << max(4, int(2 * count).bit_length())
 
 
-def _slots(low: Words) -> tuple[np.recarray, Words]:
+def _slots(low: Words) -> tuple[np.ndarray, Words]:
     """The table of slots for entries at these offsets, and each one's row."""
     offsets = np.unique(low)
     slots, rows = table(Slot, _hash_rows(len(offsets))), np.zeros(len(offsets), np.int64)
@@ -96,7 +96,7 @@ def _slots(low: Words) -> tuple[np.recarray, Words]:
     return slots, rows[np.searchsorted(offsets, low)]
 
 
-def _keys(key: Words) -> tuple[np.recarray, Words]:
+def _keys(key: Words) -> tuple[np.ndarray, Words]:
     """The table of keys, and the entries by key and position."""
     places = np.argsort(key, kind="stable")
     keys = table(Key, _hash_rows(len(np.unique(key))))

@@ -92,7 +92,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         status = controller.state.record.driver_error
         if status:
             return CUDARuntimeError(status)
-        error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.pool.get_limit())
+        error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.memory.source.limit_bytes)
         error.args = (controller.state.out_of_memory_text,)
         return error
 

@@ -36,8 +36,8 @@ class Pool:
         for controller in runtime.controllers:
             with cupy.cuda.Device(controller.device.index):
                 self._own.free_all_blocks()  # nobody asks there any more
-                limits = [limit for limit in (self._own.get_limit(), controller.pool.get_limit()) if limit]
-                controller.pool.set_limit(size=min(limits, default=0))
+                limits = [limit for limit in (self._own.get_limit(), controller.memory.source.limit_bytes) if limit]
+                controller.memory.source.limit_bytes = min(limits, default=0)
 
     def leave(self) -> None:
         """Answer for CuPy's own pool alone."""
@@ -83,7 +83,7 @@ class Pool:
         """Give unused memory back to the device: of all streams, stalloc parts segments by stream already."""
         controller = self._controller()
         if controller is not None:
-            controller.release_unused()
+            controller.memory.release_unused()
         self._own.free_all_blocks(stream)
 
     def free_all_free(self) -> None:
@@ -99,12 +99,12 @@ class Pool:
         self._own.set_limit(size=size, fraction=fraction)
         controller = self._controller()
         if controller is not None:
-            controller.pool.set_limit(size=self._own.get_limit())
+            controller.memory.source.limit_bytes = self._own.get_limit()
 
     def get_limit(self) -> int:
         """The limit in bytes; 0: none."""
         controller = self._controller()
-        return int(controller.pool.get_limit() if controller is not None else self._own.get_limit())
+        return int(controller.memory.source.limit_bytes if controller is not None else self._own.get_limit())
 
 
 def hand_out(before_first: Callable[[], object] | None = None) -> Pool:

@@ -123,11 +123,12 @@ class PlanCache:
         used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
-            watched = any(controller.observed is not None for controller in used)
+            watched = any(controller.status.observed is not None for controller in used)
             if not watched and not any(_is_stale(report) for report in runtime.reports()):
                 return
             self.remove()
-        self._keep([(c.observed_trace, c.settings) for c in used if c.observed_trace is not None])
+        observed = [(c.recording.observed_trace, c.status.settings) for c in used]
+        self._keep([(trace, settings) for trace, settings in observed if trace is not None])
 
     def _keep(self, found: "list[tuple[Trace, Settings]]") -> None:
         from stalloc.planner import plan

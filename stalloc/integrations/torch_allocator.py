@@ -96,28 +96,28 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
 
     def record_stream(address: int, stream: int, _: int) -> int:
         for controller in controllers if address else ():
-            controller.share(address, stream)
+            controller.memory.share(address, stream)
         return 1
 
     def empty_cache(*_: int) -> int:
         for controller in controllers:
-            controller.release_unused()
+            controller.memory.release_unused()
         return 1
 
     def begin_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].begin_capture((first, second))
+        controllers[device & _INT].captures.begin((first, second))
         return 1
 
     def end_capture(device: int, *_: int) -> int:
-        controllers[device & _INT].end_capture()
+        controllers[device & _INT].captures.end()
         return 1
 
     def release_capture(device: int, first: int, second: int) -> int:
-        controllers[device & _INT].release_capture((first, second))
+        controllers[device & _INT].captures.release((first, second))
         return 1
 
     def limit(fraction: float, device: int) -> None:
-        controllers[device].limit(fraction)
+        controllers[device].memory.limit(fraction)
 
     # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
     for setter, function in (

@@ -48,7 +48,7 @@ def put_limit_in_force(runtime: "Runtime") -> None:
     share = settings()[1].get(_FRACTION)
     if share is not None:
         for controller in runtime.controllers:
-            controller.limit(float(share))
+            controller.memory.limit(float(share))
 
 
 def report(runtime: "Runtime | None") -> str:

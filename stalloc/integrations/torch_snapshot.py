@@ -53,8 +53,8 @@ class History:
         if not was_enabled or clear_history:
             self._begin_us = time.monotonic_ns() // 1000
         for controller in self._runtime.controllers:
-            settings = dataclasses.replace(controller.settings, keep_recording=self.enabled)
-            controller.settings = settings
+            settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
+            controller.status.settings = settings
             if self.enabled:
                 controller.state.write(recording=1)
 
@@ -82,7 +82,7 @@ class History:
             from stalloc.report.snapshot import snapshot_of
 
             used = [controller for controller in controllers if controller.state.record.num_events]
-            recorded, _ = snapshot_of([controller.trace() for controller in used])
+            recorded, _ = snapshot_of([controller.recording.trace() for controller in used])
             for index, history in enumerate(recorded["device_traces"]):
                 wanted = [event for event in history if event["time_us"] >= self._begin_us]
                 traces[index] = [_completed(event) for event in wanted[max(0, len(wanted) - self._max_entries) :]]

@@ -11,6 +11,7 @@ Python is answered by the runtime's Controller; only the memory below is made up
   input gives equal figures.
 """
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from stalloc.core.entry import slow_entry
 from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
+from stalloc.device.mapped import MappedRange
 from stalloc.errors import BadInputError
 from stalloc.replay.model import check_rows, read_settings
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
@@ -74,20 +76,26 @@ class _Size:
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Memory:
-    """Bytes of the made-up device, with the names that CuPy's memory has."""
+    """Bytes of the made-up device, with the names that CuPy's memory has; they go back with the last reference."""
 
     ptr: int
     mem: _Size
+    device: "_Device"
+
+    def __del__(self) -> None:
+        self.device.taken -= self.mem.size
+        self.device.num_frees += 1
 
 
 class _Device:
-    """A device without memory: it counts."""
+    """A device without memory, and where its memory comes from: it counts."""
 
     kind: Literal["virtual"] = "virtual"
     name = "a device of numbers"
     compute_capability = (0, 0)
+    limit_bytes = 0
 
     def __init__(self, index: int, capacity_bytes: int) -> None:
         self.index = index
@@ -95,6 +103,7 @@ class _Device:
         self.taken = 0
         self.num_allocs = self.num_frees = 0
         self._next = FIRST_ADDRESS
+        self.ranges: list[MappedRange] = []  # none
 
     def new_pool(self) -> None:
         return None
@@ -103,46 +112,33 @@ class _Device:
         return None
 
     def memory_info(self) -> tuple[int, int]:
-        return self.total_bytes - self.taken, self.total_bytes
+        return self.free_bytes(), self.total_bytes
 
-    def malloc(self, size_bytes: int) -> _Memory | None:
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.taken
+
+    def take(self, size_bytes: int, *, mapped: bool) -> _Memory | None:
         if self.taken + size_bytes > self.total_bytes:
             return None
         self.taken += size_bytes
         self.num_allocs += 1
         address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
-        return _Memory(address, _Size(size_bytes))
+        return _Memory(address, _Size(size_bytes), self)
 
-    def free(self, memory: _Memory) -> None:
-        self.taken -= memory.mem.size
-        self.num_frees += 1
+    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def collect(self) -> None:
+        """Nothing is kept."""
+
+    def forked(self) -> None:
+        """The numbers are the child's own."""
 
 
 class OfflineController(Controller):
-    """The runtime's controller over a device of numbers: only where memory comes from is different."""
+    """The runtime's controller over a device of numbers."""
 
     device: Any
-
-    def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
-        memory = self.device.malloc(size_bytes)
-        if memory is None:
-            self.state.record.num_retries += 1
-            self.release_unused()
-            memory = self.device.malloc(size_bytes)
-        return memory
-
-    def free_bytes(self) -> int:
-        free, _ = self.device.memory_info()
-        return int(free)
-
-    def release_unused(self, idle_passes: int = 0) -> None:
-        for base in self._take_free_segments(idle_passes):
-            memory = self._segments.pop(base)
-            if memory not in self._segments.values():  # several segments may be parts of one piece of memory
-                self.device.free(memory)
-        if self._arena is not None and self.state.forget_arena():
-            self.device.free(self._arena)
-            self._arena = None
 
     def close(self) -> None:
         """Let go of the controller; it serves nothing any more."""
@@ -151,19 +147,20 @@ class OfflineController(Controller):
     @property
     def held(self) -> list[_Memory]:
         """What came from the device and was not given back."""
-        return [*{*self._segments.values()}, *([self._arena] if self._arena is not None else [])]
+        arena = self.arenas.arena
+        return [*{*self.memory.segments.values()}, *([arena] if arena is not None else [])]
 
     def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
         """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
         self.state.write(allocating_persistent=0, recording=0, check_at=0)
         arena_bytes = round_up(peak_bytes)
-        memory = self._malloc(arena_bytes) if arena_bytes else None
+        memory = self.memory.malloc(arena_bytes) if arena_bytes else None
         if memory is None:
-            self.phase = Phase.RESTING
+            self.status.phase = Phase.RESTING
             return False
-        self.phase = Phase.PLANNED
+        self.status.phase = Phase.PLANNED
         self.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
-        self._serve_from(memory, arena_bytes)
+        self.arenas.serve_from(memory, arena_bytes)
         return True
 
 
@@ -185,7 +182,8 @@ def make_controller(capacity_bytes: int, settings: Settings) -> OfflineControlle
         index = len(_controllers)
         while index in _controllers:
             index += 1
-        controller = OfflineController(_Device(index, capacity_bytes), _entry, settings)
+        device = _Device(index, capacity_bytes)
+        controller = OfflineController(device, device, _entry, settings)
         _controllers[index] = controller
     return controller
 
@@ -265,7 +263,7 @@ class Planned:
                 failed = start + done
                 break
             if stop < num_events:
-                self._controller.release_unused()
+                self._controller.memory.release_unused()
                 reserved[stop], allocated[stop] = state.record.reserved_bytes, words[_ALLOCATED]
             start = stop + 1
         if failed >= 0:
@@ -289,7 +287,7 @@ class Planned:
                 "conflicts": state.record.conflicts,
                 "arena_bytes": state.record.arena_bytes,
                 "plan_bytes": self._plan_bytes,
-                "plans": self._controller.num_plans,
+                "plans": self._controller.status.num_plans,
                 "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.step_count else 0,
             },
         )
@@ -303,7 +301,7 @@ class Planned:
     def note(self) -> str:
         """What the runtime has to say about itself: its phase, and why it rests, if it does."""
         controller = self._controller
-        return f"{controller.phase.value}{f': {controller.note}' if controller.note else ''}"
+        return f"{controller.status.phase.value}{f': {controller.status.note}' if controller.status.note else ''}"
 
     def addresses(self) -> Column:
         """(n,) where each request was placed last; 0 for a request that never was, or that had no bytes."""

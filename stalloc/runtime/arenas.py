@@ -11,32 +11,41 @@ import numpy as np
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.regions import moved_into
-from stalloc.device import Device
 from stalloc.device.mapped import MappedRange
 from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.settings import Settings
 
 if TYPE_CHECKING:
     from stalloc.core.regions import Region
-    from stalloc.runtime import poison
 
 _CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
 
 
-class Arenas(DeviceMemory):
-    """The memory of one device, with the arena in force."""
+class Arenas:
+    """The arena in force on one device, and what is left of those before it."""
 
-    def __init__(
-        self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
-    ) -> None:
-        super().__init__(device, slow_function, settings, watch)
-        self._arena: Any = None
-        self._old_arena: list[int] = []  # bases of the segments that were the arena of a plan before
+    def __init__(self, memory: DeviceMemory, *, mapped: bool) -> None:
+        """With `mapped`, arenas are ranges that grow and shrink, where the device has such."""
+        self.memory, self.state = memory, memory.state
+        memory.arenas = self
+        self._mapped = mapped
+        self.arena: Any = None  #: the memory of the arena in place
+        self.old_arena: list[int] = []  #: bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
-        self._lendable = 0  # CELL_STREAMS, while nothing is lent
+        self._lendable = 0  # State.cell_streams, while nothing is lent
         self._too_large: ArenaTape | None = None  # what an arena that was taken over serves, if it may be too large
         self._events: list[Any] = []  # of entries whose memory streams share, used again by the next plan
+        self._inherited: Any = None  # the arena that a parent of this process held when it forked
+
+    @property
+    def retired(self) -> bool:
+        """Whether an arena of a plan before holds live blocks, and serves nothing."""
+        return bool(self._retired)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the arena in place may be larger than its plan needs."""
+        return self._too_large is not None
 
     def put_in_force(self, tape: ArenaTape) -> bool:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
@@ -48,51 +57,57 @@ class Arenas(DeviceMemory):
         arena_bytes, shared = tape.arena_bytes, tape.cross_streams
         state, memory = self.state, None
         expected_bytes = max(state.record.expected_peak, state.allocated_peak_bytes, arena_bytes)
-        self._lend_again()
+        self.lend_again()
         mapped = self._mapped_for(tape) if not shared else None
         grown = mapped is not None and self._grow(mapped, arena_bytes)
-        if self._arena is not None and mapped is not None and not grown:
+        if self.arena is not None and mapped is not None and not grown:
             return False
         if not grown and self.holds_twice(tape):
-            memory = self._malloc(arena_bytes, for_arena=True)
+            memory = self.memory.malloc(arena_bytes, mapped=self._mapped)
             if memory is None:
                 return False
-        elif self._arena is not None and not grown and (shared or not self._fits_arena(tape)):
+        elif self.arena is not None and not grown and (shared or not self._fits_arena(tape)):
             state.drop_tape()
-            self.release_unused()
-        self._drop_tape()
-        if self._arena is not None:  # it could not be dissolved
+            self.memory.release_unused()
+        self.drop_tape()
+        if self.arena is not None:  # it could not be dissolved
             if mapped is not None:
                 mapped.shrink(state.record.arena_bytes)
             return False
         self._too_large = None
-        self._use_retired()
-        if memory is not None and self._old_arena:
-            self._retire(self._old_arena)
+        self.use_retired()
+        if memory is not None and self.old_arena:
+            self._retire(self.old_arena)
         if memory is not None or shared or not self._take_over(tape):
-            memory = memory if memory is not None else self._malloc(arena_bytes, for_arena=True)
+            memory = memory if memory is not None else self.memory.malloc(arena_bytes, mapped=self._mapped)
             if memory is None:
                 return False
             state.install_tape(tape)
             if shared:
                 self._order_handovers(tape.gives)
-            self._serve_from(memory, arena_bytes)
+            self.serve_from(memory, arena_bytes)
         state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
 
-    def _serve_from(self, memory: Any, arena_bytes: int) -> None:
+    def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
-        self._arena = memory
+        self.arena = memory
         self.state.count_arena(arena_bytes)
         self.state.serve_arena(memory.ptr, arena_bytes)
 
     def holds_twice(self, tape: ArenaTape) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
         fits = not tape.cross_streams and (self._fits_arena(tape) or self._mapped_for(tape) is not None)
-        if self._arena is None or fits:
+        if self.arena is None or fits:
             return False
-        room = self.free_bytes() + self.state.record.arena_bytes >= tape.arena_bytes
+        room = self.memory.source.free_bytes() + self.state.record.arena_bytes >= tape.arena_bytes
         return not (room and self.state.arena_is_idle())
+
+    def takes_over_bytes(self, tape: ArenaTape) -> int:
+        """Bytes of the last plan's arena if a tape can be served from there, else 0."""
+        regions = self.old_regions()
+        fits = moved_into(regions, tape.size, tape.stream, tape.offset) is not None
+        return sum(region.size_bytes for region in regions) if fits else 0
 
     def _fits_arena(self, tape: ArenaTape) -> bool:
         """Whether the arena in place can become that of a tape."""
@@ -100,15 +115,15 @@ class Arenas(DeviceMemory):
 
     def _take_over(self, tape: ArenaTape) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        mapped, bases, arena_bytes = self._mapped_for(tape), self._old_arena, tape.arena_bytes
+        mapped, bases, arena_bytes = self._mapped_for(tape), self.old_arena, tape.arena_bytes
         if mapped is not None:
             self._fit(mapped, arena_bytes)
-        regions, self._old_arena = self._old_regions(), []
+        regions, self.old_arena = self.old_regions(), []
         needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
         if not regions or not self.state.take_over_segments(bases, tape, needs):
             return False
         for base in bases:  # parts of one piece of memory
-            self._arena = self._segments.pop(base)
+            self.arena = self.memory.segments.pop(base)
         if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state.record.arena_bytes:
             self._too_large = tape
         return True
@@ -120,24 +135,24 @@ class Arenas(DeviceMemory):
         functions, tables = ordering(), self.state.tape
         assert functions is not None
         assert tables is not None
-        with cupy.cuda.Device(self.device.index):
+        with cupy.cuda.Device(self.memory.device.index):
             while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
         self.state.share_cells(gives, functions, [event.ptr for event in self._events])
 
     # --- giving up
 
-    def _drop_tape(self) -> None:
+    def drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
         self.state.drop_tape()
-        if self._arena is None or not self._end_sharing():
+        if self.arena is None or not self._end_sharing():
             return
         bases = self.state.dissolve_arena()
         for base in bases:
-            self._segments[base] = self._arena  # the memory goes back to the device with the last of them
+            self.memory.segments[base] = self.arena  # the memory goes back to the device with the last of them
         if bases:
-            self._old_arena = bases
-            self._arena = None
+            self.old_arena = bases
+            self.arena = None
 
     def _end_sharing(self) -> bool:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
@@ -148,68 +163,82 @@ class Arenas(DeviceMemory):
         import cupy
 
         self.state.end_sharing()
-        with cupy.cuda.Device(self.device.index) as device:
+        with cupy.cuda.Device(self.memory.device.index) as device:
             device.synchronize()
         return True
 
-    def release_arena(self) -> None:
+    def give_back(self) -> None:
         """Give back the arena of a plan that was dropped; it must be empty."""
-        if self._arena is not None:
-            self.release_unused()
-        assert self._arena is None
+        if self.arena is not None:
+            self.memory.release_unused()
+        assert self.arena is None
 
-    def _release(self, idle_passes: int) -> None:
-        for memory in [*self._ranges] if not self.state.record.private_kind else ():
-            if self._segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
+    def before_release(self) -> None:
+        """Give back the arena if nothing is served from it and nothing lives in it, and what mapped segments spare."""
+        for memory in self.memory.source.ranges if not self.state.record.private_kind else ():
+            if self.memory.segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
                 self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
-        arena_bytes = self.state.forget_arena() if self._arena is not None else 0
+        arena_bytes = self.state.forget_arena() if self.arena is not None else 0
         if arena_bytes:
-            if self.poison is not None:
-                self.poison.returned(self._arena.ptr, arena_bytes)
-            self._let_go(self._arena)
-            self._arena = None
-        super()._release(idle_passes)
+            if self.memory.poison is not None:
+                self.memory.poison.returned(self.arena.ptr, arena_bytes)
+            self.memory.let_go(self.arena)
+            self.arena = None
 
-    def _match_segments(self) -> None:
+    def match(self) -> None:
         """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
         state = self.state
         bases, sizes = (column.tolist() for column in state.segments())
         for base in bases:
             state.reuse_segment(base)  # nothing is being taken over any more
-        if state.record.arena_bytes and self._arena is None:
-            self._arena = self._segments.get(state.record.arena)
-        held = {base: self._segments.get(base, self._arena) for base in bases}
-        self._segments = held  # what is in neither goes back now
+        if state.record.arena_bytes and self.arena is None:
+            self.arena = self.memory.segments.get(state.record.arena)
+        held = {base: self.memory.segments.get(base, self.arena) for base in bases}
+        self.memory.segments = held  # what is in neither goes back now
         for base, size_bytes in zip(bases, sizes, strict=True):
             memory = held[base]
-            if isinstance(memory, MappedRange) and memory is not self._arena and base == memory.ptr:
+            if isinstance(memory, MappedRange) and memory is not self.arena and base == memory.ptr:
                 memory.shrink(size_bytes)
         if not state.record.arena_bytes:
-            self._arena = None
+            self.arena = None
         state.count_arena(sum(sizes) + state.record.arena_bytes - state.record.reserved_bytes)
+
+    def forked(self) -> None:
+        """This process is a fork: the arena is used as long as anything lives in it, and never given back."""
+        self._inherited = self.arena
 
     # --- arenas of plans before
 
-    def _old_regions(self) -> "list[Region]":
+    def old_regions(self) -> "list[Region]":
         """The regions of the arena of the last plan, if it is still there to be taken over."""
-        there = all(base in self._segments for base in self._old_arena)
-        return self.state.segment_regions(self._old_arena) if there else []
+        there = all(base in self.memory.segments for base in self.old_arena)
+        return self.state.segment_regions(self.old_arena) if there else []
+
+    def add_old(self, pool: int, size_bytes: int) -> None:
+        """Take one segment for a pool, to be taken over by a plan as an old arena is."""
+        memory = self.memory.malloc(size_bytes, mapped=self._mapped)
+        if memory is None:
+            return
+        self.memory.segments[memory.ptr] = memory
+        self.old_arena = [memory.ptr]
+        if not self.state.give_segment(pool, memory.ptr, size_bytes):
+            del self.memory.segments[memory.ptr]
 
     def _retire(self, bases: list[int]) -> None:
         """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
         self._retired = bases if self.state.retire(bases) else []
 
-    def _use_retired(self) -> bool:
+    def use_retired(self) -> bool:
         """Serve from an old arena again; whether there is one."""
         bases, self._retired = self._retired, []
         for base in bases:
             self.state.reuse_segment(base)
         return bool(bases)
 
-    def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
+    def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
         retired = self._retired
-        self._use_retired()
+        self.use_retired()
         taken = self.state.remove_free_segments(idle_passes)
         if retired and retired[0] not in taken:  # all of them go, or none
             self._retire(retired)
@@ -220,7 +249,7 @@ class Arenas(DeviceMemory):
         self._lendable = self.state.record.cell_streams
         self.state.write(cell_streams=0)
 
-    def _lend_again(self) -> bool:
+    def lend_again(self) -> bool:
         """Lend from the arena again; whether that had stopped."""
         lendable, self._lendable = self._lendable, 0
         if lendable and self.state.record.arena_bytes:
@@ -229,79 +258,78 @@ class Arenas(DeviceMemory):
 
     # --- size
 
-    def _mapped_arena(self) -> MappedRange | None:
+    def mapped_arena(self) -> MappedRange | None:
         """The arena in force, or the last one, if it can grow and shrink: it is mapped and of one stream."""
-        if self._arena is not None:
-            memory, regions = self._arena, len(self.state.arena_regions())
+        if self.arena is not None:
+            memory, regions = self.arena, len(self.state.arena_regions())
         else:
-            memory, regions = self._segments.get(next(iter(self._old_arena), 0)), len(self._old_arena)
-        return (
-            memory if isinstance(memory, MappedRange) and regions == 1 and not self.state.record.private_kind else None
-        )
+            memory, regions = self.memory.segments.get(next(iter(self.old_arena), 0)), len(self.old_arena)
+        fits = isinstance(memory, MappedRange) and regions == 1 and not self.state.record.private_kind
+        return memory if fits else None
 
     def _mapped_for(self, tape: ArenaTape) -> MappedRange | None:
         """Such an arena, if a tape is of its stream."""
-        mapped = self._mapped_arena()
-        regions = self.state.arena_regions() if self._arena is not None else self._old_regions()
+        mapped = self.mapped_arena()
+        regions = self.state.arena_regions() if self.arena is not None else self.old_regions()
         own = {region.stream for region in regions}
         return mapped if mapped is not None and set(np.unique(tape.stream[tape.offset >= 0]).tolist()) <= own else None
 
     def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
         """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
         if arena_bytes > memory.size_bytes:
-            if not self._has_room(arena_bytes - memory.size_bytes):
-                self.release_unused()  # of a range that is a segment the free end too
+            if not self.memory.has_room(arena_bytes - memory.size_bytes):
+                self.memory.release_unused()  # of a range that is a segment the free end too
             before = memory.size_bytes
-            if not self._has_room(arena_bytes - before) or not memory.grow(arena_bytes):
+            if not self.memory.has_room(arena_bytes - before) or not memory.grow(arena_bytes):
                 return False
-            if self.poison is not None:
-                self.poison.taken(memory.ptr + before, arena_bytes - before)
+            if self.memory.poison is not None:
+                self.memory.poison.taken(memory.ptr + before, arena_bytes - before)
         return True
 
     def _fit(self, memory: MappedRange, arena_bytes: int) -> None:
         """Let a segment that was an arena be as large as its mapped memory, and both no larger than is needed."""
         before, wanted = self.state.segment_regions([memory.ptr]), memory.least_bytes(arena_bytes)
         if before and self.state.resize_segment(memory.ptr, wanted):
-            if self.poison is not None and wanted < before[0].size_bytes:
-                self.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
+            if self.memory.poison is not None and wanted < before[0].size_bytes:
+                self.memory.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
             memory.shrink(wanted)
 
-    def _shrink(self) -> bool:
+    def shrink(self) -> bool:
         """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now.
 
         False if there is none any more, since somebody else took its memory.
         """
         state, plan = self.state, self._too_large
-        if plan is not None and self._mapped_arena() is not None:
+        if plan is not None and self.mapped_arena() is not None:
             self._cut_arena(plan.arena_bytes)
             return True
-        if plan is None or self._arena is None or not state.arena_is_idle():
+        if plan is None or self.arena is None or not state.arena_is_idle():
             return True
         begin, end, cursor = state.record.ring_start, state.record.ring_end, state.record.cursor
         ask_after = state.record.ask_after_misses
         state.drop_tape()
-        self.release_unused()
-        if self._arena is not None:  # another thread was quicker: something lives there now
+        self.memory.release_unused()
+        if self.arena is not None:  # another thread was quicker: something lives there now
             state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
             return True
         self._too_large = None
-        memory = self._malloc(plan.arena_bytes)
+        memory = self.memory.malloc(plan.arena_bytes)
         if memory is None:
             return False
         state.install_tape(plan, cursor)
         state.begin_step(begin, end, cursor)
-        self._serve_from(memory, plan.arena_bytes)
+        self.serve_from(memory, plan.arena_bytes)
         state.write(ask_after_misses=ask_after)
         return True
 
     def _cut_arena(self, arena_bytes: int) -> None:
         """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
-        memory = self._arena
+        memory = self.arena
         before, wanted = self.state.record.arena_bytes, memory.least_bytes(arena_bytes)
         if wanted < before and not self.state.cut_arena(wanted):
             return
         self._too_large = None
         if wanted < before:
-            if self.poison is not None:
-                self.poison.returned(memory.ptr + wanted, before - wanted)
+            if self.memory.poison is not None:
+                self.memory.poison.returned(memory.ptr + wanted, before - wanted)
             memory.shrink(wanted)

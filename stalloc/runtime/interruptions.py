@@ -24,6 +24,13 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
+def driver_status(error: BaseException) -> int:
+    """What the driver says, if the error is one of it, else 0."""
+    import cupy
+
+    return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
+
+
 def start_thread(function: Callable[..., None], *arguments: Any) -> None:
     """Run a function in a thread of its own, which nobody waits for when the program ends.
 

@@ -1,122 +1,103 @@
-"""The memory that one device gives to the heap and to arenas: from CuPy's pool, or mapped.
+"""The segments of one device, and what goes back to it.
 
 Contract: what the core's tables name is held here, and what is held is named there, whatever ends a call in the middle;
 `release_unused` gives back whatever holds no live block.
 """
 
-import contextlib
 import threading
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.device.capture import relaxed_capture
 from stalloc.device.mapped import MappedRange
 from stalloc.runtime.deferred import Deferred
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
 
 
-class DeviceMemory:
-    """Segments of one device, and what goes back to it."""
+class ArenaHolder(Protocol):
+    """Who has memory of the device beside the segments, and segments that go back together only."""
 
-    def __init__(
-        self, device: Device, slow_function: int, settings: Settings, watch: "poison.Watch | None" = None
-    ) -> None:
-        self.device = device
-        self.settings = settings
-        self.phase = Phase.OBSERVING
+    def before_release(self) -> None:
+        """Segments without live blocks are about to go back."""
+
+    def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
+        """Take every segment without live blocks out of the core's tables: base -> bytes."""
+
+    def match(self) -> None:
+        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
+
+
+class DeviceMemory:
+    """Segments of one device, from `source`."""
+
+    def __init__(self, device: Device, source: Source, slow_function: int, watch: "poison.Watch | None" = None) -> None:
+        self.device, self.source = device, source
         self.state = DeviceState(device.index, slow_function)
-        self.pool = device.new_pool()
-        self._segments: dict[int, Any] = {}  # base address -> what keeps it
-        self._ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()  # that hold memory
+        self.lock = threading.RLock()
+        self.segments: dict[int, Any] = {}  #: base address -> what keeps it
+        self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
         self._kept_mapped: list[Any] = []  # what a capture kept from being given back
-        self._private: dict[tuple[int, int], tuple[int, int]] = {}  # torch's pool of graphs -> kind, graphs
-        self._spare_kinds: list[int] = []  # of pools whose graphs are gone
-        self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
-        self._deferred = Deferred(self.state.address, device.index)
+        self._inherited: list[Any] = []  # what a parent of this process held when it forked
+        self.deferred = Deferred(self.state.address, device.index)
         self.poison = watch.add(device, self.state) if watch is not None else None
         if self.poison is not None:
-            self._deferred.on_end = self.poison.ending
-        self._lacking_bytes = 0  # the most that there was hardly room for, or none, since the last mark
-        self._lock = threading.RLock()
+            self.deferred.on_end = self.poison.ending
+        self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
 
-    # --- segments
-
-    def limit(self, fraction: float) -> None:
-        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
-        import cupy
-
-        with cupy.cuda.Device(self.device.index):
-            self.pool.set_limit(size=int(fraction * self.device.total_bytes))
-
-    def _malloc(self, size_bytes: int, *, for_arena: bool = False) -> Any:
+    def malloc(self, size_bytes: int, *, mapped: bool = False) -> Any:
         """Memory from the device, None if it has no more, even after everything unused was given back.
 
-        It comes from the pool, or, for an arena that is to be mapped, as a range of addresses.
+        `mapped`: as a range that can grow and shrink, if the device has such.
         """
-        import cupy
-
-        capturing = relaxed_capture() if self.state.record.private_kind else contextlib.nullcontext()
-        with cupy.cuda.Device(self.device.index), capturing:
+        capturing = self.state.record.private_kind != 0
+        with self.source.at_device(capturing=capturing):
             for retry in (False, True):
                 if retry:
                     self.state.record.num_retries += 1
-                    if not self.state.record.private_kind:  # a capture must not wait for events
-                        self._find_deferred()
-                        self._deferred.wait()
+                    if not capturing:  # a capture must not wait for events
+                        self.find_deferred()
+                        self.deferred.wait()
                     self.release_unused()
-                if self._has_room(size_bytes):
-                    with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-                        memory = self._new_range(size_bytes) if for_arena else None
-                        memory = memory if memory is not None else self.pool.malloc(size_bytes)
-                        if retry:
-                            self._lacking_bytes = max(self._lacking_bytes, size_bytes)
-                        if self.poison is not None:
-                            self.poison.taken(memory.ptr, size_bytes)
-                        return memory
+                if not self.has_room(size_bytes):
+                    continue
+                memory = self.source.take(size_bytes, mapped=mapped and not capturing)
+                if memory is None:
+                    continue
+                if retry:
+                    self.lacking_bytes = max(self.lacking_bytes, size_bytes)
+                if self.poison is not None:
+                    self.poison.taken(memory.ptr, size_bytes)
+                return memory
         return None
 
-    def _new_range(self, size_bytes: int) -> MappedRange | None:
-        """A range of addresses with so much memory; None if arenas are not to be mapped, or cannot be."""
-        memory = (
-            self.device.new_range() if self.settings.arena == "mapped" and not self.state.record.private_kind else None
-        )
-        if memory is None or not memory.grow(size_bytes):
-            return None
-        self._ranges.add(memory)
-        return memory
+    def limit(self, fraction: float) -> None:
+        """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
+        self.source.limit_bytes = int(fraction * self.device.total_bytes)
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def has_room(self, size_bytes: int) -> bool:
         """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""
-        return size_bytes <= self.free_bytes()
+        return size_bytes <= self.source.free_bytes()
 
-    def free_bytes(self) -> int:
-        """What can still be taken from the device, within the limit."""
-        free, _ = self.device.memory_info()
-        limit = self.pool.get_limit()
-        mapped = sum(memory.size_bytes for memory in self._ranges)
-        return min(free, limit - self.pool.total_bytes() - mapped) if limit else free
-
-    def _take_segment(self, pool: int, size_bytes: int) -> bool:
-        if not self._has_room(size_bytes):
-            self._save_memory()
-        memory = self._malloc(size_bytes)
+    def take_segment(self, pool: int, size_bytes: int) -> bool:
+        """Add a segment of so many bytes to a pool; False if the device has none, or the tables are full."""
+        if not self.has_room(size_bytes):
+            self.save()
+        memory = self.malloc(size_bytes)
         if memory is None:
             return False
-        self._segments[memory.ptr] = memory
+        self.segments[memory.ptr] = memory
         if self.state.give_segment(pool, memory.ptr, size_bytes):
             return True
-        del self._segments[memory.ptr]
+        del self.segments[memory.ptr]
         return False
 
-    def _save_memory(self) -> None:
+    def save(self) -> None:
         """The device is short of memory: no segment is cut for less than it holds any more, and holes are used."""
-        if not self.state.record.memory_is_short and self.phase is not Phase.PLANNED:
+        if not self.state.record.memory_is_short and self.state.record.mode != constants.MODE_REPLAY:
             self.state.write(memory_is_short=1)
 
     def release_unused(self, idle_passes: int = 0) -> None:
@@ -124,87 +105,42 @@ class DeviceMemory:
 
         With `idle_passes` only segments that served nothing in the last so many passes over the plan.
         """
-        with self._lock:  # torch.cuda.empty_cache() calls this from any thread
+        with self.lock:  # torch.cuda.empty_cache() calls this from any thread
             try:
-                self._release(idle_passes)
+                self.arenas.before_release()
+                self._release_segments(idle_passes)
             except BaseException:
-                self._match_segments()
+                self.arenas.match()
                 raise
 
-    def _release(self, idle_passes: int) -> None:
-        import cupy
-
-        for base, size_bytes in self._take_free_segments(idle_passes).items():
+    def _release_segments(self, idle_passes: int) -> None:
+        for base, size_bytes in self.arenas.remove_free_segments(idle_passes).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
-            self._let_go(self._segments.pop(base))
-        with cupy.cuda.Device(self.device.index):
-            self.pool.free_all_blocks()
+            self.let_go(self.segments.pop(base))
+        self.source.collect()
 
-    def _take_free_segments(self, idle_passes: int) -> dict[int, int]:
-        """Take every segment without live blocks out of the core's tables: base -> bytes."""
-        return self.state.remove_free_segments(idle_passes)
-
-    def _match_segments(self) -> None:
-        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
-        raise NotImplementedError
-
-    def _let_go(self, memory: Any) -> None:
+    def let_go(self, memory: Any) -> None:
         """Memory is not used any more; what is mapped waits until no graph is captured."""
         if not self.state.record.private_kind:
             self._kept_mapped.clear()
         elif isinstance(memory, MappedRange):
             self._kept_mapped.append(memory)
 
-    # --- what other streams still use
-
     def share(self, address: int, stream: int) -> None:
         """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
-        with self._lock:
-            self._deferred.share(address, stream)
+        with self.lock:
+            self.deferred.share(address, stream)
 
-    def _find_deferred(self) -> None:
+    def find_deferred(self) -> None:
         """Know of freed blocks of which an interruption kept the word back."""
-        if self.state.record.num_deferred > len(self._deferred):
+        if self.state.record.num_deferred > len(self.deferred):
             for address in self.state.deferred_blocks():
-                self._deferred.add(address, capturing=True)  # its events come later
+                self.deferred.add(address, capturing=True)  # its events come later
 
-    # --- CUDA graphs
-    #
-    # A call that an interruption ends is made again. Python handles signals only at calls and loops, so lines without
-    # any are done together, and what has been counted is known.
-
-    def begin_capture(self, graph_pool: tuple[int, int]) -> None:
-        """A graph is being captured into a pool of torch's: serve everything from a private pool until end_capture."""
-        me = threading.get_ident()
-        with self._lock:
-            kind, users = self._private.get(graph_pool, (0, 0))
-            if not self._counted.get(me):
-                if users == 0:
-                    unused = constants.PRIVATE_KINDS + len(self._private)
-                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
-                if users == 0 and self._spare_kinds:
-                    del self._spare_kinds[-1]
-                self._private[graph_pool] = kind, users + 1
-                self._counted[me] = True
-            self.state.record.private_kind = kind
-        self._counted[me] = False
-
-    def end_capture(self) -> None:
-        """The capture is over; what it allocated stays where it is."""
-        self.state.record.private_kind = 0
-
-    def release_capture(self, graph_pool: tuple[int, int]) -> None:
-        """A graph is gone; with the last one of its pool the pool's memory may be given back."""
-        me = threading.get_ident()
-        with self._lock:
-            kind, users = self._private.get(graph_pool, (0, 0))
-            if not self._counted.get(me):
-                if users > 1:
-                    self._private[graph_pool] = kind, users - 1
-                elif users == 1:
-                    self.state.unpin_pools(kind)
-                    del self._private[graph_pool]
-                    self._spare_kinds += (kind,)
-                self._counted[me] = True
-        self._counted[me] = False
+    def forked(self) -> None:
+        """This process is a fork: use what the parent took from the device, but never give it back."""
+        self.lock = threading.RLock()
+        self._inherited = [self.segments, self._kept_mapped]
+        self.source.forked()
+        self.segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others

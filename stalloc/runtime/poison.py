@@ -23,7 +23,6 @@ import numpy as np
 
 from stalloc.core import records
 from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_LIMIT
-from stalloc.core.requests import free_entry, malloc_entry
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
-_MOST_SAID = 100  # sentences; a broken program writes again and again
+_MAX_SAID = 100  # sentences; a broken program writes again and again
 _REMEMBERED = 1 << 16  # blocks that are gone, to name the one that memory belonged to
 _LIBRARIES = tuple(
     str(Path(path)) + os.sep
@@ -69,9 +68,6 @@ class Poison:
         self._gone: deque[Owner] = deque(maxlen=_REMEMBERED)
         self._waiting: list[int] = []  # blocks that were freed while a graph was captured
         self._of_graphs: set[int] = set()  # bases of segments that hold no pattern
-        kinds = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
-        self._allocate = kinds[0](malloc_entry.address)
-        self._free = kinds[1](free_entry.address)
 
     def stop(self, why: str) -> None:
         """Look no further: what is free may be written to from now on."""
@@ -91,9 +87,9 @@ class Poison:
     def allocate(self, requested_bytes: int, stream: int) -> int:
         """Serve a request and get the block ready for its owner."""
         if self._memory is None or requested_bytes <= 0:
-            return self._allocate(self.state.address, requested_bytes, stream)
+            return self.state.malloc(requested_bytes, stream)
         self._do(self._free_waiting)
-        address = self._allocate(self.state.address, requested_bytes + GUARD_BYTES, stream)
+        address = self.state.malloc(requested_bytes + GUARD_BYTES, stream)
         if address:
             self._do(self._begin, address, requested_bytes, _calling_line())
         return address
@@ -102,14 +98,14 @@ class Poison:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
         block = self._owner(address) if address else None
         if self._memory is None or block is None or block.is_private:
-            self._free(self.state.address, address)
+            self.state.free(address)
         elif self.state.record.private_kind:
             self._waiting.append(address)
         else:
             self._do(self._free_waiting)
             if block.state == BLOCK_LIVE:
                 self._do(self._ending, address)
-            self._free(self.state.address, address)  # shared with others: `ending` comes when those are done
+            self.state.free(address)  # shared with others: `ending` comes when those are done
 
     def _free_waiting(self, memory: PoisonMemory) -> None:
         while self._waiting and not self.state.record.private_kind:
@@ -230,7 +226,7 @@ class Poison:
 
     def _tell(self, sentence: str) -> None:
         self.found.append(sentence)
-        if len(self.found) <= _MOST_SAID:
+        if len(self.found) <= _MAX_SAID:
             say(f"memory corruption: {sentence}")
 
     # --- helpers

@@ -21,15 +21,17 @@ from stalloc.core import constants, entry
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.printable import printable
-from stalloc.runtime.controller import MARK_STEP, Controller
+from stalloc.runtime.controller import Controller
 from stalloc.runtime.entries import checked_entries
 from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.sources import PoolSource
 from stalloc.runtime.statistics import Report, report
+from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
-    from stalloc.runtime.controller import Planner
+    from stalloc.runtime.planning import Planner
 
 _MAX_DEVICES = 128
 _FORKED = (
@@ -53,7 +55,9 @@ class Runtime:
         self._numbers = itertools.count()
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
         self.watch = _start_watch()
-        self.controllers = [Controller(device, slow, settings, self.watch, planner) for device in devices.devices()]
+        self.controllers = [
+            Controller(device, PoolSource(device), slow, settings, self.watch, planner) for device in devices.devices()
+        ]
         #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
         self.entries = entry.core_entries()
         if self.watch is not None and self.watch.devices:
@@ -66,7 +70,7 @@ class Runtime:
                     f"the plan is for device {plan.device}, there are {len(self.controllers)} devices: "
                     "make it from a trace of this machine's devices."
                 )
-            self.controllers[plan.device].use(plan)
+            self.controllers[plan.device].serving.use(plan)
         self.pid = os.getpid()
         #: makes room at marks: (device, bytes that were lacking, whether less is of use too); None: nothing may move
         self.room_maker: Callable[[int, int, bool], None] | None = None
@@ -106,22 +110,22 @@ class Runtime:
                 continue
             controller = self.controllers[plan.device]
             try:
-                controller.use(plan)
+                controller.serving.use(plan)
             except PlanError as error:
-                _watch_anew(controller)
-                controller.note = f"the plan of the last run was left aside: {error}"
+                controller.watch_anew()
+                controller.status.note = f"the plan of the last run was left aside: {error}"
 
     def rest(self) -> None:
         """Serve from the heap only, on all devices, until `resume`."""
         for controller in self.controllers:
             controller.drop_plan()
-            controller.release_unused()
+            controller.memory.release_unused()
 
     def resume(self) -> None:
         """Watch for steps anew on the devices that rest."""
         for controller in self.controllers:
-            if controller.phase is Phase.RESTING:
-                _watch_anew(controller)
+            if controller.status.phase is Phase.RESTING:
+                controller.watch_anew()
 
     def _help(self, device: int, request: int, argument: int, tell: bool = True) -> int:
         if self._cannot_serve():
@@ -191,13 +195,13 @@ class Runtime:
         """Let `room_maker` move what lives at marks of steps when memory was short; None: no longer."""
         self.room_maker = room_maker
         for controller in self.controllers:
-            controller.may_move = room_maker is not None
+            controller.serving.may_move = room_maker is not None
             controller.take_lacking()
 
     def expect_marks(self) -> None:
         """The program will mark its steps: look for them at the marks only."""
         for controller in self.controllers:
-            controller.expects_marks = True
+            controller.watching.expects_marks = True
 
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last."""
@@ -207,12 +211,6 @@ class Runtime:
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""
         return [report(controller) for controller in self.controllers if controller.state.record.total.num_allocs]
-
-
-def _watch_anew(controller: Controller) -> None:
-    with controller._lock:
-        controller.note = ""
-        controller._observe()
 
 
 def _start_watch() -> "poison.Watch | None":

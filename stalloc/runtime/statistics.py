@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.constants import BLOCK_FREE
 from stalloc.core.records import Peaks
 from stalloc.core.snapshot import counts, inactive, segments
-from stalloc.core.state import Step
+from stalloc.core.state import DeviceState, Step
+from stalloc.device import Device
 
 if TYPE_CHECKING:
     from stalloc.runtime.controller import Controller
@@ -72,26 +73,26 @@ def _median_ms(times_ns: list[int]) -> float | None:
 
 def report(controller: "Controller") -> Report:
     """The figures of a device so far."""
-    state, plan, observed = controller.state, controller.plan, controller.observed
+    state, plan, observed = controller.state, controller.status.plan, controller.status.observed
     steps = _planned_steps(controller) if plan is not None else []
     counted = steps[1:] or steps
     served = sum(step.hits for step in counted)
     asked = served + sum(step.misses for step in counted)
-    marks, begin = controller.step_times_ns, controller.planned_since_ns
+    marks, begin = controller.recording.step_times_ns, controller.status.planned_since_ns
     before = [time for time in marks if begin is None or time < begin]
     after = [time for time in marks if begin is not None and time >= begin]
     if not marks:
         after = [step.end_ns for step in steps if step.end_ns]
-    per_ring = controller.steps_per_ring
+    per_ring = controller.status.steps_per_ring
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
         step_ms /= per_ring
     return Report(
         device=controller.device.index,
         device_name=controller.device.name,
-        phase=controller.phase.value,
-        note=controller.note,
-        steps=len(marks) or controller.observed_steps + len(steps) * per_ring,
+        phase=controller.status.phase.value,
+        note=controller.status.note,
+        steps=len(marks) or controller.status.observed_steps + len(steps) * per_ring,
         planned_steps=len(steps) * per_ring,
         requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
         hit_rate=served / asked if asked else None,
@@ -105,7 +106,7 @@ def report(controller: "Controller") -> Report:
         plan_peak_bytes=plan.peak_bytes if plan is not None else None,
         lower_bound_bytes=plan.lower_bound_bytes if plan is not None else None,
         plan_method=plan.method if plan is not None else None,
-        plans_made=controller.num_plans,
+        plans_made=controller.status.num_plans,
         step_ms=step_ms,
         observed_step_ms=_median_ms(before),
         segment_allocs=state.record.num_segment_allocs,
@@ -116,18 +117,18 @@ def report(controller: "Controller") -> Report:
     )
 
 
-def out_of_memory_text(controller: "Controller", size_bytes: int) -> str:
+def out_of_memory_text(device: Device, state: DeviceState, size_bytes: int) -> str:
     """What an out-of-memory error says: what was asked for, what there is, what to try."""
-    state, record = controller.state, controller.state.record
-    free, total = controller.device.memory_info()
+    record = state.record
+    free, total = device.memory_info()
     blocks = [block for segment in segments(state) for block in segment.blocks]
     live = sorted((block.requested_bytes for block in blocks), reverse=True)[:5]
     largest = ", ".join(f"{size / GIB:.2f} GiB" for size in live if size)
     largest_free = max((block.size_bytes for block in blocks if block.state == BLOCK_FREE), default=0)
     arena = f", {state.record.arena_bytes / GIB:.2f} GiB of it the plan's arena" if state.record.arena_bytes else ""
     return (
-        f"stalloc: out of memory on device {controller.device.index} "
-        f"({controller.device.name}, {total / GIB:.2f} GiB): "
+        f"stalloc: out of memory on device {device.index} "
+        f"({device.name}, {total / GIB:.2f} GiB): "
         f"tried to allocate {size_bytes / GIB:.2f} GiB ({size_bytes} bytes). "
         f"Allocated {record.total.allocated_bytes / GIB:.2f} GiB, "
         f"reserved {record.reserved_bytes / GIB:.2f} GiB{arena}, "

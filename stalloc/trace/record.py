@@ -170,7 +170,8 @@ class Trace:
             if column.size and column.min() < 0:
                 raise BadInputError(f"{where}: column {name} has a negative size: the file is damaged.")
         # what ran out of memory was asked for and not served: alone it may be as large as a program dares
-        failed = self.action == Action.OOM
+        # as a plain number: NumPy looks at an enum's attributes, and what a signal raises there is lost
+        failed = self.action == int(Action.OOM)
         sums = {"requests": self.size, "events": self.event_size[~failed], "segments": self.segment_size}
         for name, column in sums.items():
             total = float(column.sum(dtype=np.float64)) + len(column) * _MOST_ROUNDING_BYTES

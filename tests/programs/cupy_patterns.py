@@ -166,16 +166,16 @@ def main(operations: int, seed: int) -> None:
     streams = [cp.cuda.Stream.null, cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)]
     heap, kept = Heap(), [[], [], []]
     quarter = operations // 4
-    result = {"observing": CONTROLLER.phase.value}
+    result = {"observing": CONTROLLER.status.phase.value}
 
     random_part(heap, rngs, streams, quarter, kept)
-    result["while_observing"] = CONTROLLER.phase.value
+    result["while_observing"] = CONTROLLER.status.phase.value
 
     loop, steps = Loop(rngs[3], streams), 0
-    while CONTROLLER.phase.value != "running on the plan" and steps < 60:
+    while CONTROLLER.status.phase.value != "running on the plan" and steps < 60:
         loop.step(heap)
         steps += 1
-    result |= {"planned": CONTROLLER.phase.value, "steps_until_planned": steps, "note": CONTROLLER.note}
+    result |= {"planned": CONTROLLER.status.phase.value, "steps_until_planned": steps, "note": CONTROLLER.status.note}
     begin = heap.operations
     while heap.operations < begin + quarter // 2:
         loop.step(heap, rate=0.02)
@@ -196,7 +196,7 @@ def main(operations: int, seed: int) -> None:
     for _ in range(5):
         loop.step(heap)
     random_part(heap, rngs, streams, quarter, kept)
-    result["dropped"] = CONTROLLER.phase.value
+    result["dropped"] = CONTROLLER.status.phase.value
     stalloc.uninstall()
     loop.step(heap)
     random_part(heap, rngs, streams, quarter, kept)
@@ -213,7 +213,7 @@ def main(operations: int, seed: int) -> None:
         "num_ooms",
         "arena_live",
     )
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     result |= {name.rpartition(".")[2]: attrgetter(name)(state.record) for name in counters}
     result |= {"reserved": state.record.reserved_bytes, "device_used": virtual.used_bytes()}

@@ -78,12 +78,12 @@ def main() -> None:
             del one
         parts.append(
             {
-                "phase": CONTROLLER.phase.value,
+                "phase": CONTROLLER.status.phase.value,
                 "reserved": STATE.record.reserved_bytes,
                 "arena": STATE.record.arena_bytes,
                 "base": STATE.record.arena,
                 "peak": virtual.peak_bytes(),
-                "plans": CONTROLLER.num_plans,
+                "plans": CONTROLLER.status.num_plans,
             }
         )
         for array in [*weights, *kept]:
@@ -93,7 +93,7 @@ def main() -> None:
     weights.clear()
     handed_on.clear()
     CONTROLLER.drop_plan()
-    CONTROLLER.release_unused()
+    CONTROLLER.memory.release_unused()
     cp.get_default_memory_pool().free_all_blocks()
     left = {
         "allocated": STATE.record.total.allocated_bytes,

@@ -114,13 +114,13 @@ def _put_in_force(controller: OfflineController, plan: Plan, tape: Tape, way: st
         if not fits(plan, claimed):
             raise StallocError("bad-rank: the plan does not fit the tape.")
         admitted = admit([plan], ring_only=True)
-        controller.put_in_force(admitted, plan)
+        controller.serving.put_in_force(admitted, plan)
         return
     save_plans(file, [plan])
     plans = load_plans(file) if way == "file" else PlanCache(file).load()
     if not plans:
         raise StallocError("bad-file: the kept plan is ignored.")
-    controller.use(plans[0])
+    controller.serving.use(plans[0])
 
 
 def _change(plan: Plan, rng: np.random.Generator) -> Plan:

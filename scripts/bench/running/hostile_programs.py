@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.core import requests
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan
 
@@ -76,7 +75,7 @@ class Program:
 
     def run(self, controller: Any, rng: np.random.Generator) -> None:
         """Run a few passes, with a request of some other size now and then, and free everything."""
-        oracle, state = Oracle(controller), controller.state.address
+        oracle, state = Oracle(controller), controller.state
         due: dict[int, list[int]] = {}
         clock = 0
         for _ in range(_PASSES):
@@ -85,19 +84,19 @@ class Program:
             ):
                 for address in due.pop(clock, ()):
                     oracle.remove(address)
-                    requests.free(state, address)
+                    state.free(address)
                 asked = [(size, stream, lifespan)]
                 if rng.random() < 0.1:
                     asked.append((int(rng.integers(513, 8 * MIB)), 0, int(rng.integers(1, 20))))
                 for size_bytes, index, stays in asked:
-                    address = int(requests.malloc(state, size_bytes, index))
+                    address = state.malloc(size_bytes, index)
                     if address:  # else memory has run out, as it may
                         oracle.add(address, size_bytes)
                         due.setdefault(clock + stays, []).append(address)
                 clock += 1
         for addresses in due.values():
             for address in addresses:
-                requests.free(state, address)
+                state.free(address)
 
 
 def make_program(rng: np.random.Generator) -> Program:

@@ -54,26 +54,30 @@ class Machine:
         self, standing: Column | None = None, *, marked: bool = True, settings: Settings | None = None
     ) -> None:
         self.controller = make_controller(0, settings or Settings(plan_wait_seconds=1e6))
-        self.controller.expects_marks = marked
+        self.controller.watching.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked
         for size in (standing if standing is not None else np.zeros(0, np.int64)).tolist():
-            assert malloc(self.state.address, size, 0)
+            assert self.state.malloc(size)
 
     def run(self, step: Step) -> Figures:
         """Run one step and mark its end."""
         before = self._counts()
-        began_planned = self.controller.phase is Phase.PLANNED
-        plans = self.controller.num_plans
+        began_planned = self.controller.status.phase is Phase.PLANNED
+        plans = self.controller.status.num_plans
         peaks = np.zeros(2, np.int64)
         address = np.zeros(step.num_requests, np.int64)
         assert _run(self.state.address, step.size, step.events, address, peaks), "the device has no end"
         if self.marked:
             self.controller.mark(MARK_STEP, "")
-            search = self.controller._steps.search
+            search = self.controller.steps.search
             if search is not None:  # equal runs give equal figures: what runs beside the program is waited for
                 search.done.wait()
-        planned = began_planned and self.controller.phase is Phase.PLANNED and plans == self.controller.num_plans
+        planned = (
+            began_planned
+            and self.controller.status.phase is Phase.PLANNED
+            and plans == self.controller.status.num_plans
+        )
         if planned:
             hits, missed = (now - then for now, then in zip(self._counts(), before, strict=True))
         else:

@@ -135,10 +135,10 @@ class Soak:
         size, stream, offset = columns
         arena_bytes = round_up(peak_bytes)
         tape = ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
-        with controller._lock:
-            if controller.phase is not Phase.PLANNED:
-                controller.note_observed()
-            if controller.put_in_force(tape):
+        with controller.lock:
+            if controller.status.phase is not Phase.PLANNED:
+                controller.serving.note_observed()
+            if controller.serving.put_in_force(tape):
                 self._note("plans put in force")
             else:
                 controller.rest("the arena does not fit")
@@ -148,26 +148,26 @@ class Soak:
         row = self.slots[int(self.rng.integers(NUM_SLOTS))].ctypes.data
         address = threads.hold(row)
         if address:
-            self.controller.share(address, int(self.streams[self.rng.integers(3)]))
+            self.controller.memory.share(address, int(self.streams[self.rng.integers(3)]))
             self._note("shares with events")
         threads.let_go(row)
 
     def _capture(self) -> None:
         graph = int(self.rng.integers(1, 4)), 0
-        self.controller.begin_capture(graph)
+        self.controller.captures.begin(graph)
         self._pause(0.002)
-        self.controller.end_capture()
+        self.controller.captures.end()
         self._note("captures")
         if self.rng.random() < 0.7:
-            for _ in range(self.controller._private.get(graph, (0, 0))[1]):
-                self.controller.release_capture(graph)
+            for _ in range(self.controller.captures.pools.get(graph, (0, 0))[1]):
+                self.controller.captures.release(graph)
 
     def _limit(self) -> None:
         """The device has no more for a moment."""
-        with self.controller._lock:
-            self.controller.pool.set_limit(size=max(1, self.state.record.reserved_bytes))
+        with self.controller.lock:
+            self.controller.memory.source.limit_bytes = max(1, self.state.record.reserved_bytes)
         self._pause(0.01)
-        self.controller.pool.set_limit(size=0)
+        self.controller.memory.source.limit_bytes = 0
         self._note("limits")
 
     def _look(self) -> None:
@@ -182,18 +182,18 @@ class Soak:
         self._note("looks at all blocks")
 
     def _give_up(self) -> None:
-        with self.controller._lock:
+        with self.controller.lock:
             self.controller.rest("the soak")
         self._note("plans given up")
 
     def _watch_anew(self) -> None:
-        with self.controller._lock:
-            if self.controller.phase is Phase.RESTING:
-                self.controller._observe()
+        with self.controller.lock:
+            if self.controller.status.phase is Phase.RESTING:
+                self.controller.observe()
                 self._note("watches")
 
     def _empty_cache(self) -> None:
-        self.controller.release_unused()
+        self.controller.memory.release_unused()
         self._note("empty_cache")
 
     @staticmethod
@@ -266,9 +266,9 @@ class Soak:
         totals = self.counts.sum(axis=0)
         counters = ["num_segment_allocs", "num_segment_frees", "num_ooms", "num_retries", "steps_ever"]
         figures = {name: int(totals[column]) for name, column in names.items()}
-        figures["plans_learnt"] = self.controller.num_plans - self.happened.get("plans put in force", 0)
+        figures["plans_learnt"] = self.controller.status.num_plans - self.happened.get("plans put in force", 0)
         figures |= {name: attrgetter(name)(self.state.record) for name in counters}
-        return figures | {"plans": self.controller.num_plans} | self.happened
+        return figures | {"plans": self.controller.status.num_plans} | self.happened
 
     def _wrong_while_live(self) -> list[str]:
         live = int((self.slots[:, threads.ADDRESS] != 0).sum())
@@ -281,7 +281,7 @@ class Soak:
         wrong = int(self.counts[:, threads.WRONG_WORDS].sum())
         if wrong:
             problems.append(f"{wrong} words were not as they had been written")
-        controller._deferred.wait()
+        controller.memory.deferred.wait()
         totals = self.counts.sum(axis=0)
         if totals[threads.ALLOCATIONS] != totals[threads.FREES]:
             problems.append("the soak itself lost blocks")
@@ -296,11 +296,11 @@ class Soak:
                 for name in counted
                 if attrgetter(name)(state.record)
             ]
-        for graph, (_, users) in list(controller._private.items()):
+        for graph, (_, users) in list(controller.captures.pools.items()):
             for _ in range(users):
-                controller.release_capture(graph)
+                controller.captures.release(graph)
         controller.drop_plan()
-        controller.release_unused()
+        controller.memory.release_unused()
         zero = (
             "total.allocated_bytes",
             "total.requested_bytes",
@@ -325,7 +325,7 @@ class Soak:
             spare, row = spare + 1, int(state.tables.blocks["next"][row])
         if spare != state.record.blocks_used - 1:
             problems.append(f"{state.record.blocks_used - 1 - spare} rows of the table of blocks are lost")
-        if controller._segments or controller._arena is not None:
+        if controller.memory.segments or controller.arenas.arena is not None:
             problems.append("the controller holds memory")
         from stalloc.device import virtual
 

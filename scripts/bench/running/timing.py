@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from stalloc.core import constants, requests
+from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
@@ -154,7 +154,7 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
     sizes = np.random.default_rng(3).integers(4 * KIB, 256 * KIB, 64) // 512 * 512 + 1
     address = np.zeros(live, np.int64)
     for i in range(live):
-        address[i] = requests.malloc(device.state.address, int(sizes[i % len(sizes)]), 0)
+        address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)
     arguments = *device.entries, 0, sizes
     _run_shuffled(*arguments, 7, 1000, address)
     lent, operations = device.state.record.num_lent, LENGTH * PASSES // 4

@@ -1,0 +1,55 @@
+"""CUDA graphs: while one is captured everything is served from a pool of its own, whose memory stays where it is.
+
+Contract: a call that an interruption ends is made again. Python handles signals only at calls and loops, so lines
+without any are done together, and what has been counted is known.
+"""
+
+import threading
+
+from stalloc.core import constants
+from stalloc.runtime.memory import DeviceMemory
+
+
+class Captures:
+    """The pools of graphs of one device."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory, self._state = memory, memory.state
+        self.pools: dict[tuple[int, int], tuple[int, int]] = {}  #: torch's pool of graphs -> kind of pool, graphs
+        self._spare_kinds: list[int] = []  # of pools whose graphs are gone
+        self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
+
+    def begin(self, graph_pool: tuple[int, int]) -> None:
+        """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
+        me = threading.get_ident()
+        with self._memory.lock:
+            kind, users = self.pools.get(graph_pool, (0, 0))
+            if not self._counted.get(me):
+                if users == 0:
+                    unused = constants.PRIVATE_KINDS + len(self.pools)
+                    kind = self._spare_kinds[-1] if self._spare_kinds else unused
+                if users == 0 and self._spare_kinds:
+                    del self._spare_kinds[-1]
+                self.pools[graph_pool] = kind, users + 1
+                self._counted[me] = True
+            self._state.record.private_kind = kind
+        self._counted[me] = False
+
+    def end(self) -> None:
+        """The capture is over; what it allocated stays where it is."""
+        self._state.record.private_kind = 0
+
+    def release(self, graph_pool: tuple[int, int]) -> None:
+        """A graph is gone; with the last one of its pool the pool's memory may be given back."""
+        me = threading.get_ident()
+        with self._memory.lock:
+            kind, users = self.pools.get(graph_pool, (0, 0))
+            if not self._counted.get(me):
+                if users > 1:
+                    self.pools[graph_pool] = kind, users - 1
+                elif users == 1:
+                    self._state.unpin_pools(kind)
+                    del self.pools[graph_pool]
+                    self._spare_kinds += (kind,)
+                self._counted[me] = True
+        self._counted[me] = False

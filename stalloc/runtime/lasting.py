@@ -1,0 +1,54 @@
+"""What is meant to last, told from what comes and goes before any of it has died.
+
+Contract: such requests get segments that hold nothing else; among what is transient they would keep that memory from
+going back to the device when a plan takes over. A program that begins is taken to make what lasts (a model).
+"""
+
+from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.recording import Recording
+
+_STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
+
+
+class Lasting:
+    """Whether requests of one device are meant to last."""
+
+    def __init__(self, memory: DeviceMemory, recording: Recording) -> None:
+        self._memory, self._state, self._recording = memory, memory.state, recording
+        self._building = False
+
+    def begin(self, *, watching: bool) -> bool:
+        """The record begins; whether what comes first is meant to last: the program has requested nothing yet."""
+        self._building = watching and self._state.record.total.num_allocs == 0
+        return self._building
+
+    def expect(self, *, watching: bool) -> None:
+        """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
+        self._building = False
+        if watching and not self._state.record.allocating_persistent:
+            self._memory.release_unused()
+            if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:
+                self._memory.save()
+            self._state.write(allocating_persistent=1)
+
+    def end(self) -> None:
+        """What comes now is not meant to last."""
+        if self._state.record.allocating_persistent:
+            self._state.write(allocating_persistent=0)
+            self._memory.release_unused()  # what did not last
+
+    def ends_here(self, *, expects_marks: bool) -> bool:
+        """Whether a program that has only made what lasts goes on with something else, and this is noticed now.
+
+        It does so once it has an optimizer, marks steps, or frees what it allocates.
+        """
+        if not self._building:
+            return False
+        state = self._state
+        served = state.record.total.num_allocs - state.record.small.num_allocs
+        freed = served - (state.record.total.num_live - state.record.small.num_live)
+        if not (expects_marks or self._recording.marks or freed > max(4, served // 8)):
+            return False
+        self._building = False
+        self.end()
+        return True

@@ -1,0 +1,91 @@
+"""When a record is searched for a repeating step, and what is found in it.
+
+Contract: without marks only what fills most of the record is a step, since layers and microbatches repeat too; a look
+costs the program time, so the record has to have grown by a quarter since the last one.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.core import constants
+from stalloc.core.state import DeviceState
+from stalloc.runtime.recording import Recording
+from stalloc.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+    from stalloc.trace import Trace
+    from stalloc.trace.record import Column
+
+_COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
+_EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
+_PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
+_MIN_PERIOD = 4  # requests; shorter repetitions are none
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A record, and the ring that repeats in it."""
+
+    trace: "Trace"
+    tape: "Tape | None"  #: None: no cycle of steps
+    sizable: "Column"  #: (m,) rows of the trace's requests that are larger than TINY
+
+    @property
+    def first(self) -> int:
+        """Which of the sizable requests is the ring's first."""
+        assert self.tape is not None
+        return int(np.searchsorted(self.sizable, self.tape.row[self.tape.num_prologue]))
+
+    @property
+    def cursor(self) -> int:
+        """The entry of the ring that comes next."""
+        assert self.tape is not None
+        return (len(self.sizable) - self.first) % self.tape.ring_length
+
+
+class Looking:
+    """The looks at one device's record."""
+
+    def __init__(self, state: DeviceState, recording: Recording) -> None:
+        self._state, self._recording = state, recording
+        self._min_period = _MIN_PERIOD
+        self._look_at = 0  # sizable requests in the record at the next look
+        self._patience = _PATIENCE
+
+    def begin(self) -> None:
+        """The record begins anew."""
+        self._patience, self._look_at = _PATIENCE, 0
+
+    def was_misled(self) -> None:
+        """The ring that is followed is no step: only a longer one can be."""
+        self._min_period = max(_MIN_PERIOD, self._state.record.ring_end - self._state.record.ring_start + 1)
+
+    def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
+        """Whether to look now."""
+        state, marks, num_steps = self._state, self._recording.marks, self._recording.num_steps
+        if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
+            return False
+        self._look_at = state.record.num_sizable * 5 // 4
+        # marks come at the right moments; without them, look again when the record has grown by a quarter
+        state.record.check_at = 0 if marks or expects_marks else state.record.num_sizable * 5 // 4 + 64
+        return num_steps >= settings.observe_steps if marks else not expects_marks
+
+    def find(self, settings: Settings) -> Found | None:
+        """What repeats in the record; None if another step may show how long the rest of its requests live."""
+        from stalloc.lifespans.periods import find_step_period
+        from stalloc.lifespans.tape import fold
+
+        trace = self._recording.trace()
+        if self._recording.marks:
+            period = find_step_period(trace)
+        else:
+            repeats = max(3, settings.observe_steps)
+            period = find_step_period(trace, min_repeats=repeats, min_share=_COVERAGE, min_length=self._min_period)
+        tape = fold(trace, with_prologue=False, period=period) if period is not None else None
+        if tape is not None and not tape.planned.all() and self._patience > 0:
+            self._patience -= 1
+            return None
+        return Found(trace, tape, np.flatnonzero(trace.size > constants.TINY))

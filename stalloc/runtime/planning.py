@@ -1,0 +1,87 @@
+"""A plan in the making: one job, in a thread of its own, one judgement of what it made.
+
+Contract: nothing that goes wrong in a job reaches the program; it ends with a plan that was admitted, or with an error.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.runtime.admission import admit
+from stalloc.runtime.interruptions import start_thread
+from stalloc.trace.packing import KeptTrace
+
+if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
+    from stalloc.planner import Plan
+    from stalloc.planner.sharing import Streams
+
+    Planner = Callable[..., Plan]  # (tape, streams=, handover_bytes=), as plan_tape; called in any thread
+
+_CLOSE = 1.02  # of a plan to its lower bound, above which rings of more periods are tried
+_MAX_UNROLLED = 2_000  # requests in such a ring
+
+
+@dataclass
+class PlanJob:
+    """A plan of `tape`; `done` is set when `plan` and `admitted`, or `error`, are there."""
+
+    tape: "Tape"  #: the ring that is planned; one of more periods in the end, where that takes less memory
+    streams: "Streams" = "separate"
+    handover_bytes: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    plan: "Plan | None" = None
+    admitted: ArenaTape | None = None  #: the plan, as it is served
+    error: str | None = None
+
+    @property
+    def periods(self) -> int:
+        """How many periods the ring has."""
+        return self.tape.ring_length // self.tape.period_requests
+
+    @property
+    def may_share(self) -> bool:
+        """Whether the plan keeps several streams apart that could share memory."""
+        tape = self.admitted
+        several = tape is not None and len(np.unique(tape.stream[tape.offset >= 0])) > 1
+        return self.streams == "separate" and several
+
+    def start(self, planner: "Planner | None", observed: KeptTrace | None) -> None:
+        """Begin, in a thread; `planner` stands in for `plan_tape`. The trace is packed afterwards."""
+        start_thread(self._run, planner, observed)
+
+    def _run(self, planner: "Planner | None", observed: KeptTrace | None) -> None:
+        try:
+            from stalloc.planner import plan_tape
+
+            make = planner or plan_tape
+            plan = make(self.tape, streams=self.streams, handover_bytes=self.handover_bytes)
+            for longer in _longer_rings(self.tape):
+                if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
+                    break
+                other = make(longer, streams=self.streams, handover_bytes=self.handover_bytes)
+                if other.peak_bytes < plan.peak_bytes:
+                    plan, self.tape = other, longer
+            self.plan, self.admitted = plan, admit([plan], ring_only=True)
+        except Exception as error:
+            self.error = f"planning failed: {type(error).__name__}: {error}"
+        finally:
+            try:
+                if observed is not None:
+                    observed.pack()
+            finally:
+                self.done.set()
+
+
+def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
+    """Rings of more periods, for a tape whose requests outlive a period."""
+    from stalloc.lifespans.tape import unrolled
+
+    periods = tape.ring_length // tape.period_requests
+    for more in range(1, 3) if periods > 1 else ():
+        if (periods + more) * tape.period_requests <= _MAX_UNROLLED:
+            yield unrolled(tape, periods + more)

@@ -1,0 +1,95 @@
+"""What a device's requests were, with the program's marks: the record in which repeating steps are looked for.
+
+Contract: the core writes events while RECORDING is set; marks are kept beside them, by
+the number of events before each.
+"""
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.core.state import DeviceState
+from stalloc.device import Device
+from stalloc.trace import MARK_STEP
+from stalloc.trace.packing import KeptTrace
+
+if TYPE_CHECKING:
+    from stalloc.trace import Trace
+
+
+class Recording:
+    """The record of one device."""
+
+    def __init__(self, device: Device, state: DeviceState) -> None:
+        self._device, self._state = device, state
+        self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
+        self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
+        self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
+        self._reserved_start = 0
+
+    def begin(self, *, lasting: bool) -> None:
+        """Begin anew. With `lasting`, what is requested first is meant to last."""
+        self.marks.clear()
+        self._reserved_start = self._state.record.reserved_bytes
+        self._state.write(recording=1, num_events=0, num_sizable=0, allocating_persistent=int(lasting), check_at=64)
+
+    def begin_at_step(self) -> None:
+        """Begin anew at the mark of a step."""
+        self.marks[:] = [(0, MARK_STEP, "")]
+        self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
+
+    def note_mark(self, kind: int, name: str) -> None:
+        """The program sets a mark (trace.MARK_STEP, …)."""
+        if kind == MARK_STEP:
+            self.step_times_ns.append(time.monotonic_ns())
+        if self._state.record.recording or not self.marks:
+            self.marks.append((self._state.record.num_events, kind, name))
+
+    @property
+    def num_steps(self) -> int:
+        """Marks of steps in the record."""
+        return sum(kind == MARK_STEP for _, kind, _ in self.marks)
+
+    @property
+    def first_step(self) -> int:
+        """Events before the first mark of a step."""
+        return next(event for event, kind, _ in self.marks if kind == MARK_STEP)
+
+    def last_step(self) -> tuple[int, int] | None:
+        """Events [begin, end) between the last two marks of steps; None if there are not two."""
+        bounds = [*itertools.islice((event for event, kind, _ in self.marks[::-1] if kind == MARK_STEP), 2)]
+        return (bounds[1], bounds[0]) if len(bounds) == 2 else None
+
+    def trace(self) -> "Trace":
+        """What was recorded so far, as a Trace."""
+        from stalloc.trace.recorder import from_recorded
+
+        state = self._state
+        events = state.recorded()
+        tags = events["action"]
+        raw = state.tables.streams["value"][: state.record.num_streams].tolist()
+        bases, sizes = state.segments()
+        return from_recorded(
+            self._device.index,
+            tags & 0xFF,
+            events["address"].view(np.uint64),
+            events["requested_bytes"],
+            tags >> 8,
+            events["time_ns"],
+            self.marks,
+            raw,
+            reserved_start_bytes=self._reserved_start,
+            segments=(bases.view(np.uint64), sizes, np.zeros(len(bases), np.int64)),
+            info={
+                "device_name": self._device.name,
+                "total_bytes": self._device.total_bytes,
+                "notes": [] if state.record.recording else ["the record's table filled up: later events are missing"],
+            },
+        )
+
+    @property
+    def observed_trace(self) -> "Trace | None":
+        """What was recorded when the plan was made; None if there was no plan."""
+        return self.kept.trace() if self.kept is not None else None

@@ -1,0 +1,217 @@
+"""A plan is put in force, or a reason is found why it is not; and what is done at the boundaries while it serves.
+
+Contract: a plan that finds no room, or would hold far more than the program needs without it, leaves what served
+before in place, and whoever asked is told why.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.device.ordering import ordering
+from stalloc.errors import PlanError
+from stalloc.runtime.admission import admit
+from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.kind_search import KindSearch
+from stalloc.runtime.planning import PlanJob
+from stalloc.runtime.recording import Recording
+from stalloc.runtime.settings import Observed, Phase
+from stalloc.runtime.shortage import Shortage
+from stalloc.runtime.status import Status
+from stalloc.runtime.steps import Steps
+from stalloc.runtime.tidying import Tidying
+
+if TYPE_CHECKING:
+    from stalloc.planner import Plan
+
+_DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
+_WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
+_DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a plan was not put in force."""
+
+    note: str
+    lacks_room: bool = False  #: the arena does not fit
+    for_now: bool = False  #: there may be room at a later boundary
+
+
+class Serving:
+    """The plans of one device on their way into force."""
+
+    def __init__(
+        self,
+        status: Status,
+        arenas: Arenas,
+        recording: Recording,
+        steps: Steps,
+        shortage: Shortage,
+        tidying: Tidying,
+    ) -> None:
+        self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
+        self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
+        self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
+        self._began = time.monotonic()
+
+    def note_observed(self) -> None:
+        """Keep what the steps before the plan were like, and end watching."""
+        state = self._state
+        self._status.observed = Observed(
+            allocated_peak_bytes=state.allocated_peak_bytes,
+            reserved_peak_bytes=state.reserved_peak_bytes,
+            num_requests=state.record.total.num_allocs,
+            seconds=time.monotonic() - self._began,
+        )
+        self._memory.release_unused()
+        recording = self._status.settings.keep_recording or (bool(self._recording.marks) and self._steps.goes_on())
+        state.write(allocating_persistent=0, recording=int(recording), check_at=0)
+
+    def _ask_for_arena(self, arena_bytes: int) -> bool:
+        marked = bool(self._recording.marks or self._recording.step_times_ns)
+        return self._shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
+
+    def switch(self, job: PlanJob) -> Refusal | None:
+        """Put the plan of a ring in force, which a job has made."""
+        tape, plan = job.admitted, job.plan
+        if tape is None or plan is None:
+            return Refusal(job.error or "planning failed")
+        self._status.steps_per_ring = job.periods
+        self._steps.unroll(job.tape)
+        self.note_observed()
+        if not self._state.record.recording:
+            self._state.forget_record()
+        if self._ask_for_arena(tape.arena_bytes):
+            return Refusal("", for_now=True)
+        dearer = self._dearer(tape) if self._memory.has_room(tape.arena_bytes) else None
+        if dearer is not None:
+            return dearer
+        # a plan that was just made has to be far off before it goes
+        if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+            return None
+        return Refusal(
+            f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
+            "that hold live blocks",
+            lacks_room=True,
+        )
+
+    def _dearer(self, tape: ArenaTape) -> Refusal | None:
+        """Why the heap goes on serving, if the switch would hold far more than was needed so far; else None.
+
+        What the steps hand on lies beside the arena until the next one is over, and keeps its segments. A part of them
+        is usual; where it is nearly all, the plan gains nothing.
+        """
+        assert self._status.observed is not None
+        needed = self._state.record.reserved_bytes + tape.arena_bytes - self._arenas.takes_over_bytes(tape)
+        held = self._status.observed.reserved_peak_bytes
+        if needed <= _DEARER * held + _DEARER_BYTES:
+            return None
+        self._tidying.settled = True  # what the heap holds has served so far
+        return Refusal(f"on the plan {needed} bytes would be reserved, without it no more than {held} were")
+
+    def serve_ready_kinds(self) -> Refusal | None:
+        """A step ended: put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
+        ready = self._steps.take_ready()
+        if ready is None:
+            return None
+        if self._status.phase is not Phase.PLANNED or not self._arenas.holds_twice(ready.served):
+            return self._serve_kinds(ready)
+        # before the first request of a step less may live in the arena, if nothing is lent from it any more
+        self._steps.wait_for_arena(ready)
+        self._arenas.stop_lending()
+        self._state.record.ask_at_boundary = 1
+        return None
+
+    def serve_waiting_kinds(self) -> Refusal | None:
+        """The first request of a step comes, for which plans of kinds of steps wait: put them in force, or wait on."""
+        search = self._steps.waiting
+        assert search is not None
+        if not self._steps.waited_enough() and self._arenas.holds_twice(search.served):
+            self._state.record.ask_at_boundary = 1  # should no mark come
+            return None
+        self._steps.waiting = None
+        refusal = self._serve_kinds(search)
+        self._steps.find_place()
+        return refusal
+
+    def end_step(self) -> None:
+        """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned."""
+        steps, state, settings = self._steps, self._state, self._status.settings
+        steps.note_step()
+        if self._status.phase is Phase.PLANNED:
+            records = settings.plan and not settings.keep_recording
+            is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
+            if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
+                self._memory.release_unused()  # no pass over the plan ends, after which unused segments go back
+            steps.find_place()
+            if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
+                state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
+        elif self._status.phase is Phase.PLANNING:
+            steps.find_place()
+        if self._status.phase in (Phase.PLANNED, Phase.PLANNING) and not settings.keep_recording:
+            steps.search_for_more()
+
+    def _serve_kinds(self, search: KindSearch) -> Refusal | None:
+        """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
+        if self._status.phase is Phase.RESTING:
+            return None
+        self._steps.are_planned(search)
+        self._memory.release_unused()
+        if self._ask_for_arena(search.served.arena_bytes):
+            self._steps.search = search  # the next mark tries again
+            return None
+        if self._status.phase is not Phase.PLANNED:
+            self.note_observed()
+        if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
+            self._steps.were_refused()
+            serves = self._state.record.mode == constants.MODE_REPLAY
+            return None if serves else Refusal("an arena for all kinds of steps does not fit beside what lives")
+        self._status.steps_per_ring = 1
+        self._steps.follow(search)
+        return None
+
+    def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
+        """Serve what was admitted from now on; False if the device has no room for it: see `Arenas.put_in_force`.
+
+        `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
+        """
+        if not self._arenas.put_in_force(tape):
+            return False
+        self._tidying.begin_plan()
+        status = self._status
+        status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
+        status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
+        self._state.record.ask_after_misses = ask_after_misses
+        return True
+
+    def use(self, plan: "Plan") -> None:
+        """Serve a plan from the very first request. Raises PlanError if it is no plan for a program on this device."""
+        tape = admit([plan], ring_only=False)
+        if tape.cross_streams and ordering() is None:
+            raise PlanError(
+                "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
+            )
+        if self._state.record.total.num_allocs:
+            raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
+        self._state.write(allocating_persistent=0, recording=int(self._status.settings.keep_recording), check_at=0)
+        # it is given up sooner than one that was just made, before much of another program lives in its arena
+        if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
+            device = self._memory.device
+            free, total = device.memory_info()
+            raise PlanError(
+                f"the plan needs an arena of {plan.peak_bytes} bytes, device {device.index} has {free} of {total} "
+                "bytes free: close what uses it, or plan a smaller step."
+            )
+
+    def at_boundary(self) -> bool:
+        """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""
+        if not self._arenas.shrink():
+            return False
+        plan = self._status.plan
+        # what the switch left behind in the old segments has died meanwhile
+        self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        self._state.record.ask_at_boundary = int(self._tidying.at_boundary())
+        return True

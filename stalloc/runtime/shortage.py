@@ -1,0 +1,89 @@
+"""What happens when a request finds no memory: a segment from the device, or the reason why there is none.
+
+Contract: memory is refused only after everything that holds no live block was given back, what an old arena and the
+one in force have free was offered again, and cycles of garbage were collected.
+"""
+
+import gc
+
+from stalloc.core import constants
+from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
+from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
+
+
+class Shortage:
+    """The segments that requests lack, on one device."""
+
+    def __init__(self, arenas: Arenas) -> None:
+        self._arenas, self._memory, self._state = arenas, arenas.memory, arenas.state
+        self._lacks_arena = False
+
+    def add_segment(self, pool: int, size_bytes: int, *, planned: bool) -> bool:
+        """Take a segment for a request of a pool; False if there is none, and why is set as the error's text.
+
+        What a plan does not serve is the exception: it gets no more than it needs.
+        """
+        state, memory = self._state, self._memory
+        kind = state.pool_kind(pool)
+        wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
+        if state.record.memory_is_short and kind == constants.GENERAL_KIND:
+            wanted = tight_segment_bytes(size_bytes)
+        if planned and kind == constants.GENERAL_KIND:
+            wanted = least
+        if memory.take_segment(pool, wanted) or memory.take_segment(pool, least):
+            return True
+        if state.largest_free_bytes() < size_bytes:  # else the core finds that block
+            gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
+            if memory.take_segment(pool, least):
+                return True
+        if self._arenas.use_retired() or self._arenas.lend_again():
+            return True  # the core asks again if that was in vain
+        full = state.full_table()
+        if full:
+            memory.release_unused()  # segments without blocks take rows too
+            if memory.take_segment(pool, least):
+                return True
+            state.set_out_of_memory_text(full_table_text(state, full, size_bytes))
+            return False
+        memory.lacking_bytes = max(memory.lacking_bytes, size_bytes)
+        self._explain(size_bytes)
+        return False
+
+    def explain_refusal(self, table: int, size_bytes: int) -> None:
+        """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""
+        if table:
+            self._state.set_out_of_memory_text(full_table_text(self._state, FULL_TABLES[table], size_bytes))
+        else:
+            self._explain(size_bytes)
+
+    def _explain(self, size_bytes: int) -> None:
+        from stalloc.runtime.statistics import out_of_memory_text
+
+        self._state.set_out_of_memory_text(out_of_memory_text(self._memory.device, self._state, size_bytes))
+
+    # --- room for an arena, made by moving what lives
+
+    def forget_arena(self) -> None:
+        """Nothing is to be put in force any more."""
+        self._lacks_arena = False
+
+    def ask_for_arena(self, arena_bytes: int, *, may_move: bool) -> bool:
+        """Whether an arena finds no room now, but may after a mark at which what lives is moved; asked for once."""
+        if self._lacks_arena or not may_move:
+            self._lacks_arena = False
+            return False
+        mapped = self._arenas.mapped_arena()
+        old_bytes = sum(region.size_bytes for region in self._arenas.old_regions())
+        if (
+            self._memory.has_room(arena_bytes - (mapped.size_bytes if mapped is not None else 0))
+            or max(old_bytes, self._state.record.arena_bytes) >= arena_bytes
+        ):
+            return False
+        self._memory.lacking_bytes, self._lacks_arena = max(self._memory.lacking_bytes, arena_bytes), True
+        return True
+
+    def take_lacking(self) -> tuple[int, bool]:
+        """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena."""
+        lacking, self._memory.lacking_bytes = self._memory.lacking_bytes, 0
+        return lacking, self._lacks_arena

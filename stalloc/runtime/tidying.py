@@ -1,0 +1,58 @@
+"""What goes back to the device while a plan is in force, and what is held in one piece while there is none.
+
+Contract: nothing is given back in the middle of a pass, and nothing that passes still use.
+"""
+
+import numpy as np
+
+from stalloc.core import constants
+from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.segments import round_up
+
+_IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
+_FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
+_SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
+
+
+class Tidying:
+    """The segments of one device beside its plans."""
+
+    def __init__(self, arenas: Arenas) -> None:
+        self._arenas, self._state = arenas, arenas.state
+        self._boundaries = 0  # until the plan has settled; below 0: since then
+        self._segments_kept = 0  # of the heap, when the plan had settled
+        self.settled = False  #: what steps need is held in one segment, or not to be
+
+    def begin_plan(self) -> None:
+        """A plan is put in force."""
+        self._boundaries, self._segments_kept = _FIRST_PASSES, 0
+
+    def at_boundary(self) -> bool:
+        """Give back what the switch left behind, then what deviations needed; whether to come again at the next."""
+        arenas = self._arenas
+        self._boundaries -= 1
+        arenas.memory.release_unused(0 if self._boundaries > 0 else _IDLE_PASSES)
+        num_segments, kept = len(arenas.memory.segments), self._segments_kept
+        if self._boundaries == 0:
+            self._segments_kept = num_segments
+        return self._boundaries > -_SHRINK_PASSES * arenas.too_large or num_segments > kept or arenas.retired
+
+    def settle(self) -> None:
+        """No step repeats so far: hold what steps need in one segment, where it splits and merges best.
+
+        A plan that is found later takes it over.
+        """
+        state, arenas = self._state, self._arenas
+        if self.settled or state.record.memory_is_short:
+            return
+        self.settled = True
+        events = state.recorded()
+        tags = events["action"]
+        allocs = (tags & 0xFF) == constants.ACTION_ALLOC
+        by_stream = np.bincount(tags[allocs] >> 8, weights=events["requested_bytes"][allocs], minlength=1)
+        state.write(allocating_persistent=0)
+        arenas.memory.release_unused()
+        pool = state.general_pool(int(by_stream.argmax()))
+        size_bytes = round_up(max(0, state.allocated_peak_bytes - state.record.total.allocated_bytes))
+        if size_bytes and pool >= 0:
+            arenas.add_old(pool, size_bytes)

@@ -1,0 +1,129 @@
+"""Watching a program: its record is searched for a step that repeats, and that step's plan is made.
+
+Contract: while a plan is made its ring is followed, without being served, so that the boundary at which the plan can
+come into force is known. What goes wrong in a look is a reason to rest, never an error of the program.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.device.ordering import ordering
+from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.lasting import Lasting
+from stalloc.runtime.looking import Looking
+from stalloc.runtime.planning import PlanJob
+from stalloc.runtime.recording import Recording
+from stalloc.runtime.settings import Phase
+from stalloc.runtime.status import Status
+from stalloc.runtime.steps import Steps
+from stalloc.runtime.tidying import Tidying
+from stalloc.trace.packing import KeptTrace
+
+if TYPE_CHECKING:
+    from stalloc.runtime.planning import Planner
+
+_SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
+
+
+class Watching:
+    """The watch over one device's program."""
+
+    def __init__(
+        self,
+        status: Status,
+        arenas: Arenas,
+        recording: Recording,
+        steps: Steps,
+        lasting: Lasting,
+        tidying: Tidying,
+        planner: "Planner | None",
+    ) -> None:
+        """`planner` stands in for `plan_tape`."""
+        self._status, self._arenas, self._state = status, arenas, arenas.state
+        self._recording, self._steps, self._lasting, self._tidying = recording, steps, lasting, tidying
+        self._planner = planner
+        self._looking = Looking(self._state, recording)
+        self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
+        self.job: PlanJob | None = None  #: the plan in the making
+        self._wait_seconds = 0.0  # that the next boundary waits for it
+
+    def begin(self) -> None:
+        """Watch from here on, with a fresh record."""
+        self._status.phase, self.job = Phase.OBSERVING, None
+        self._looking.begin()
+        self._tidying.settled = False
+        self._recording.begin(lasting=self._lasting.begin(watching=self._status.settings.plan))
+
+    def was_misled(self) -> None:
+        """The ring that is followed is no step of the program: only a longer one can be."""
+        if not self._recording.marks:
+            self._looking.was_misled()
+
+    def look(self) -> str | None:
+        """Look for a repeating step in the record and start planning it; why the device is to rest, if it is.
+
+        Called at marks and every so often.
+        """
+        if self._status.phase is not Phase.OBSERVING or not self._status.settings.plan:
+            return None
+        if not self._state.record.recording:
+            return "no repeating step was found before the record's table was full"
+        if not self._looking.is_due(self._status.settings, expects_marks=self.expects_marks):
+            return None
+        if self._arenas.arena is not None and self._state.record.arena_live:
+            return (
+                None  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
+            )
+        try:
+            self._start_planning()
+        except Exception as error:  # whatever it is, the program must not see it: it only marked a step
+            if is_interruption(error) or isinstance(error, RecursionError):
+                raise
+            return f"looking for a repeating step failed: {type(error).__name__}: {error}"
+        return None
+
+    def _start_planning(self) -> None:
+        found = self._looking.find(self._status.settings)
+        if found is None:
+            return
+        if found.tape is None:
+            if self._recording.marks:
+                self._steps.look_for_kinds(found.trace)
+                if self._recording.num_steps >= _SETTLE_STEPS:
+                    self._tidying.settle()
+            return
+        self._arenas.give_back()
+        self._status.phase = Phase.PLANNING
+        self._status.observed_steps = found.tape.covered_requests // found.tape.period_requests
+        self._recording.kept = KeptTrace(found.trace)
+        streams = self._status.settings.streams if ordering() is not None else "separate"
+        self.plan(PlanJob(found.tape, streams, self._status.settings.handover_bytes), found.cursor)
+        if self._recording.marks:
+            self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
+
+    def plan(self, job: PlanJob, cursor: int) -> None:
+        """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known."""
+        self.job, self._wait_seconds = job, self._status.settings.plan_wait_seconds
+        job.start(self._planner, self._recording.kept)
+        tape, ring = job.tape, slice(job.tape.num_prologue, None)
+        nowhere = np.full(tape.ring_length, -1, np.int64)
+        self._state.write(check_at=0)
+        self._state.install_tape(
+            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
+        )
+        self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
+
+    def take_made(self) -> PlanJob | None:
+        """At a boundary: the job, if it is done; once it is waited for."""
+        job = self.job
+        if self._status.phase is not Phase.PLANNING or job is None:
+            return None
+        wait, self._wait_seconds = self._wait_seconds, 0.0
+        if not job.done.wait(wait):
+            self._state.record.ask_at_boundary = 1
+            return None
+        self.job = None
+        return job
