@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
+from stalloc.analysis import summarize
 from stalloc.cli import main
-from stalloc.cli.stats import describe
 from stalloc.trace import load_traces
 
 ADDRESS = 0x7F00_0000_0000
@@ -116,16 +116,16 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, capsys):
 def test_real_snapshots(shared_traces, name, fragmentation, period, step):
     file = str(shared_traces / f"{name}.pickle.gz")
     (trace,) = load_traces(file)
-    device = describe(file, trace, 512)
+    summary = summarize(trace)
     if fragmentation is not None:
-        assert device["fragmentation"] == pytest.approx(fragmentation, abs=1e-6)
-    assert device["period_requests"] == period
+        assert summary.fragmentation == pytest.approx(fragmentation, abs=1e-6)
+    assert summary.period_requests == period
     if step is not None:
-        assert device["step_requests"] == step
+        assert summary.step_requests == step
 
 
 def test_a_peak_before_the_first_event_is_seen(shared_traces):
     file = str(shared_traces / "lm27b_compiled_fwd.pickle.gz")
     (trace,) = load_traces(file)
-    device = describe(file, trace, 512)
-    assert (device["reserved_peak_bytes"], device["reserved_peak_event"]) == (51849986048, -1)
+    summary = summarize(trace)
+    assert (summary.reserved_peak_bytes, summary.reserved_peak_event) == (51849986048, -1)

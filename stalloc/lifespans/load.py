@@ -50,6 +50,11 @@ def peak_load(start: Ints, end: Ints, size: Ints, ring: tuple[int, int] | None =
     return max(once, steady + int(size[lasting].sum()))
 
 
+def fullest(reserved: Ints, allocated: Ints) -> int:
+    """Of the moments when most is reserved, the first with the most allocated: (k,) bytes each."""
+    return int(np.argmax(np.where(reserved == reserved.max(), allocated, -1)))
+
+
 def lower_bound(trace: Trace, alignment: int = 512) -> int:
     """Bytes that no plan of the trace can go below: the peak load with sizes rounded up to `alignment` bytes."""
     return peak_load(trace.start, trace.end, trace.aligned_size(alignment))

@@ -6,12 +6,13 @@ block. What tells is, in this order, the list of blocks at the end of the record
 behind the block while it lived, and a gap too small to be a block.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
+from stalloc.replay.events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
 from stalloc.replay.torch_blocks import (
@@ -38,22 +39,16 @@ from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
 from stalloc.trace.record import Action, Column, Trace
 
 _SMALL_SEGMENT = 2 * MIB
-_KINDS = {
-    Action.ALLOC: Kind.ALLOC,
-    Action.FREE_REQUESTED: Kind.FREE_REQUESTED,
-    Action.FREE_COMPLETED: Kind.FREE_COMPLETED,
-}
 
 
 def recorded_settings(trace: Trace) -> TorchSettings:
     """The settings that a snapshot names, torch's defaults where it names none or some that torch 2.11 has not."""
-    noted: dict[str, Any] = trace.info.get("allocator_settings") or {}
     try:
-        settings = parse_settings(str(noted.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+        settings = parse_settings(recorded_conf(trace))
     except BadInputError:
         settings = TorchSettings()
     if np.any((trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)):
-        settings = TorchSettings(**(vars(settings) | {"expandable_segments": True}))
+        settings = replace(settings, expandable_segments=True)
     return settings
 
 
@@ -66,19 +61,17 @@ def recorded_calls(trace: Trace, settings: TorchSettings) -> tuple[Events, Colum
     """
     one_by_one = bool(settings.max_split_bytes or settings.garbage_collection_threshold)
     action = trace.action
-    asks = np.isin(action, list(_KINDS)) & (trace.event_request >= 0)
+    kinds = recorded_kinds(trace)
+    asks = kinds >= 0
     returns = (action == Action.SEGMENT_FREE) | (action == Action.SEGMENT_UNMAP)
     takes = (action == Action.SEGMENT_ALLOC) | (action == Action.SEGMENT_MAP)
     told = np.flatnonzero(asks | returns | takes)
     ends_run = np.ones(len(told), bool)
     ends_run[:-1] = one_by_one | ~returns[told[1:]]
     rows = told[asks[told] | (returns[told] & ends_run)]
-    kinds = np.full(len(Action), RELEASE if one_by_one else Kind.EMPTY_CACHE, np.int8)
-    for name, kind in _KINDS.items():
-        kinds[name] = kind
     gone = trace.address[rows].astype(np.int64) if one_by_one else -1
     events = Events(
-        kind=kinds[action[rows]],
+        kind=np.where(asks[rows], kinds[rows], np.int8(RELEASE if one_by_one else Kind.EMPTY_CACHE)),
         request=np.where(asks[rows], trace.event_request[rows], gone),
         event=rows.astype(np.int64),
         size=trace.size,

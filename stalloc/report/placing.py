@@ -117,11 +117,8 @@ def _inside_segments(trace: Trace, address: Column) -> bool:
     ends = address[alive] + trace.size[alive].astype(np.uint64)
     if not bool(np.all((at >= 0) & (ends <= begin[at] + size[at]))):
         return False
-    change = np.zeros(trace.num_events + 1, np.int64)
-    np.add.at(change, np.maximum(trace.start, 0), trace.size)
-    np.subtract.at(change, trace.end, trace.size)
-    reserved = trace.reserved_bytes()
-    return int(reserved[-1]) == int(trace.segment_size.sum()) and bool(np.all(np.cumsum(change[:-1]) <= reserved))
+    reserved, live = trace.reserved_bytes(), trace.live_bytes(trace.size)[1:]
+    return int(reserved[-1]) == int(trace.segment_size.sum()) and bool(np.all(live <= reserved))
 
 
 def _covered(address: Column, size: Column) -> tuple[Column, Column]:
