@@ -149,7 +149,8 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
             console.print(
                 Text.assemble(
                     (f"allocated grew by {human_bytes(made.allocated_change_bytes)}", "bold red"),
-                    f", more than the {human_bytes(limit.allows(made))} that --fail-over {printable(args.fail_over)} allows",
+                    f", more than the {human_bytes(limit.allows(made))} that --fail-over "
+                    f"{printable(args.fail_over)} allows",
                 )
             )
         console.print()
