@@ -9,6 +9,10 @@ lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most
 what a profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the
 record, if it repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that
 fills the record and after which memory is back at its level.
+
+--graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
+one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
+before which next to nothing but persistent requests is live, where the record can be split.
 """
 
 import argparse
@@ -29,7 +33,10 @@ from stalloc.cli.output import (
 )
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
+from stalloc.report.lifespan_graph import Relations, relations, write_relations
 from stalloc.trace import load_traces
+
+_MAX_CUTS_SHOWN = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--align", type=int, default=512, metavar="BYTES", help="sizes are rounded up to this (default: 512)"
     )
+    parser.add_argument("--graph", metavar="FILE", help="write the graph of lifespans (.graphml or JSON) to FILE")
     add_json_argument(parser)
 
 
@@ -45,12 +53,19 @@ def run(args: argparse.Namespace) -> int:
     """Describe each device of each file."""
     if args.align < 1:
         raise BadInputError(f"--align is {args.align}: give a number of bytes from 1, such as 512.")
-    devices = [(file, summarize(trace, args.align)) for file in args.files for trace in load_traces(file)]
+    if args.graph and len(args.files) > 1:
+        raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
+    traces = [(file, trace) for file in args.files for trace in load_traces(file)]
+    devices = [(file, summarize(trace, args.align)) for file, trace in traces]
+    graphs = [relations(trace) for _, trace in traces] if args.graph else []
+    if args.graph:
+        write_relations(Path(args.graph), graphs)
     write_json(
         args, {"files": list(args.files), "devices": [{"file": file} | asdict(summary) for file, summary in devices]}
     )
     if wants_text(args):
         _print(args, devices)
+        _print_graphs(args, graphs)
     return 0
 
 
@@ -62,6 +77,21 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None
         for label, text in _lines(summary):
             console.print(Text.assemble("  ", (f"{label:<14}", "dim"), f"  {text}"))
         console.print()
+
+
+def _print_graphs(args: argparse.Namespace, graphs: list[Relations]) -> None:
+    console = table_console()
+    for told in graphs:
+        cuts = ", ".join(f"{event:,}" for event in told.cut_events[:_MAX_CUTS_SHOWN])
+        more = f" and {len(told.cut_events) - _MAX_CUTS_SHOWN:,} more" if told.cut_events[_MAX_CUTS_SHOWN:] else ""
+        console.print(
+            f"device {told.device}: {len(told.graph):,} groups, {told.graph.number_of_edges():,} overlaps; "
+            f"can be split before event {cuts}{more}"
+            if cuts
+            else f"device {told.device}: cannot be split"
+        )
+    if graphs:
+        console.print(f"\nWritten: {printable(args.graph)}")
     console.print(f"Next: stalloc plan {command_text(args.files[0])}")
 
 
