@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis.peaks import allocated_peak, reserved_peak
+from stalloc.columns import Column
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
 from stalloc.trace import Trace
-from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
 
 

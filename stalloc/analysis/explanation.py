@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stalloc.analysis.peaks import reserved_peak
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.lifespans import fullest
 from stalloc.replay.events import events_of, recorded_conf
@@ -27,7 +28,6 @@ from stalloc.replay.simulation import (
     with_request,
 )
 from stalloc.trace import Action, Trace
-from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name, site_names
 
 #: every cause there is, and what it says

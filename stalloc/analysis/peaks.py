@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans import fullest, load_curve
 from stalloc.trace import Trace
-from stalloc.trace.record import Column
 
 
 class AllocatedPeak(NamedTuple):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans.periods import sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.tape import Tape, expand
 from stalloc.trace import MARK_STEP, Trace
-from stalloc.trace.record import Column
 
 
 class LifespanClass(enum.IntEnum):

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner import sections
 from stalloc.planner.portfolio import Packing
-from stalloc.planner.problem import Column, Problem
+from stalloc.planner.problem import Problem
 
 #: pairs of a request and an epoch beyond which a node costs too much
 MOST_MEMBERS = 3_000_000

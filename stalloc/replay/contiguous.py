@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.replay.blocks import GRANULE, at, fits, new_segment, split
 from stalloc.replay.driver import driver_of
@@ -29,7 +30,6 @@ from stalloc.replay.protocol import Events, Fed, Kind
 from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
-from stalloc.trace.record import Column
 
 _UNIT = 512  # bytes
 _SMALL_BYTES, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 1 << 20, 2 << 20, 20 << 20, 10 << 20

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, split
@@ -24,7 +25,6 @@ from stalloc.replay.protocol import Counters, Events, Fed, Kind
 from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
-from stalloc.trace.record import Column
 
 _UNIT = 512  # bytes
 

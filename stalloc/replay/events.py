@@ -5,8 +5,9 @@ Upheld: what was live before recording is allocated first, in the order of its a
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.replay.protocol import Events, Kind
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 
 _KINDS = np.full(len(Action), -1, np.int8)
 _KINDS[[Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED]] = (

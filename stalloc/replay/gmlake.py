@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
@@ -64,7 +65,6 @@ from stalloc.replay.gmlake_chunks import (
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, last, remove
-from stalloc.trace.record import Column
 
 _UNIT = 512  # bytes
 _SMALL_BYTES = 1 << 20  # requests up to this size share small segments

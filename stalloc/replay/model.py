@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.records import Owner, record_type
 from stalloc.replay.settings import NoSettings
 from stalloc.replay.treap import new_tree
-from stalloc.trace.record import Column
 
 
 def own_type(settings: type[Any], *more: str) -> np.dtype[Any]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, MAX_REQUEST, TINY
@@ -31,7 +32,6 @@ from stalloc.replay.settings import as_one_of, setting
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
-from stalloc.trace.record import Column
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model

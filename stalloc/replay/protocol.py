@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from stalloc.trace.record import Column
+from stalloc.columns import Column
 
 
 class Kind(enum.IntEnum):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import (
@@ -40,7 +41,6 @@ from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.records import record_type, row_of
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import first_fit, insert_fit, remove_fit
-from stalloc.trace.record import Column
 
 _UNIT = 256  # bytes
 _SUPERBLOCK = 1 << 20  # bytes, at least; requests above it are the global arena's

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.replay import rmm_pool
@@ -22,7 +23,6 @@ from stalloc.replay.model import own_type
 from stalloc.replay.records import WORD, row_of
 from stalloc.replay.rmm_pool import UNIT, RmmPool, begin, free, take
 from stalloc.replay.settings import as_count, setting
-from stalloc.trace.record import Column
 
 _BLOCKS = 128  # that a bin takes at a time
 _NO_TREE = -1

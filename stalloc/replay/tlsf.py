@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import (
@@ -37,7 +38,6 @@ from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_bytes, as_count, setting
-from stalloc.trace.record import Column
 
 _UNIT_BITS = 8
 _UNIT = 1 << _UNIT_BITS  # bytes

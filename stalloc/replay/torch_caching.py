@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.replay.blocks import FREE
 from stalloc.replay.model import TableModel
 from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
@@ -15,7 +16,7 @@ from stalloc.replay.torch_blocks import OWN, TREES
 from stalloc.replay.torch_cache import run
 from stalloc.replay.torch_settings import TorchSettings, parse_settings
 from stalloc.replay.torch_start import load_blocks, recorded_calls, recorded_settings, segment_pools, starting_blocks
-from stalloc.trace.record import Column, Trace
+from stalloc.trace.record import Trace
 
 __all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stalloc.allocator_conf import split_conf
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import Column
 
 MIB = 1 << 20
 NUM_INTERVALS = 16

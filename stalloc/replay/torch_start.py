@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import GRANULE, at, count_reserved, hold, store_at
@@ -20,7 +21,7 @@ from stalloc.replay.records import record_at
 from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
 from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
 from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 
 own_at = record_at(OWN)
 

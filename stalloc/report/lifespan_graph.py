@@ -13,7 +13,7 @@ import networkx as nx
 
 from stalloc.errors import BadInputError
 from stalloc.lifespans import classify, cut_events, find_step_period, fold, lifespan_graph
-from stalloc.report.writing import write_whole
+from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
 
 
@@ -49,12 +49,12 @@ def write_relations(path: Path, devices: Sequence[Relations]) -> None:
     Raises BadInputError if the file cannot be written, or GraphML is wanted of several devices.
     """
     if path.suffix != ".graphml":
-        write_whole(path, _json(devices))
+        write_chunks(path, _json(devices))
         return
     if len(devices) != 1:
         raise BadInputError(f"{path}: GraphML holds one graph and there are {len(devices)} devices: name a .json file.")
     lines = nx.generate_graphml(devices[0].graph)
-    write_whole(path, (f"{line}\n".encode() for line in lines))
+    write_chunks(path, (f"{line}\n".encode() for line in lines))
 
 
 def _json(devices: Sequence[Relations]) -> Iterator[bytes]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner import plan
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 
 ALIGN_BYTES = 512
 MADE_UP_BASE = 1 << 40

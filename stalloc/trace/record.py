@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-
-Column = npt.NDArray[Any]
 
 
 class Action(enum.IntEnum):

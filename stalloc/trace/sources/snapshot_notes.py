@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.header import is_plain
-from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Column
+from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP
 from stalloc.trace.sites import printable
 
 
