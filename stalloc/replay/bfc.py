@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import at, new_segment, split
+from stalloc.replay.blocks import at, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, as_flag, as_percent, setting
@@ -90,7 +90,7 @@ def _extend(t, m, size):
 
 @njit()
 def _allocate(t, m, request, requested, stream):
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     block = _find(t, m, size)
     if block == 0 and _extend(t, m, size):
         block = _find(t, m, size)
@@ -123,4 +123,4 @@ class BFC(TableModel):
             raise BadInputError("bfc with growth:0 takes all of its limit at once: give a limit or a capacity.")
         limit = limit or _NO_LIMIT
         region = min(limit, _FIRST_REGION) if self.options.growth else limit
-        self._own.write(limit=limit, region=max(_UNIT, (region + _UNIT - 1) // _UNIT * _UNIT))
+        self._own.write(limit=limit, region=max(_UNIT, round_up(region, _UNIT)))

@@ -15,6 +15,8 @@ from stalloc.replay.records import WORD, Owner, record_at, record_type, row_of
 
 FIRST_ADDRESS = 1 << 44
 GRANULE = 2 << 20  # bytes; segments begin at multiples of it
+SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
+LARGE_SEGMENT = 20 << 20  # bytes that torch takes for requests from there to 10 MiB
 ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments
 
 FREE, LIVE, WAITING, UNMAPPED, HEADER, UNUSED = range(6)
@@ -81,6 +83,20 @@ def make_store(capacity_bytes: int) -> Owner:
     store = Owner(STORE, blocks=np.zeros(256, BLOCK), segments=np.zeros(64, SEGMENT), **numbers)
     store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
     return store
+
+
+@njit()
+def round_up(size, unit):
+    """The least multiple of `unit` that is not less."""
+    return (size + unit - 1) // unit * unit
+
+
+@njit()
+def torch_segment_size(size, large):
+    """What torch takes from the device for a block of `size` bytes; `large`: for those from 1 MiB to below 10 MiB."""
+    if size <= SMALL_BYTES:
+        return GRANULE
+    return large if size < 10 * SMALL_BYTES else round_up(size, GRANULE)
 
 
 @njit()

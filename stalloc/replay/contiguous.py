@@ -23,7 +23,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.replay.blocks import GRANULE, at, fits, new_segment, split
+from stalloc.replay.blocks import LARGE_SEGMENT, SMALL_BYTES, at, fits, new_segment, round_up, split, torch_segment_size
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
@@ -32,7 +32,6 @@ from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 
 _UNIT = 512  # bytes
-_SMALL_BYTES, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT = 1 << 20, 2 << 20, 20 << 20, 10 << 20
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
 _BUFFERS = 2
 
@@ -88,18 +87,13 @@ def _begin(t, m):
 
 @njit()
 def _from_rest(t, size, stream):
-    small = size <= _SMALL_BYTES
+    small = size <= SMALL_BYTES
     tree = _BUFFERS + 2 * stream + (0 if small else 1)
     block = best_fit(t, tree, size)
     if block != 0:
         remove(t, block)
     else:
-        if small:
-            segment = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            segment = _LARGE_SEGMENT
-        else:
-            segment = (size + GRANULE - 1) // GRANULE * GRANULE
+        segment = torch_segment_size(size, LARGE_SEGMENT)
         if not fits(t, segment):
             t.retries += 1
             _release(t)
@@ -108,7 +102,7 @@ def _from_rest(t, size, stream):
             return -1
         at(t, block).tree = tree
     remaining = at(t, block).size - size
-    if remaining >= _UNIT if small else remaining > _SMALL_BYTES:
+    if remaining >= _UNIT if small else remaining > SMALL_BYTES:
         insert(t, tree, split(t, block, size))
     return block
 
@@ -118,7 +112,7 @@ def _allocate(t, m, request, requested, stream):
     which = _class_at(m, request).value
     if not _begin(t, m):
         return -1
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     if which != _REST:
         tree = which - _PERSISTENT
         block = best_fit(t, tree, size)

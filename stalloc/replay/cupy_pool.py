@@ -18,7 +18,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, split
+from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
@@ -56,7 +56,7 @@ def _within_limit(t, m, size):
 
 @njit()
 def _allocate(t, m, request, requested, stream):
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     block, chosen = best_fit(t, stream, size), _chosen_at(m, request).value
     if block != 0 and chosen != 0 and at(t, block).address != chosen:
         other = find(t, stream, at(t, block).size, chosen)

@@ -27,8 +27,11 @@ from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.replay.blocks import (
     FREE,
+    GRANULE,
+    LARGE_SEGMENT,
     LIVE,
     ROWS_AHEAD,
+    SMALL_BYTES,
     WAITING,
     at,
     drop_segment,
@@ -37,7 +40,9 @@ from stalloc.replay.blocks import (
     is_whole,
     new_segment,
     place_at,
+    round_up,
     split,
+    torch_segment_size,
 )
 from stalloc.replay.driver import driver_of
 from stalloc.replay.gmlake_chunks import (
@@ -67,10 +72,6 @@ from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
 from stalloc.replay.treap import after, best_fit, first, free_into, insert, last, remove
 
 _UNIT = 512  # bytes
-_SMALL_BYTES = 1 << 20  # requests up to this size share small segments
-_SMALL_SEGMENT = 2 << 20
-_LARGE_SEGMENT = 20 << 20
-_OWN_SEGMENT = 10 << 20  # requests from this size on get segments of their own size
 _FIRST_STITCHED = 1 << 46
 _MAX_CHUNKS = 1 << 20  # of one request: 2 TiB
 
@@ -106,7 +107,7 @@ _OWN = own_type(Settings, *CHUNK_FIELDS, *_COUNTS, "need")
 @njit()
 def _has_room(t, m, size):
     """Whether the tables have room for an event with a request of `size` bytes."""
-    chunks = size // CHUNK_BYTES + _LARGE_SEGMENT // CHUNK_BYTES + ROWS_AHEAD
+    chunks = size // CHUNK_BYTES + LARGE_SEGMENT // CHUNK_BYTES + ROWS_AHEAD
     m.need = chunks
     return (
         t.num_blocks - t.blocks_used >= 2 * chunks
@@ -149,15 +150,15 @@ def _new_chunks(t, m, size, stream):
 
 @njit()
 def _allocate_small(t, m, requested, stream):
-    size, tree = (requested + _UNIT - 1) // _UNIT * _UNIT, stream * TREES + SMALL
+    size, tree = round_up(requested, _UNIT), stream * TREES + SMALL
     block = best_fit(t, tree, size)
     if block != 0:
         remove(t, block)
     else:
-        if not fits(t, _SMALL_SEGMENT):
+        if not fits(t, GRANULE):
             t.retries += 1
             _release(t, m)
-        block = new_segment(t, _SMALL_SEGMENT, stream, 0)
+        block = new_segment(t, GRANULE, stream, 0)
         if block < 0:
             return -1
     if at(t, block).size > size:
@@ -253,7 +254,7 @@ def _find(t, m, size, stream, row):
 @njit()
 def _new(t, m, size, stream, row):
     """Plain new memory; -1 if the device has no room."""
-    whole = size if size >= _OWN_SEGMENT else _LARGE_SEGMENT
+    whole = torch_segment_size(size, LARGE_SEGMENT)
     block = _new_chunks(t, m, whole, stream)
     if block > 0:
         if whole > size:
@@ -264,7 +265,7 @@ def _new(t, m, size, stream, row):
 
 @njit()
 def _allocate_large(t, m, requested, stream, row):
-    size = (requested + CHUNK_BYTES - 1) // CHUNK_BYTES * CHUNK_BYTES
+    size = round_up(requested, CHUNK_BYTES)
     if m.stitched_bytes > m.stitch_limit:
         _collect_garbage(t, m)
     block = _find(t, m, size, stream, row)
@@ -281,7 +282,7 @@ def _allocate_large(t, m, requested, stream, row):
 
 @njit()
 def _allocate(t, m, request, size, stream):
-    if size <= _SMALL_BYTES:
+    if size <= SMALL_BYTES:
         return _allocate_small(t, m, size, stream)
     return _allocate_large(t, m, size, stream, request)
 
@@ -299,7 +300,7 @@ def _give_up(t, m, request, kind):
 def _free(t, m, block):
     if at(t, block).address >= _FIRST_STITCHED:
         free_stitched(t, m, block)
-    elif at(t, block).requested <= _SMALL_BYTES:
+    elif at(t, block).requested <= SMALL_BYTES:
         free_into(t, at(t, block).stream * TREES + SMALL, block)
     else:
         free_block(t, m, block)

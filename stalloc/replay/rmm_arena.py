@@ -31,6 +31,7 @@ from stalloc.replay.blocks import (
     count_reserved,
     fits,
     new_segment,
+    round_up,
     segment_at,
     split,
     whole_block,
@@ -238,7 +239,7 @@ def _extend(t, m, size):
 def _allocate(t, m, request, requested, stream):
     if not _begin(t, m):
         return -1
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     block = _try(t, m, size, stream)
     if block == 0 and m.size == 0 and _extend(t, m, size):
         block = _try(t, m, size, stream)

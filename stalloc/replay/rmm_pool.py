@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import LIVE, at, new_segment, split
+from stalloc.replay.blocks import LIVE, at, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, setting
@@ -107,7 +107,7 @@ def _grow(t, m, size, stream):
 @njit()
 def take(t, m, requested, stream):
     """A block for a request; -1 if the pool cannot grow."""
-    size = (requested + UNIT - 1) // UNIT * UNIT
+    size = round_up(requested, UNIT)
     block = best_fit(t, stream, size)
     if block != 0:
         remove(t, block)

@@ -18,7 +18,16 @@ is more; best fit, split to the unit; neighbours of one stream merge.
 from dataclasses import dataclass
 
 from stalloc.compiled import njit
-from stalloc.replay.blocks import GRANULE, at, drop_segment, fits, is_whole, new_segment, split
+from stalloc.replay.blocks import (
+    GRANULE,
+    at,
+    drop_segment,
+    fits,
+    is_whole,
+    new_segment,
+    round_up,
+    split,
+)
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
@@ -99,7 +108,7 @@ def _find(t, m, size, stream):
 @njit()
 def _take(t, m, size, stream):
     """A block that the device or, where it has no more, another stream gives; -1 if neither can."""
-    chunk, block = max(_CHUNK, (size + GRANULE - 1) // GRANULE * GRANULE), 0
+    chunk, block = max(_CHUNK, round_up(size, GRANULE)), 0
     if not fits(t, chunk):
         if m.internal_dependencies == 1:
             block = _from_others(t, size, stream)
@@ -115,7 +124,7 @@ def _take(t, m, size, stream):
 
 @njit()
 def _allocate(t, m, request, requested, stream):
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     block = _find(t, m, size, stream)
     if block == 0:
         block = _take(t, m, size, stream)

@@ -31,6 +31,7 @@ from stalloc.replay.blocks import (
     is_whole,
     log2,
     new_segment,
+    round_up,
     segment_at,
     split,
 )
@@ -112,7 +113,7 @@ def _searched(t, m, units):
     if units < 1 << bits:
         return units
     step = 1 << (log2(units) - bits)
-    return (units + step - 1) // step * step
+    return round_up(units, step)
 
 
 @njit()
@@ -151,7 +152,7 @@ def _allocate(t, m, request, requested, stream):
         region = m.region
         if size > region:
             least = _searched(t, m, size >> _UNIT_BITS) << _UNIT_BITS
-            region = (least + GRANULE - 1) // GRANULE * GRANULE
+            region = round_up(least, GRANULE)
         if not fits(t, region):
             t.retries += 1
             _empty(t, m, 0, 0)

@@ -8,8 +8,8 @@ when its capacity is exceeded. A request of no bytes gets no block.
 from stalloc.compiled import njit
 from stalloc.replay.blocks import (
     FREE,
-    GRANULE,
     LIVE,
+    SMALL_BYTES,
     UNMAPPED,
     WAITING,
     at,
@@ -20,6 +20,8 @@ from stalloc.replay.blocks import (
     is_whole,
     log2,
     place_at,
+    round_up,
+    torch_segment_size,
 )
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.protocol import Kind
@@ -42,8 +44,6 @@ RELEASE = len(Kind)
 """A kind of event beyond those of all models, for recordings: the segment whose address stands in the place of the
 request goes back to the device, if it is free as a whole."""
 
-_MIB = 1 << 20
-
 
 @njit()
 def interval_of(size):
@@ -61,17 +61,8 @@ def round_size(parts, size):
         if size == 1 << power:
             return size
         step = (1 << power) // parts
-        return 2 << power if step == 0 else (size + step - 1) // step * step
+        return 2 << power if step == 0 else round_up(size, step)
     return (size + 511) // 512 * 512
-
-
-@njit()
-def _segment_size(m, size):
-    if size <= _MIB:
-        return GRANULE
-    if size < 10 * _MIB:
-        return m.large_segment_bytes
-    return (size + GRANULE - 1) // GRANULE * GRANULE
 
 
 @njit()
@@ -107,7 +98,7 @@ def _find_cached(t, m, pool, size):
 @njit()
 def _take_from_device(t, m, pool, size):
     """A block of a new segment, in no tree; 0 if the device or the process's share has no more."""
-    wanted = _segment_size(m, size)
+    wanted = torch_segment_size(size, m.large_segment_bytes)
     if m.allowed >= 0 and t.reserved + wanted > m.allowed:
         return 0
     if m.expandable_segments:
@@ -232,7 +223,7 @@ def _take(t, m, pool, size):
 @njit()
 def _allocate(t, m, request, size, stream):
     rounded = round_size(divisions_at(m, interval_of(size)).value, size)
-    pool = 2 * stream + (1 if rounded > _MIB else 0)
+    pool = 2 * stream + (1 if rounded > SMALL_BYTES else 0)
     block = _take(t, m, pool, rounded)
     if block == 0:
         m.out_of_memory += 1
@@ -241,7 +232,7 @@ def _allocate(t, m, request, size, stream):
     if pool & 1 == 0 or m.expandable_segments:
         splits = rest >= 512
     else:
-        splits = (m.max_split_bytes == 0 or rounded < m.max_split_bytes) and rest > _MIB
+        splits = (m.max_split_bytes == 0 or rounded < m.max_split_bytes) and rest > SMALL_BYTES
     if splits:
         add_free(t, m, cut(t, block, rounded, FREE))
     m.block_bytes += at(t, block).size

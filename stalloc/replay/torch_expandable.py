@@ -6,7 +6,17 @@ c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments".
 """
 
 from stalloc.compiled import njit
-from stalloc.replay.blocks import FREE, GRANULE, UNMAPPED, at, count_call, drop_block, fits, is_whole
+from stalloc.replay.blocks import (
+    FREE,
+    GRANULE,
+    UNMAPPED,
+    at,
+    count_call,
+    drop_block,
+    fits,
+    is_whole,
+    round_up,
+)
 from stalloc.replay.torch_blocks import (
     add_free,
     add_segment,
@@ -45,7 +55,7 @@ def _find_room(t, m, pool, size):
             return start
         block = following(t, block)
     page = _page_bytes(m, pool)
-    space = (m.space_bytes + page - 1) // page * page
+    space = round_up(m.space_bytes, page)
     address = device_address(t, m, space, page)
     block = add_segment(t, pool, address, space, address)
     add_unmapped(t, block)
@@ -57,7 +67,7 @@ def _map(t, m, block, size):
     """Map at least `size` bytes from the start of an unmapped range; the free block that they belong to then, 0 if the
     device has not as many."""
     page = _page_bytes(m, pool_of(t, block))
-    mapped = (size + page - 1) // page * page
+    mapped = round_up(size, page)
     if not fits(t, mapped):
         return 0
     remove(t, block)
@@ -89,7 +99,7 @@ def unmap_pages(t, m, block):
     """Give the whole pages of a free block back to the device, and the segment if nothing of it is left."""
     page, start = _page_bytes(m, pool_of(t, block)), at(t, block).address - at(t, block).extra
     end = start + at(t, block).size
-    begin, beyond = (start + page - 1) // page * page, end // page * page
+    begin, beyond = round_up(start, page), end // page * page
     if begin >= beyond:
         return
     remove(t, block)
