@@ -10,8 +10,10 @@ bytes hold no block.
 import numpy as np
 
 from stalloc.compiled import njit
+from stalloc.core.record_types import Record, record_at, row_of, table
+from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
-from stalloc.replay.records import WORD, Owner, record_at, record_type, row_of
+from stalloc.replay.records import Owner
 
 FIRST_ADDRESS = 1 << 44
 GRANULE = 2 << 20  # bytes; segments begin at multiples of it
@@ -23,64 +25,79 @@ FREE, LIVE, WAITING, UNMAPPED, HEADER, UNUSED = range(6)
 """States of a block. WAITING: given up, but a stream may still use it. UNMAPPED: addresses without memory. HEADER: the
 row stands for a tree."""
 
-BLOCK = record_type(
-    "address",
-    "size",  # bytes
-    "key",  # what orders it in its tree before the address does: its size, or 0
-    "priority",  # in its tree; of a header, the state of the tree's random numbers
-    "left",  # in its tree; of a header, the root
-    "right",
-    "previous",  # block in front of it in its segment
-    "next",  # block behind it; of a row without a block, the next such row
-    "tree",  # that it is in, or was in last
-    "state",
-    "request",  # row of the request that holds it, -1 for none
-    "requested",  # bytes
-    "stream",
-    "segment",
-    "extra",  # the model's own, as is `other`
-    "other",
-)
-ROW = len(BLOCK.names or ())  # words of a block: 16, two cache lines
-SEGMENT = record_type("address", "size", "first", "tag")  # `first`: block, or next row without a segment; `tag`: own
-STORE = record_type(  # what a model has, as compiled code takes it
-    "reserved",  # bytes that came from the device and did not go back
-    "peak_reserved",
-    "allocated",  # requested bytes of blocks that are not given up
-    "peak_allocated",
-    "device_allocs",
-    "device_frees",
-    "retries",
-    "capacity",  # bytes of the device, 0 for no limit
-    "next_address",
-    "blocks_used",  # rows, those given back included
-    "blocks_spare",  # first of the rows given back
-    "num_spare",
-    "segments_used",
-    "segments_spare",
-    "refused",  # whether the last request was
-    "blocks",  # (num_blocks,) BLOCK
-    "num_blocks",
-    "segments",  # (num_segments,) SEGMENT
-    "num_segments",
-    "headers",  # (num_headers,) row that stands for each tree
-    "num_headers",
-    "places",  # (n,) block that each request holds, 0 for none
-    "addresses",  # (n,) where each request was placed last, 0 for nowhere
-)
-store_at = record_at(STORE)
-at = row_of("blocks", BLOCK)
-cell_at = row_of("blocks", WORD)
-segment_at = row_of("segments", SEGMENT)
-header_at = row_of("headers", WORD)
-place_at = row_of("places", WORD)
-address_at = row_of("addresses", WORD)
+
+class Block(Record):
+    """A row of the block table. Live and free blocks of a segment: address + size = address of `next`."""
+
+    address: int
+    size: int  # bytes
+    key: int  # what orders it in its tree before the address does: its size, or 0
+    priority: int  # in its tree; of a header, the state of the tree's random numbers
+    left: int  # in its tree; of a header, the root
+    right: int
+    previous: int  # block in front of it in its segment
+    next: int  # block behind it; of a row without a block, the next such row
+    tree: int  # that it is in, or was in last
+    state: int
+    request: int  # row of the request that holds it, -1 for none
+    requested: int  # bytes
+    stream: int
+    segment: int
+    extra: int  # the model's own, as is `other`
+    other: int
+
+
+class Segment(Record):
+    """Memory that came from the device in one piece."""
+
+    address: int
+    size: int  # 0: the row stands for nothing
+    first: int  # block; of a row without a segment, the next such row
+    tag: int  # the model's own
+
+
+class Store(Record):
+    """What every model has. reserved = sum of the sizes of segments; each peak >= what it is the peak of."""
+
+    reserved: int  # bytes that came from the device and did not go back
+    peak_reserved: int
+    allocated: int  # requested bytes of blocks that are not given up
+    peak_allocated: int
+    device_allocs: int
+    device_frees: int
+    retries: int
+    capacity: int  # bytes of the device, 0 for no limit
+    next_address: int
+    blocks_used: int  # rows, those given back included
+    blocks_spare: int  # first of the rows given back
+    num_spare: int
+    segments_used: int
+    segments_spare: int
+    refused: int  # whether the last request was
+    blocks: int  # (num_blocks,) of Block
+    num_blocks: int
+    segments: int  # (num_segments,) of Segment
+    num_segments: int
+    headers: int  # (num_headers,) row that stands for each tree
+    num_headers: int
+    places: int  # (n,) block that each request holds, 0 for none
+    addresses: int  # (n,) where each request was placed last, 0 for nowhere
+
+
+ROW = 16  # words of a Block: two lines of the cache
+store_at = record_at(Store)
+at = row_of("blocks", Block)
+cell_at = row_of("blocks", Word)
+segment_at = row_of("segments", Segment)
+header_at = row_of("headers", Word)
+place_at = row_of("places", Word)
+address_at = row_of("addresses", Word)
 
 
 def make_store(capacity_bytes: int) -> Owner:
     """An empty store."""
     numbers = {name: np.zeros(1, np.int64) for name in ("headers", "places", "addresses")}
-    store = Owner(STORE, blocks=np.zeros(256, BLOCK), segments=np.zeros(64, SEGMENT), **numbers)
+    store = Owner(Store, blocks=table(Block, 256), segments=table(Segment, 64), **numbers)
     store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
     return store
 

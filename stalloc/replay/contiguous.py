@@ -23,11 +23,12 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.replay.blocks import LARGE_SEGMENT, SMALL_BYTES, at, fits, new_segment, round_up, split, torch_segment_size
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
-from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_percent, setting
 from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 
@@ -45,7 +46,7 @@ class Settings:
 
 
 _OWN = own_type(Settings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
-_class_at = row_of("classes", WORD)  # (n,) class of each request
+_class_at = row_of("classes", Word)  # (n,) class of each request
 
 
 @njit()

@@ -17,12 +17,13 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, at, fits, new_segment, round_up, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.protocol import Counters, Events, Fed, Kind
-from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import best_fit, find, free_into, insert, release_whole, remove
 
@@ -38,7 +39,7 @@ class Settings:
 
 
 _OWN = own_type(Settings, "chosen")
-_chosen_at = row_of("chosen", WORD)  # (n,) address of the chunk that a real pool took for each request, 0 for any
+_chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
 @njit()

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import numpy as np
-
 from stalloc.compiled import njit
+from stalloc.core.record_types import Record, record_at
 from stalloc.replay.blocks import give_up as usual_give_up
 from stalloc.replay.blocks import has_room as usual_has_room
 from stalloc.replay.blocks import hold, store_at
 from stalloc.replay.protocol import Kind
-from stalloc.replay.records import record_at
 
 
 @njit()
@@ -82,7 +80,7 @@ def free(t, m, block):
     raise NotImplementedError
 
 
-def driver_of(name: str, own: np.dtype[Any], **rules: Callable[..., Any]) -> Callable[..., int]:
+def driver_of(name: str, own: type[Record], **rules: Callable[..., Any]) -> Callable[..., int]:
     """The loop for one model, compiled at its first call.
 
     `own` is the record of what the model keeps beside its store. `rules` are `allocate` and `free`, and where the model

@@ -19,10 +19,9 @@ The map shows physical memory: a request that holds a stitched block holds sever
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import table
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
 from stalloc.replay.blocks import (
@@ -46,14 +45,14 @@ from stalloc.replay.blocks import (
 )
 from stalloc.replay.driver import driver_of
 from stalloc.replay.gmlake_chunks import (
-    CHUNK,
     CHUNK_BYTES,
     CHUNK_FIELDS,
     LARGE,
-    NODE,
     SMALL,
     STITCHED,
     TREES,
+    Chunk,
+    Node,
     add_chunks,
     cut,
     drop_stitched,
@@ -323,7 +322,7 @@ class GMLake(TableModel):
     memory_end = _FIRST_STITCHED
 
     def _own_tables(self) -> dict[str, Column]:
-        return {"chunks": np.zeros(256, CHUNK), "nodes": np.zeros(256, NODE)}
+        return {"chunks": table(Chunk, 256), "nodes": table(Node, 256)}
 
     def _start(self, capacity_bytes: int) -> None:
         self._own.write(chunks_used=1, nodes_used=1, stitched_address=_FIRST_STITCHED)

@@ -7,8 +7,8 @@ Numbers of chunks are never used again.
 """
 
 from stalloc.compiled import njit
+from stalloc.core.record_types import Record, row_of
 from stalloc.replay.blocks import FREE, LIVE, absorb, at, drop_block, new_block, segment_at, split
-from stalloc.replay.records import record_type, row_of
 from stalloc.replay.treap import insert, remove
 
 CHUNK_BYTES = 2 << 20
@@ -28,9 +28,27 @@ CHUNK_FIELDS = (
     "stitched_bytes",
     "stitched_address",  # where the next one goes
 )
-CHUNK = record_type("owner", "busy", "first_node")
-NODE = record_type("block", "chunk", "following", "before", "after")  # one chunk of a stitched block
-chunk_at, node_at = row_of("chunks", CHUNK), row_of("nodes", NODE)  # row 0 of either is none
+
+
+class Chunk(Record):
+    """2 MiB of physical memory."""
+
+    owner: int  # primitive block that it belongs to
+    busy: int
+    first_node: int  # of those that show it
+
+
+class Node(Record):
+    """One chunk of a stitched block."""
+
+    block: int
+    chunk: int
+    following: int  # of the same block
+    before: int  # of the same chunk
+    after: int
+
+
+chunk_at, node_at = row_of("chunks", Chunk), row_of("nodes", Node)  # row 0 of either is none
 # in the row of a stitched block, `segment` counts its free chunks, `other` those in use; `extra` is its first node
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
@@ -19,7 +20,7 @@ from stalloc.replay.settings import NoSettings
 from stalloc.replay.treap import new_tree
 
 
-def own_type(settings: type[Any], *more: str) -> np.dtype[Any]:
+def own_type(settings: type[Any], *more: str) -> type[Record]:
     """What a model keeps for itself: its settings and more fields."""
     return record_type(*(setting.name for setting in fields(settings)), *more)
 
@@ -29,7 +30,7 @@ class TableModel:
 
     name: ClassVar[str]
     settings_type: ClassVar[type[Any]] = NoSettings
-    own: ClassVar[np.dtype[Any]]  #: record of what it keeps beside the store: see `own_type`
+    own: ClassVar[type[Record]]  #: record of what it keeps beside the store: see `own_type`
     driver: ClassVar[Callable[..., int]]
     shows: ClassVar[tuple[str, ...]] = ()  #: fields of its own that Counters.more has
     trees_per_stream: ClassVar[int] = 1

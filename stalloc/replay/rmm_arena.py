@@ -17,10 +17,9 @@ after the first request, unless the size is 0: `touched_bytes` says how far up a
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import Record, row_of, table
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import (
     FIRST_ADDRESS,
@@ -39,7 +38,6 @@ from stalloc.replay.blocks import (
 from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.records import record_type, row_of
 from stalloc.replay.settings import as_bytes, setting
 from stalloc.replay.treap import first_fit, insert_fit, remove_fit
 
@@ -57,8 +55,17 @@ class Settings:
 
 
 _OWN = own_type(Settings, "touched_bytes", "supers_used", "supers_spare", "supers", "num_supers")
-_SUPER = record_type("size", "tree", "first")  # bytes, tree of its arena, first block
-_super_at = row_of("supers", _SUPER)  # row 0 is none; the `extra` of a block is the superblock that it lies in
+
+
+class Superblock(Record):
+    """Row 0 is none; the `extra` of a block is the superblock that it lies in."""
+
+    size: int  # bytes
+    tree: int  # of its arena
+    first: int  # block
+
+
+_super_at = row_of("supers", Superblock)
 
 
 @njit()
@@ -286,7 +293,7 @@ class RmmArena(TableModel):
     common_trees = 1
 
     def _own_tables(self) -> dict[str, Column]:
-        return {"supers": np.zeros(256, _SUPER)}
+        return {"supers": table(Superblock, 256)}
 
     def _start(self, capacity_bytes: int) -> None:
         size = capacity_bytes // 2 // _UNIT * _UNIT if self.options.size is None else self.options.size

@@ -14,13 +14,14 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.errors import BadInputError
 from stalloc.replay import rmm_pool
 from stalloc.replay.blocks import ROWS_AHEAD, at, split
 from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import own_type
-from stalloc.replay.records import WORD, row_of
 from stalloc.replay.rmm_pool import UNIT, RmmPool, begin, free, take
 from stalloc.replay.settings import as_count, setting
 
@@ -38,7 +39,7 @@ class Settings(rmm_pool.Settings):
 
 
 _OWN = own_type(Settings, *rmm_pool.OWN, "prepared", "bin_chunks", "heads", "num_heads")
-_head_at = row_of("heads", WORD)  # (k,) first free block of each bin, 0 for none
+_head_at = row_of("heads", Word)  # (k,) first free block of each bin, 0 for none
 
 
 @njit()

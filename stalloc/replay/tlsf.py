@@ -20,6 +20,8 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import (
     FREE,
@@ -37,7 +39,6 @@ from stalloc.replay.blocks import (
 )
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
-from stalloc.replay.records import WORD, row_of
 from stalloc.replay.settings import as_bytes, as_count, setting
 
 _UNIT_BITS = 8
@@ -57,8 +58,8 @@ class Settings:
 
 
 _OWN = own_type(Settings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: of levels that have a block
-_level_at = row_of("second_bits", WORD)  # (_LEVELS,) bit of each list of a level that has blocks
-_head_at = row_of("heads", WORD)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
+_level_at = row_of("second_bits", Word)  # (_LEVELS,) bit of each list of a level that has blocks
+_head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
 
 
 @njit()

@@ -9,9 +9,10 @@ segment that it belongs to, 0 for none; `other` of a free one counts for the col
 import numpy as np
 
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.replay.blocks import FREE, LIVE, UNMAPPED, WAITING, at, split, whole_block
 from stalloc.replay.model import own_type
-from stalloc.replay.records import WORD, row_of
 from stalloc.replay.torch_settings import TorchSettings
 from stalloc.replay.treap import insert, insert_by_address, merge
 
@@ -30,9 +31,9 @@ OWN = own_type(
     "num_given",
     "given_used",
 )
-searches_at = row_of("searches", WORD)  # (2,) looks into the free blocks of the small and of the large pools
-divisions_at = row_of("divisions", WORD)  # (16,) of the rounding, for each power of two from 1 MiB on
-_given_at = row_of("given", WORD)  # (num_given,) device addresses to be handed out in order, before any are made up
+searches_at = row_of("searches", Word)  # (2,) looks into the free blocks of the small and of the large pools
+divisions_at = row_of("divisions", Word)  # (16,) of the rounding, for each power of two from 1 MiB on
+_given_at = row_of("given", Word)  # (num_given,) device addresses to be handed out in order, before any are made up
 _ALIGN = np.int64(0x1FFFFF)
 
 

@@ -10,11 +10,12 @@ at or below it, and blocks come and go by insert_fit and remove_fit only.
 """
 
 from stalloc.compiled import njit
+from stalloc.core.record_types import offset_of
 from stalloc.replay.blocks import (
-    BLOCK,
     FREE,
     HEADER,
     ROW,
+    Block,
     absorb,
     at,
     cell_at,
@@ -25,7 +26,7 @@ from stalloc.replay.blocks import (
     store_at,
 )
 
-_LEFT, _RIGHT = ((BLOCK.names or ()).index(side) for side in ("left", "right"))
+_LEFT, _RIGHT = (offset_of(Block, side) // 8 for side in ("left", "right"))  # words
 _SEED = 0x2545F4914F6CDD1D
 
 
