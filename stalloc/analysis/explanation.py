@@ -19,14 +19,7 @@ from stalloc.replay.events import events_of, recorded_conf
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
-from stalloc.replay.simulation import (
-    SWEEP,
-    SWEEP_UNDER_PRESSURE,
-    Candidate,
-    Simulated,
-    run_one,
-    with_request,
-)
+from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Action, Trace
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name, site_names
 

@@ -14,11 +14,9 @@ from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
 from stalloc.replay.records import Owner
+from stalloc.replay.sizes import GRANULE
 
 FIRST_ADDRESS = 1 << 44
-GRANULE = 2 << 20  # bytes; segments begin at multiples of it
-SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
-LARGE_SEGMENT = 20 << 20  # bytes that torch takes for requests from there to 10 MiB
 ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments
 
 FREE, LIVE, WAITING, UNMAPPED, HEADER, UNUSED = range(6)
@@ -100,31 +98,6 @@ def make_store(capacity_bytes: int) -> Owner:
     store = Owner(Store, blocks=table(Block, 256), segments=table(Segment, 64), **numbers)
     store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
     return store
-
-
-@njit()
-def round_up(size, unit):
-    """The least multiple of `unit` that is not less."""
-    return (size + unit - 1) // unit * unit
-
-
-@njit()
-def torch_segment_size(size, large):
-    """What torch takes from the device for a block of `size` bytes; `large`: for those from 1 MiB to below 10 MiB."""
-    if size <= SMALL_BYTES:
-        return GRANULE
-    return large if size < 10 * SMALL_BYTES else round_up(size, GRANULE)
-
-
-@njit()
-def log2(value):
-    """The position of the highest bit of a positive number."""
-    position = 0
-    for step in (32, 16, 8, 4, 2, 1):
-        if value >> step:
-            value >>= step
-            position += step
-    return position
 
 
 @njit()

@@ -25,10 +25,11 @@ from stalloc.core.entry import slow_entry
 from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
-from stalloc.replay.blocks import FIRST_ADDRESS, GRANULE
+from stalloc.replay.blocks import FIRST_ADDRESS
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
+from stalloc.replay.sizes import GRANULE
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings

@@ -30,7 +30,6 @@ from stalloc.replay.blocks import (
     count_reserved,
     fits,
     new_segment,
-    round_up,
     segment_at,
     split,
     whole_block,
@@ -39,6 +38,7 @@ from stalloc.replay.blocks import has_room as has_room_for_one
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, setting
+from stalloc.replay.sizes import round_up
 from stalloc.replay.treap import first_fit, insert_fit, remove_fit
 
 _UNIT = 256  # bytes
@@ -80,7 +80,6 @@ def _new_super(t, m, block, size):
     _super_at(m, row).tree = _GLOBAL
     _super_at(m, row).first = block
     at(t, block).extra = row
-    return row
 
 
 @njit()
@@ -226,18 +225,18 @@ def _extend(t, m, size):
         return False
     segment_at(t, 1).size += more
     count_reserved(t, more)
+    block = end
     if lengthens:
         remove_fit(t, end)
         _super_at(m, at(t, end).extra).size += more
         at(t, end).size += more
-        insert_fit(t, _GLOBAL, end)
-        return True
-    block = whole_block(t, at(t, end).address + at(t, end).size, more)
-    at(t, block).previous = end
-    at(t, block).segment = 1
-    at(t, block).stream = 0
-    at(t, end).next = block
-    _new_super(t, m, block, more)
+    else:
+        block = whole_block(t, at(t, end).address + at(t, end).size, more)
+        at(t, block).previous = end
+        at(t, block).segment = 1
+        at(t, block).stream = 0
+        at(t, end).next = block
+        _new_super(t, m, block, more)
     insert_fit(t, _GLOBAL, block)
     return True
 

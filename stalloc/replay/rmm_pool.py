@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.blocks import LIVE, at, new_segment, round_up, split
+from stalloc.replay.blocks import LIVE, at, new_segment, split
 from stalloc.replay.driver import driver_of
 from stalloc.replay.model import TableModel, own_type
 from stalloc.replay.settings import as_bytes, setting
+from stalloc.replay.sizes import round_up
 from stalloc.replay.treap import best_fit, free_into, insert, remove, root
 
 UNIT = 256  # bytes

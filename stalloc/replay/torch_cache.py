@@ -9,7 +9,6 @@ from stalloc.compiled import njit
 from stalloc.replay.blocks import (
     FREE,
     LIVE,
-    SMALL_BYTES,
     UNMAPPED,
     WAITING,
     at,
@@ -18,13 +17,11 @@ from stalloc.replay.blocks import (
     fits,
     give_up,
     is_whole,
-    log2,
     place_at,
-    round_up,
-    torch_segment_size,
 )
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.protocol import Kind
+from stalloc.replay.sizes import SMALL_BYTES, log2, round_up, torch_segment_size
 from stalloc.replay.torch_blocks import (
     OWN,
     add_free,
