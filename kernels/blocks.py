@@ -5,11 +5,10 @@ passes may be executed in any order, by any number of programs at once.
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-
-Column = NDArray[np.int64]
 
 PATTERN_BYTES = 16
 

@@ -6,9 +6,10 @@ import pickle
 import numpy as np
 import pytest
 
+from stalloc.analysis import explain
 from stalloc.cli import main
 from stalloc.errors import BadInputError
-from stalloc.replay.explanation import explain
+from stalloc.replay.simulation import Candidate, run_one, simulate
 from stalloc.trace import Action, load_traces
 
 MIB = 1 << 20
@@ -98,6 +99,14 @@ def test_each_cause_has_its_bytes(every_cause):
         "waiting_frees": 20 * MIB,
         "cache_never_returned": 20 * MIB,
     }
+
+
+def test_only_a_simulation_is_held_against_the_record(every_cause):
+    (trace,) = load_traces(every_cause)
+    of_the_record = Candidate("torch")
+    assert run_one(trace, of_the_record).exact is None  # explain tries many settings, and nobody reads this of them
+    (simulated,) = simulate(trace, [of_the_record])
+    assert simulated.exact is not None
 
 
 def test_call_sites_carry_what_stays_because_of_them(every_cause):

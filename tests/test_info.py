@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from stalloc.allocator_conf import conf_in_force
 from stalloc.cli import main
-from stalloc.cli.info import torch_allocator_settings
 
 
 def test_json_holds_versions_gpus_and_settings(capsys, monkeypatch):
@@ -45,7 +45,7 @@ def test_text_shows_settings_as_they_are_and_ends_with_the_next_command(capsys, 
     ],
 )
 def test_torch_allocator_settings_are_those_that_torch_reads(environment, options):
-    assert torch_allocator_settings(environment) == options
+    assert conf_in_force(environment)[1] == options
 
 
 def test_info_imports_neither_torch_nor_cupy(run_program):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import stalloc
+from stalloc.allocator_conf import VARIABLES, conf_in_force
 from stalloc.integrations import build_backend, hook, torch_settings
 from stalloc.integrations.startup import chosen_device
 
@@ -202,17 +203,17 @@ print(installing.current().controllers[0].state.record.total.num_live, torch.cud
 
 
 def test_settings_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in torch_settings.VARIABLES:
+    for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    assert torch_settings.settings() == ("", {})
+    assert conf_in_force() == ("", {})
     assert torch_settings.report(None) == ""
     text = "roundup_power2_divisions:[256:1,512:2,>:4], max_split_size_mb:128"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
-    variable, found = torch_settings.settings()
+    variable, found = conf_in_force()
     assert variable == "PYTORCH_CUDA_ALLOC_CONF"
     assert found == {"roundup_power2_divisions": "[256:1,512:2,>:4]", "max_split_size_mb": "128"}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
-    assert torch_settings.settings()[0] == "PYTORCH_ALLOC_CONF", "torch prefers the new name"
+    assert conf_in_force()[0] == "PYTORCH_ALLOC_CONF", "torch prefers the new name"
 
 
 def test_wheels_carry_the_hook_and_own_it(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_totals_count_every_request_once():
     trace = training(5)
     totals = classify(trace, fold(trace)).totals(trace.size)
     for names in (("persistent", "scoped", "transient"), ("unknown", "static", "dynamic")):
-        assert sum(totals[name]["requests"] for name in names) == trace.num_requests
-        assert sum(totals[name]["bytes"] for name in names) == trace.size.sum()
+        assert sum(totals[name].requests for name in names) == trace.num_requests
+        assert sum(totals[name].bytes for name in names) == trace.size.sum()
 
 
 def test_what_repeats_is_static_and_what_comes_once_is_dynamic():

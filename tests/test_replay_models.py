@@ -44,6 +44,11 @@ MODELS = [
 IDS = [f"{name}-{settings}".rstrip("-") for name, settings, _ in MODELS]
 
 
+def test_every_model_is_tested_here_or_against_torch() -> None:
+    elsewhere = {"torch", "expandable"}  # tests/test_replay_torch*.py
+    assert {name for name, _, _ in MODELS} | elsewhere == set(ALLOCATORS)
+
+
 STITCHED_FROM = 1 << 46  # GMLake's stitched blocks have addresses of their own, and several blocks of memory
 
 

@@ -4,10 +4,11 @@ import json
 import pickle
 import shlex
 
+import networkx as nx
 import pytest
 
+from stalloc.analysis import summarize
 from stalloc.cli import main
-from stalloc.cli.stats import describe
 from stalloc.trace import load_traces
 
 ADDRESS = 0x7F00_0000_0000
@@ -116,16 +117,58 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, capsys):
 def test_real_snapshots(shared_traces, name, fragmentation, period, step):
     file = str(shared_traces / f"{name}.pickle.gz")
     (trace,) = load_traces(file)
-    device = describe(file, trace, 512)
+    summary = summarize(trace)
     if fragmentation is not None:
-        assert device["fragmentation"] == pytest.approx(fragmentation, abs=1e-6)
-    assert device["period_requests"] == period
+        assert summary.fragmentation == pytest.approx(fragmentation, abs=1e-6)
+    assert summary.period_requests == period
     if step is not None:
-        assert device["step_requests"] == step
+        assert summary.step_requests == step
 
 
 def test_a_peak_before_the_first_event_is_seen(shared_traces):
     file = str(shared_traces / "lm27b_compiled_fwd.pickle.gz")
     (trace,) = load_traces(file)
-    device = describe(file, trace, 512)
-    assert (device["reserved_peak_bytes"], device["reserved_peak_event"]) == (51849986048, -1)
+    summary = summarize(trace)
+    assert (summary.reserved_peak_bytes, summary.reserved_peak_event) == (51849986048, -1)
+
+
+def write_two_parts(path):
+    """Two requests that are live together, and one that comes when they are gone."""
+    path.write_text("id,lower,upper,size\n0,0,10,1000\n1,5,10,2000\n2,50,60,3000\n")
+    return str(path)
+
+
+def test_the_graph_of_lifespans_says_who_is_live_together_and_where_to_split(tmp_path, capsys):
+    file, out = write_two_parts(tmp_path / "p.csv"), tmp_path / "graph.json"
+    assert main(["stats", file, "--graph", str(out)]) == 0
+    shown = capsys.readouterr().out
+    (device,) = json.loads(out.read_text())["devices"]
+    size = {node["id"]: node["size_bytes"] for node in device["nodes"]}
+    assert sorted(size.values()) == [1000, 2000, 3000]
+    assert [{size[one], size[other]} for one, other in device["edges"]] == [{1000, 2000}]
+    assert any(10 <= event <= 50 for event in device["cut_events"])
+    assert "3 groups, 1 overlaps" in shown
+    assert f"before event {device['cut_events'][0]}" in shown
+
+
+def test_the_graph_of_lifespans_is_read_by_graph_tools(tmp_path):
+    file, out = write_two_parts(tmp_path / "p.csv"), tmp_path / "graph.graphml"
+    assert main(["stats", file, "--graph", str(out)]) == 0
+    graph = nx.read_graphml(out)
+    assert sorted(told["bytes"] for _, told in graph.nodes(data=True)) == [1000, 2000, 3000]
+    assert graph.number_of_edges() == 1
+
+
+def test_a_graph_is_of_one_file_and_graphml_of_one_device(tmp_path, capsys):
+    file, out = write_two_parts(tmp_path / "p.csv"), tmp_path / "graph.graphml"
+    assert main(["stats", file, file, "--graph", str(out)]) == 2
+    assert "--graph is for one file" in capsys.readouterr().err
+    history = [event("alloc", 0, 600), event("free_requested", 0, 600), event("free_completed", 0, 600)]
+    segments = [
+        {"device": device, "address": ADDRESS, "total_size": 4096, "stream": 0, "blocks": []} for device in (0, 1)
+    ]
+    two = tmp_path / "two.pickle"
+    two.write_bytes(pickle.dumps({"segments": segments, "device_traces": [history, history]}))
+    assert main(["stats", str(two), "--graph", str(out)]) == 2
+    assert "there are 2 devices" in capsys.readouterr().err
+    assert not out.exists()

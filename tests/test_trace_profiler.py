@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stalloc.cli.stats import describe
+from stalloc.analysis import summarize
 from stalloc.errors import BadInputError
 from stalloc.lifespans import find_period, find_step_period, lower_bound, peak_load, sequence_keys, sequence_rows
 from stalloc.planner import plan, validate
@@ -54,7 +54,7 @@ def test_marked_steps_and_unseen_memory_of_a_real_trace(shared_traces):
     assert trace.info["unseen_bytes"] == 4096614400
     assert trace.info["device_name"] == "Tesla V100-SXM2-32GB"
     # of 12782141440 reserved bytes the program had at most the unseen ones and what the events say
-    assert describe("x", trace, 512)["fragmentation"] == round(1 - (4096614400 + 2532893696) / 12782141440, 6)
+    assert summarize(trace).fragmentation == round(1 - (4096614400 + 2532893696) / 12782141440, 6)
 
 
 def memory(size, address=None, time=0.0, device=0, kind=1, **more):

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stalloc.analysis import Change, Comparison, compare
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
@@ -41,10 +42,22 @@ from stalloc.cli.output import (
 from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
-from stalloc.report.comparison import Change, Comparison, compare
 from stalloc.trace import Trace, load_traces
 
-_LISTS = ("class", "site", "size")
+
+@dataclasses.dataclass(frozen=True)
+class _Limit:
+    """How much the allocated peak may grow: a share of the first and a number of bytes, one of which is zero."""
+
+    share: float
+    num_bytes: int
+
+    def allows(self, made: Comparison) -> int:
+        """Bytes that one device may grow by."""
+        return int(self.share * made.first.allocated_peak_bytes) + self.num_bytes
+
+    def is_exceeded(self, made: Comparison) -> bool:
+        return made.allocated_change_bytes > self.allows(made)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,23 +78,22 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
     limit = _limit(args.fail_over)
     pairs, notes = _pairs(args)
-    devices = [_entry(first, second, compare(first, second), limit) for first, second in pairs]
-    failed = any(entry["grew_too_much"] for entry in devices)
+    devices = [compare(first, second) for first, second in pairs]
+    failed = limit is not None and any(limit.is_exceeded(made) for made in devices)
     result = {"first": args.first, "second": args.second, "fail_over": args.fail_over, "notes": notes}
-    write_json(args, result | {"devices": devices, "grew_too_much": failed})
+    write_json(args, result | {"devices": [_entry(made, limit) for made in devices], "grew_too_much": failed})
     if wants_text(args):
-        _print(args, devices, notes)
+        _print(args, devices, limit, notes)
     return 1 if failed else 0
 
 
-def _limit(text: str | None) -> tuple[float, int] | None:
-    """A share of the first peak and a number of bytes, one of which is zero."""
+def _limit(text: str | None) -> _Limit | None:
     if text is None:
         return None
     if share := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text):
-        return float(share[1]) / 100, 0
+        return _Limit(float(share[1]) / 100, 0)
     try:
-        return 0.0, int(text) if text.isascii() and text.isdigit() else parse_memory(text)
+        return _Limit(0.0, int(text) if text.isascii() and text.isdigit() else parse_memory(text))
     except BadInputError as error:
         raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or a number of bytes.") from error
 
@@ -105,53 +117,39 @@ def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[st
     return [(of_first[device], of_second[device]) for device in both], notes
 
 
-def _entry(first: Trace, second: Trace, made: Comparison, limit: tuple[float, int] | None) -> dict[str, Any]:
-    """What JSON and the tables say of one device."""
-
-    def side(trace: Trace, peak: Any) -> dict[str, Any]:
-        return {
-            "device": trace.device,
-            "source": trace.info.get("source", ""),
-            "allocated_peak_bytes": peak.allocated_bytes,
-            "allocated_peak_event": peak.event,
-            "allocated_peak_requests": peak.requests,
-            "reserved_peak_bytes": peak.reserved_bytes,
-        }
+def _entry(made: Comparison, limit: _Limit | None) -> dict[str, Any]:
+    """What JSON says of one device."""
 
     def rows(changes: list[Change]) -> list[dict[str, Any]]:
         return [dataclasses.asdict(change) | {"change_bytes": change.change_bytes} for change in changes]
 
-    reserved = None
-    if made.first.reserved_bytes is not None and made.second.reserved_bytes is not None:
-        reserved = made.second.reserved_bytes - made.first.reserved_bytes
-    allowed = None if limit is None else int(limit[0] * made.first.allocated_bytes) + limit[1]
     return {
-        "first": side(first, made.first),
-        "second": side(second, made.second),
-        "allocated_change_bytes": made.change_bytes,
-        "reserved_change_bytes": reserved,
-        "allowed_change_bytes": allowed,
-        "grew_too_much": allowed is not None and made.change_bytes > allowed,
+        "first": dataclasses.asdict(made.first),
+        "second": dataclasses.asdict(made.second),
+        "allocated_change_bytes": made.allocated_change_bytes,
+        "reserved_change_bytes": made.reserved_change_bytes,
+        "allowed_change_bytes": limit.allows(made) if limit else None,
+        "grew_too_much": limit is not None and limit.is_exceeded(made),
         "by_class": rows(made.by_class),
         "by_site": rows(made.by_site),
         "by_size": rows(made.by_size),
     }
 
 
-def _print(args: argparse.Namespace, devices: list[dict[str, Any]], notes: list[str]) -> None:
+def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | None, notes: list[str]) -> None:
     console = table_console()
-    for entry in devices:
-        numbers = " and ".join(map(str, dict.fromkeys((entry["first"]["device"], entry["second"]["device"]))))
+    for made in devices:
+        numbers = " and ".join(map(str, dict.fromkeys((made.first.device, made.second.device))))
         files = f": A is {printable(args.first)}, B is {printable(args.second)}"
         console.print(Text.assemble((f"device {numbers}", "bold"), files))
-        console.print(_peaks(entry))
-        for name in _LISTS:
-            _print_list(console, name, entry[f"by_{name}"], args.top)
-        if entry["grew_too_much"]:
+        console.print(_peaks(made))
+        for name, changes in (("class", made.by_class), ("site", made.by_site), ("size", made.by_size)):
+            _print_list(console, name, changes, args.top)
+        if limit and limit.is_exceeded(made):
             console.print(
                 Text.assemble(
-                    (f"allocated grew by {human_bytes(entry['allocated_change_bytes'])}", "bold red"),
-                    f", more than the {human_bytes(entry['allowed_change_bytes'])} that --fail-over "
+                    (f"allocated grew by {human_bytes(made.allocated_change_bytes)}", "bold red"),
+                    f", more than the {human_bytes(limit.allows(made))} that --fail-over "
                     f"{printable(args.fail_over)} allows",
                 )
             )
@@ -168,11 +166,13 @@ def _table(*names: str) -> Table:
     return table
 
 
-def _peaks(entry: dict[str, Any]) -> Table:
+def _peaks(made: Comparison) -> Table:
     table = _table("peak", "A", "B", "change")
-    for name in ("allocated", "reserved"):
-        before, after = (entry[side][f"{name}_peak_bytes"] for side in ("first", "second"))
-        change = entry[f"{name}_change_bytes"]
+    first, second = made.first, made.second
+    for name, before, after, change in (
+        ("allocated", first.allocated_peak_bytes, second.allocated_peak_bytes, made.allocated_change_bytes),
+        ("reserved", first.reserved_peak_bytes, second.reserved_peak_bytes, made.reserved_change_bytes),
+    ):
         shown = "" if change is None else _signed(change)
         if change and before:
             shown += f" ({change / before:+.2%})"
@@ -182,29 +182,29 @@ def _peaks(entry: dict[str, Any]) -> Table:
     return table
 
 
-def _print_list(console: Console, name: str, rows: list[dict[str, Any]], top: int) -> None:
+def _print_list(console: Console, name: str, rows: list[Change], top: int) -> None:
     """The lines that changed, what grew most first; what shrank most has its place at the end."""
-    changed = [row for row in rows if row["change_bytes"] or row["first_requests"] != row["second_requests"]]
+    changed = [row for row in rows if row.change_bytes or row.first_requests != row.second_requests]
     if not top or not rows:
         return
     if not changed:
         console.print(f"by {name}: no change")
         return
-    grown = [row for row in changed if row["change_bytes"] >= 0][:top]
-    shrunk = [row for row in changed if row["change_bytes"] < 0]
+    grown = [row for row in changed if row.change_bytes >= 0][:top]
+    shrunk = [row for row in changed if row.change_bytes < 0]
     shown = grown + (shrunk[-(top - len(grown)) :] if len(grown) < top else [])
     table = _table(f"by {name}", "A", "B", "change", "requests")
     for row in shown:
         table.add_row(
-            printable(row["name"]),
-            human_bytes(row["first_bytes"]),
-            human_bytes(row["second_bytes"]),
-            _signed(row["change_bytes"]),
-            f"{row['first_requests']:,} → {row['second_requests']:,}",
+            printable(row.name),
+            human_bytes(row.first_bytes),
+            human_bytes(row.second_bytes),
+            _signed(row.change_bytes),
+            f"{row.first_requests:,} → {row.second_requests:,}",
         )
     console.print(table)
     if len(shown) < len(changed):
-        rest = sum(row["change_bytes"] for row in changed) - sum(row["change_bytes"] for row in shown)
+        rest = sum(row.change_bytes for row in changed) - sum(row.change_bytes for row in shown)
         console.print(f"  {len(changed) - len(shown):,} more, {_signed(rest)} together")
 
 

@@ -18,6 +18,7 @@ been served, as replayed from an empty device of the same size.
 
 import argparse
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -37,7 +39,6 @@ from stalloc.cli.output import (
 )
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
-from stalloc.replay.explanation import CAUSES, Explanation, explain
 from stalloc.trace import Action, Trace, load_traces
 
 
@@ -54,22 +55,23 @@ def run(args: argparse.Namespace) -> int:
     """Explain each device of each file."""
     if args.top < 0:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
-    devices = []
-    for file in args.files:
-        traces = [trace for trace in load_traces(file) if args.device in (None, trace.device)]
-        if not traces:
-            raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
-        chosen = [trace for trace in traces if args.at != "oom" or _has_oom(trace)]
-        if not chosen:
-            raise BadInputError(f"{file} has no out-of-memory event: use --at peak, or the index of an event.")
-        for trace in chosen:
-            at = args.at or ("oom" if _has_oom(trace) else "peak")
-            devices.append((file, trace, explain(trace, at, top=args.top)))
-    entries = [_entry(file, trace, made) for file, trace, made in devices]
-    write_json(args, {"files": list(args.files), "devices": entries})
+    devices = [(file, trace, made) for file in args.files for trace, made in _explained(args, file)]
+    write_json(args, {"files": list(args.files), "devices": [_entry(*device) for device in devices]})
     if wants_text(args):
-        _print(args, entries)
+        _print(args, devices)
     return 0
+
+
+def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[Trace, Explanation]]:
+    """The devices of a file that are asked for, each at the moment that is asked for."""
+    traces = [trace for trace in load_traces(file) if args.device in (None, trace.device)]
+    if not traces:
+        raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
+    chosen = [trace for trace in traces if args.at != "oom" or _has_oom(trace)]
+    if not chosen:
+        raise BadInputError(f"{file} has no out-of-memory event: use --at peak, or the index of an event.")
+    for trace in chosen:
+        yield trace, explain(trace, args.at or ("oom" if _has_oom(trace) else "peak"), top=args.top)
 
 
 def _has_oom(trace: Trace) -> bool:
@@ -82,66 +84,66 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
     return entry | (memory or {})
 
 
-def _print(args: argparse.Namespace, entries: list[dict[str, Any]]) -> None:
+def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation]]) -> None:
     console = table_console()
-    for entry in entries:
-        _print_entry(console, entry)
+    for file, trace, made in devices:
+        _print_device(console, Path(file).name, made, trace.info.get("notes", []))
     console.print(f"Next: stalloc simulate --sweep {command_text(args.files[0])}")
 
 
-def _print_entry(console: Console, entry: dict[str, Any]) -> None:
-    reserved, allocated = entry["reserved_bytes"], entry["allocated_bytes"]
-    moment = f"after event {entry['event']:,}" if entry["event"] >= 0 else "when recording began"
+def _print_device(console: Console, name: str, made: Explanation, notes: Sequence[str]) -> None:
+    reserved, allocated = made.reserved_bytes, made.allocated_bytes
+    moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
     console.print(
         Text.assemble(
-            (printable(Path(entry["file"]).name), "bold"),
-            f", device {entry['device']}, {moment}: "
+            (printable(name), "bold"),
+            f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
             f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)",
         )
     )
-    if entry["source"] != "record":
-        console.print(f"  not recorded by the file: {printable(entry['source'])}")
-    for note in note_texts(entry["notes"]):
+    if made.source != "record":
+        console.print(f"  not recorded by the file: {printable(made.source)}")
+    for note in note_texts(notes):
         console.print(f"  note: {note}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    for name, amount in sorted(entry["causes"].items(), key=lambda item: -item[1]):
+    for cause, amount in sorted(made.causes.items(), key=lambda item: -item[1]):
         if amount:
-            table.add_row(f"  {name.replace('_', ' ')}", human_bytes(amount), CAUSES[name])
+            table.add_row(f"  {cause.replace('_', ' ')}", human_bytes(amount), CAUSES[cause])
     console.print(table)
-    if "verdict" in entry:
-        _print_verdict(console, entry)
-    for segment in entry["segments"]:
+    if made.out_of_memory:
+        _print_verdict(console, made.out_of_memory)
+    for segment in made.segments:
         console.print(
-            f"  {human_bytes(segment['free_bytes'])} free of {human_bytes(segment['size_bytes'])} stay with "
-            f"{segment['num_blocks']:,} live block{'s' * (segment['num_blocks'] != 1)} "
-            f"({human_bytes(segment['live_bytes'])}) of {', '.join(map(printable, segment['sites']))}"
+            f"  {human_bytes(segment.free_bytes)} free of {human_bytes(segment.size_bytes)} stay with "
+            f"{segment.num_blocks:,} live block{'s' * (segment.num_blocks != 1)} "
+            f"({human_bytes(segment.live_bytes)}) of {', '.join(map(printable, segment.sites))}"
         )
     console.print()
 
 
-def _print_verdict(console: Console, entry: dict[str, Any]) -> None:
-    whole = entry["whole_segments_bytes"]
+def _print_verdict(console: Console, memory: OutOfMemory) -> None:
+    whole = memory.whole_segments_bytes
     story = (
-        f": {human_bytes(entry['wanted_bytes'])} wanted by "
-        f"{printable(entry['asked_by'])}; {human_bytes(entry['device_free_bytes'])} free on the device, "
-        f"{human_bytes(entry['partly_used_bytes'])} free in partly used segments"
+        f": {human_bytes(memory.wanted_bytes)} wanted by "
+        f"{printable(memory.asked_by)}; {human_bytes(memory.device_free_bytes)} free on the device, "
+        f"{human_bytes(memory.partly_used_bytes)} free in partly used segments"
         + (f", {human_bytes(whole)} in whole segments" if whole else "")
-        + f", the largest piece for the stream {human_bytes(entry['largest_free_bytes'])}."
+        + f", the largest piece for the stream {human_bytes(memory.largest_free_bytes)}."
     )
-    console.print(Text.assemble("Out of memory by ", (entry["verdict"], "bold"), story))
-    if not entry["avoided_by"]:
+    console.print(Text.assemble("Out of memory by ", (memory.verdict, "bold"), story))
+    if not memory.avoided_by:
         console.print("No single change that was tried would have served it.")
         return
-    with_these = "do not serve it" if entry["fails_again"] else "serve it too, so what was live before matters"
+    with_these = "do not serve it" if memory.fails_again else "serve it too, so what was live before matters"
     console.print(
         f"Replayed from an empty device of the same size, the settings of the file {with_these}. "
         "It would have been served with"
     )
-    for result in entry["avoided_by"][:5]:
-        settings = result["settings"]
-        how = f"PYTORCH_ALLOC_CONF={command_text(settings)}" if settings else printable(result["allocator"])
-        console.print(f"  {how}: reserves {human_bytes(result['peak_reserved_bytes'])}")
+    for result in memory.avoided_by[:5]:
+        conf = result.settings
+        how = f"PYTORCH_ALLOC_CONF={command_text(conf)}" if conf else printable(result.allocator)
+        console.print(f"  {how}: reserves {human_bytes(result.peak_reserved_bytes)}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
 from stalloc.device.driver import driver_version, gpus
@@ -21,8 +22,6 @@ _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
-# torch reads the first of these that is set
-_TORCH_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,19 +42,6 @@ def _versions() -> dict[str, str | None]:
     cupy = next((f"{version} ({wheel})" for wheel in _CUPY_WHEELS if (version := _version(wheel))), None)
     found: dict[str, str | None] = {"stalloc": __version__, "python": platform.python_version()}
     return found | {"cupy": cupy} | {package: _version(package) for package in _PACKAGES}
-
-
-def torch_allocator_settings(environment: dict[str, str]) -> dict[str, str]:
-    """The options in torch's allocator variable, by name: of the first variable that is set, as torch reads them."""
-    text = next((environment[name] for name in _TORCH_ALLOCATOR_SETTINGS if environment.get(name)), "")
-    options, depth, start = [], 0, 0
-    for position, letter in enumerate(text + ","):
-        depth += {"[": 1, "]": -1}.get(letter, 0)
-        if letter == "," and depth == 0:  # a comma inside [...] belongs to a value
-            options.append(text[start:position])
-            start = position + 1
-    pairs = (option.partition(":") for option in options if option.strip())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def collect() -> dict[str, Any]:
@@ -80,7 +66,7 @@ def collect() -> dict[str, Any]:
             "known": list(KNOWN_GPUS),
         },
         "settings": {name: environment[name] for name in listed},
-        "torch_allocator": torch_allocator_settings(environment),
+        "torch_allocator": conf_in_force(environment)[1],
     }
 
 

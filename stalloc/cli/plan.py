@@ -38,6 +38,16 @@ from stalloc.printable import printable
 from stalloc.trace import load_traces
 
 
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """The plan of one device of a file."""
+
+    file: str
+    plan: Plan
+    seconds: float
+    notes: list[str]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc plan`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to plan")
@@ -69,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, stop: threading.Event) -> int:
-    devices: list[dict[str, Any]] = []
+    devices: list[_Made] = []
     refused = False
     for file in args.files:
         plans: list[Plan] = []
@@ -100,19 +110,17 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
                     f"{verdict.detail}): nothing is written; please report this with the file."
                 )
             plans.append(made)
-            devices.append(_entry(file, made, seconds) | {"notes": list(trace.info.get("notes", []))})
+            devices.append(_Made(file, made, seconds, list(trace.info.get("notes", []))))
         if args.output and not refused:
             digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
             save_plans(
                 args.output,
                 [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans],
             )
-            for entry in devices:
-                entry["output"] = args.output
         if args.csv and not refused:
             write_csv(args.csv, traces[0], plans[0])
-            devices[-1]["csv"] = args.csv
-    write_json(args, {"files": list(args.files), "devices": devices})
+    written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}
+    write_json(args, {"files": list(args.files), "devices": [_entry(made) | written for made in devices]})
     if wants_text(args):
         _print(args, devices, refused)
     return 1 if refused else 0
@@ -135,57 +143,57 @@ def _check_arguments(args: argparse.Namespace) -> None:
                 raise BadInputError(f"{output} is what is read: name another file to write to.")
 
 
-def _entry(file: str, made: Plan, seconds: float) -> dict[str, Any]:
-    """What JSON and the table say of one plan."""
+def _entry(made: _Made) -> dict[str, Any]:
+    """What JSON says of one plan."""
+    plan = made.plan
     return {
-        "file": file,
-        "device": made.device,
-        "requests": made.num_requests,
-        "planned_requests": made.num_planned,
-        "lower_bound_bytes": made.lower_bound_bytes,
-        "proven_bound_bytes": max(made.lower_bound_bytes, made.proven_bound_bytes),
-        "peak_bytes": made.peak_bytes,
-        "optimal": made.optimal,
-        "gap_bytes": made.gap_bytes,
-        "seconds": round(seconds, 6),
-        "method": made.method,
-        "interrupted": made.interrupted,
-        "kind": made.kind,
-        "prologue_requests": made.num_prologue,
-        "period_requests": len(made.tape_row) - made.num_prologue,
+        "file": made.file,
+        "device": plan.device,
+        "requests": plan.num_requests,
+        "planned_requests": plan.num_planned,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "proven_bound_bytes": max(plan.lower_bound_bytes, plan.proven_bound_bytes),
+        "peak_bytes": plan.peak_bytes,
+        "optimal": plan.optimal,
+        "gap_bytes": plan.gap_bytes,
+        "seconds": round(made.seconds, 6),
+        "method": plan.method,
+        "interrupted": plan.interrupted,
+        "kind": plan.kind,
+        "prologue_requests": plan.num_prologue,
+        "period_requests": len(plan.tape_row) - plan.num_prologue,
+        "notes": made.notes,
     }
 
 
-def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: bool) -> None:
+def _print(args: argparse.Namespace, devices: list[_Made], refused: bool) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("file", "device", "requests", "planned", "lower bound", "peak", "gap", "seconds", "kind"):
         table.add_column(name, justify="left" if name in ("file", "gap", "kind") else "right", no_wrap=True)
-    for entry in devices:
-        kind = str(entry["kind"])
+    for made in devices:
+        plan, kind, gap = made.plan, made.plan.kind, "none"
         if kind == "program":
-            kind += f": {entry['prologue_requests']:,} once, {entry['period_requests']:,} a period"
-        gap = "none"
-        if not entry["optimal"]:
-            share = entry["gap_bytes"] / max(entry["lower_bound_bytes"], 1)
-            gap = f"{human_bytes(entry['gap_bytes'])} ({share:.2%})"
-            if entry["interrupted"]:
-                gap += f", best until {entry['interrupted']}"
+            kind += f": {plan.num_prologue:,} once, {len(plan.tape_row) - plan.num_prologue:,} a period"
+        if not plan.optimal:
+            gap = f"{human_bytes(plan.gap_bytes)} ({plan.gap_bytes / max(plan.lower_bound_bytes, 1):.2%})"
+            if plan.interrupted:
+                gap += f", best until {plan.interrupted}"
         table.add_row(
-            printable(Path(entry["file"]).name),
-            str(entry["device"]),
-            f"{entry['requests']:,}",
-            f"{entry['planned_requests']:,}",
-            human_bytes(entry["lower_bound_bytes"]),
-            human_bytes(entry["peak_bytes"]),
+            printable(Path(made.file).name),
+            str(plan.device),
+            f"{plan.num_requests:,}",
+            f"{plan.num_planned:,}",
+            human_bytes(plan.lower_bound_bytes),
+            human_bytes(plan.peak_bytes),
             gap,
-            f"{entry['seconds']:.3f}",
+            f"{made.seconds:.3f}",
             kind,
         )
     console = table_console()
     console.print(table)
-    for entry in devices:
-        for note in note_texts(entry["notes"]):
-            console.print(f"  note: {printable(Path(entry['file']).name)}: {note}")
+    for made in devices:
+        for note in note_texts(made.notes):
+            console.print(f"  note: {printable(Path(made.file).name)}: {note}")
     if refused:
         return
     if args.csv:
@@ -194,7 +202,7 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], refused: boo
         console.print(f"\nTo keep the plan: stalloc plan {command_text(args.files[0])} -o step.plan.npz")
         return
     console.print(f"\nWritten: {printable(args.output)}")
-    if all(entry["kind"] == "program" for entry in devices):
+    if all(made.plan.kind == "program" for made in devices):
         console.print(f"Next: stalloc run --plan {command_text(args.output)} SCRIPT")
     else:
         console.print(f"Next: stalloc validate {command_text(args.output, args.files[0])}")

@@ -32,13 +32,13 @@ from stalloc.cli.output import (
 )
 from stalloc.device import parse_memory
 from stalloc.printable import printable
+from stalloc.replay.events import recorded_conf
 from stalloc.replay.registry import ALLOCATORS, make
 from stalloc.replay.simulation import (
     SWEEP,
     SWEEP_UNDER_PRESSURE,
     Candidate,
     Simulated,
-    recorded_settings,
     simulate_all,
 )
 from stalloc.trace import Trace, load_traces
@@ -78,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
         results = simulate_all(
             jobs, capacity, told=lambda: bar.advance(task), num_threads=min(len(jobs) * 2, os.cpu_count() or 1)
         )
-    devices = [_entry(file, trace, found, args.sweep) for (file, trace), found in zip(loaded, results, strict=True)]
-    write_json(args, {"files": list(args.files), "capacity_bytes": capacity or None, "devices": devices})
+    devices = [(file, trace, found) for (file, trace), found in zip(loaded, results, strict=True)]
+    entries = [_entry(*device, args.sweep) for device in devices]
+    write_json(args, {"files": list(args.files), "capacity_bytes": capacity or None, "devices": entries})
     if wants_text(args):
         _print(args, devices, capacity)
     return 0
@@ -100,7 +101,7 @@ def _candidates(args: argparse.Namespace, capacity: int) -> list[Candidate]:
 
 def _with_recorded(trace: Trace, candidates: list[Candidate]) -> list[Candidate]:
     """The candidates, and torch with the settings of the record if torch is among them."""
-    recorded = Candidate("torch", recorded_settings(trace))
+    recorded = Candidate("torch", recorded_conf(trace))
     if recorded in candidates or not any(candidate.allocator == "torch" for candidate in candidates):
         return candidates
     return [recorded, *candidates]
@@ -112,48 +113,35 @@ def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict
         "device": trace.device,
         "events": trace.num_events,
         "requests": trace.num_requests,
-        "recorded_settings": recorded_settings(trace),
+        "recorded_settings": recorded_conf(trace),
         "notes": list(trace.info.get("notes", [])),
         "results": [dataclasses.asdict(result) for result in found],
     }
     if sweep:
-        best = next(result for result in found if result.allocator == "torch")
+        best = _best_of_torch(found)
         entry["best"] = {"allocator": best.allocator, "settings": best.settings}
     return entry
 
 
-def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: int) -> None:
+def _best_of_torch(found: list[Simulated]) -> Simulated:
+    return next(result for result in found if result.allocator == "torch")
+
+
+def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simulated]]], capacity: int) -> None:
     console = table_console()
-    for entry in devices:
+    for file, trace, found in devices:
         console.print(
             Text.assemble(
-                (printable(Path(entry["file"]).name), "bold"),
-                f", device {entry['device']}: {entry['requests']:,} requests",
+                (printable(Path(file).name), "bold"),
+                f", device {trace.device}: {trace.num_requests:,} requests",
                 f", {human_bytes(capacity)} of memory" if capacity else "",
             )
         )
-        for note in note_texts(entry["notes"]):
+        for note in note_texts(trace.info.get("notes", [])):
             console.print(f"  note: {note}")
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees"):
-            table.add_column(name, justify="left" if name in ("allocator", "settings") else "right", no_wrap=True)
-        table.add_column("retries", justify="right")
-        table.add_column("", no_wrap=True)
-        for result in entry["results"]:
-            table.add_row(
-                result["allocator"],
-                printable(result["settings"]) or "-",
-                human_bytes(result["peak_reserved_bytes"]),
-                human_bytes(result["peak_allocated_bytes"]),
-                f"{result['fragmentation']:.2%}",
-                f"{result['device_allocs']:,}",
-                f"{result['device_frees']:,}",
-                f"{result['retries']:,}",
-                _remark(result),
-            )
-        console.print(table)
-        if "best" in entry:
-            settings = entry["best"]["settings"]
+        console.print(_results(found))
+        if args.sweep:
+            settings = _best_of_torch(found).settings
             console.print(
                 f"Best of torch's settings: PYTORCH_ALLOC_CONF={command_text(settings)}"
                 if settings
@@ -163,15 +151,35 @@ def _print(args: argparse.Namespace, devices: list[dict[str, Any]], capacity: in
     console.print(f"Next: stalloc explain {command_text(args.files[0])}")
 
 
-def _remark(result: dict[str, Any]) -> str:
-    if not result["fits"]:
-        return f"does not fit: {human_bytes(result['failed_bytes'])} wanted at event {result['failed_event']:,}"
-    if result["counts"].get("compactions"):
-        return f"{result['counts']['compactions']:,} compactions, {human_bytes(result['counts']['moved_bytes'])} moved"
-    if result["exact"]:
+def _results(found: list[Simulated]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees"):
+        table.add_column(name, justify="left" if name in ("allocator", "settings") else "right", no_wrap=True)
+    table.add_column("retries", justify="right")
+    table.add_column("", no_wrap=True)
+    for result in found:
+        table.add_row(
+            result.allocator,
+            printable(result.settings) or "-",
+            human_bytes(result.peak_reserved_bytes),
+            human_bytes(result.peak_allocated_bytes),
+            f"{result.fragmentation:.2%}",
+            f"{result.device_allocs:,}",
+            f"{result.device_frees:,}",
+            f"{result.retries:,}",
+            _remark(result),
+        )
+    return table
+
+
+def _remark(result: Simulated) -> str:
+    if not result.fits:
+        return f"does not fit: {human_bytes(result.failed_bytes or 0)} wanted at event {result.failed_event:,}"
+    if result.counts.get("compactions"):
+        return f"{result.counts['compactions']:,} compactions, {human_bytes(result.counts['moved_bytes'])} moved"
+    if result.exact:
         return "as the file records"
-    if result["exact"] is False:
-        where = result["first_difference"]
-        since = f" from event {where:,} on" if where is not None else ""
-        return f"unlike the record{since}: {printable(result['reason'])}"
+    if result.exact is False:
+        where = f" from event {result.first_difference:,} on" if result.first_difference is not None else ""
+        return f"unlike the record{where}: {printable(result.reason)}"
     return ""

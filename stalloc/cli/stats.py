@@ -9,15 +9,19 @@ lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most
 what a profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the
 record, if it repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that
 fills the record and after which memory is back at its level.
+
+--graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
+one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
+before which next to nothing but persistent requests is live, where the record can be split.
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.text import Text
 
+from stalloc.analysis import Summary, summarize
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -28,19 +32,11 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.errors import BadInputError
-from stalloc.lifespans import (
-    classify,
-    find_period,
-    find_step_period,
-    fold,
-    load_curve,
-    sequence_keys,
-    sequence_rows,
-)
 from stalloc.printable import printable
-from stalloc.trace import Trace, load_traces
+from stalloc.report.lifespan_graph import Relations, relations, write_relations
+from stalloc.trace import load_traces
 
-_MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal layers are shorter
+_MAX_CUTS_SHOWN = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--align", type=int, default=512, metavar="BYTES", help="sizes are rounded up to this (default: 512)"
     )
+    parser.add_argument("--graph", metavar="FILE", help="write the graph of lifespans (.graphml or JSON) to FILE")
     add_json_argument(parser)
 
 
@@ -56,113 +53,75 @@ def run(args: argparse.Namespace) -> int:
     """Describe each device of each file."""
     if args.align < 1:
         raise BadInputError(f"--align is {args.align}: give a number of bytes from 1, such as 512.")
-    devices = [describe(file, trace, args.align) for file in args.files for trace in load_traces(file)]
-    write_json(args, {"files": list(args.files), "devices": devices})
+    if args.graph and len(args.files) > 1:
+        raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
+    traces = [(file, trace) for file in args.files for trace in load_traces(file)]
+    devices = [(file, summarize(trace, args.align)) for file, trace in traces]
+    graphs = [relations(trace) for _, trace in traces] if args.graph else []
+    if args.graph:
+        write_relations(Path(args.graph), graphs)
+    write_json(
+        args, {"files": list(args.files), "devices": [{"file": file} | asdict(summary) for file, summary in devices]}
+    )
     if wants_text(args):
         _print(args, devices)
+        _print_graphs(args, graphs)
     return 0
 
 
-def describe(file: str, trace: Trace, alignment: int) -> dict[str, Any]:
-    """What JSON and the table say of one device; bytes are integers, what the source does not tell is None."""
-    size = trace.aligned_size(alignment)
-    start = np.maximum(trace.start, 0)
-    events, live = load_curve(start, trace.end, size)
-    at_peak = int(np.argmax(live)) if len(live) else 0
-    peak = int(live.max(initial=0))
-    everything = sequence_keys(trace, sequence_rows(trace, 0))
-    period = find_period(everything, _MIN_REPEATS, _MIN_PERIOD, at_end=True)
-    step = find_step_period(trace)
-    tape = fold(trace, period=step) if step else None
-    return {
-        "file": file,
-        "device": trace.device,
-        "source": trace.info.get("source", ""),
-        "complete": bool(trace.info.get("complete", False)),
-        "events": len(trace.action) or 2 * trace.num_requests,
-        "requests": trace.num_requests,
-        "baseline_requests": trace.num_baseline_requests,
-        "distinct_sizes": len(np.unique(trace.size)),
-        "lower_bound_bytes": peak,
-        "allocated_peak_bytes": peak,
-        "allocated_peak_event": int(events[at_peak]) if len(events) else None,
-        "allocated_peak_requested_bytes": int(load_curve(start, trace.end, trace.size)[1].max(initial=0)),
-        **_reserved(trace, size),
-        "streams": len(trace.streams),
-        "period_requests": period.length if period else None,
-        "period_repeats": period.repeats if period else None,
-        "step_requests": step.length if step else None,
-        "step_repeats": step.repeats if step else None,
-        "classes": classify(trace, tape).totals(trace.size),
-        "notes": list(trace.info.get("notes", [])),
-    }
-
-
-def _reserved(trace: Trace, size: np.ndarray) -> dict[str, Any]:
-    """The reserved peak, its event (-1: before the first), and the fragmentation there.
-
-    When the peak lasts, its event with the most allocated counts, so that fragmentation is not overstated.
-    """
-    nothing = {"reserved_peak_bytes": None, "reserved_peak_event": None, "fragmentation": None}
-    if not len(trace.action):
-        return nothing
-    reserved = np.concatenate([[trace.reserved_start_bytes], trace.reserved_bytes()])
-    change = np.zeros(trace.num_events + 2, np.int64)  # entry i: after event i - 1
-    np.add.at(change, trace.start + 1, size)
-    np.subtract.at(change, trace.end + 1, size)
-    allocated = np.cumsum(change[:-1])
-    unseen = trace.info.get("unseen_bytes", 0)  # live throughout, and no request stands for it
-    if isinstance(unseen, int) and 0 <= unseen < 1 << 62:
-        allocated += unseen
-    peak = int(reserved.max())
-    if peak == 0:
-        return nothing
-    at = int(np.argmax(np.where(reserved == peak, allocated, -1)))
-    return {
-        "reserved_peak_bytes": peak,
-        "reserved_peak_event": at - 1,
-        "fragmentation": round(1 - int(allocated[at]) / peak, 6),
-    }
-
-
-def _print(args: argparse.Namespace, devices: list[dict[str, Any]]) -> None:
+def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None:
     console = table_console()
-    for entry in devices:
-        name, source = printable(Path(entry["file"]).name), printable(str(entry["source"]))
-        console.print(Text.assemble((name, "bold"), f", device {entry['device']}, {source}"))
-        for label, text in _lines(entry):
+    for file, summary in devices:
+        name, source = printable(Path(file).name), printable(summary.source)
+        console.print(Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
+        for label, text in _lines(summary):
             console.print(Text.assemble("  ", (f"{label:<14}", "dim"), f"  {text}"))
         console.print()
+
+
+def _print_graphs(args: argparse.Namespace, graphs: list[Relations]) -> None:
+    console = table_console()
+    for told in graphs:
+        cuts = ", ".join(f"{event:,}" for event in told.cut_events[:_MAX_CUTS_SHOWN])
+        more = f" and {len(told.cut_events) - _MAX_CUTS_SHOWN:,} more" if told.cut_events[_MAX_CUTS_SHOWN:] else ""
+        console.print(
+            f"device {told.device}: {len(told.graph):,} groups, {told.graph.number_of_edges():,} overlaps; "
+            f"can be split before event {cuts}{more}"
+            if cuts
+            else f"device {told.device}: cannot be split"
+        )
+    if graphs:
+        console.print(f"\nWritten: {printable(args.graph)}")
     console.print(f"Next: stalloc plan {command_text(args.files[0])}")
 
 
-def _lines(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    before = f", {entry['baseline_requests']:,} live before recording" if entry["baseline_requests"] else ""
+def _lines(summary: Summary) -> list[tuple[str, str]]:
+    before = f", {summary.baseline_requests:,} live before recording" if summary.baseline_requests else ""
     lines = [
-        ("requests", f"{entry['requests']:,} in {entry['events']:,} events{before}"),
-        ("distinct sizes", f"{entry['distinct_sizes']:,}"),
-        ("lower bound", human_bytes(entry["lower_bound_bytes"])),
+        ("requests", f"{summary.requests:,} in {summary.events:,} events{before}"),
+        ("distinct sizes", f"{summary.distinct_sizes:,}"),
+        ("lower bound", human_bytes(summary.lower_bound_bytes)),
         (
             "allocated peak",
-            f"{human_bytes(entry['allocated_peak_bytes'])} at event {entry['allocated_peak_event']}, "
-            f"{human_bytes(entry['allocated_peak_requested_bytes'])} as requested",
+            f"{human_bytes(summary.allocated_peak_bytes)} at event {summary.allocated_peak_event}, "
+            f"{human_bytes(summary.allocated_peak_requested_bytes)} as requested",
         ),
     ]
-    if entry["reserved_peak_bytes"] is not None:
-        event = entry["reserved_peak_event"]
-        when = f"at event {event}" if event >= 0 else "before the first event"
+    if summary.reserved_peak_bytes is not None:
+        event = summary.reserved_peak_event
+        when = "before the first event" if event == -1 else f"at event {event}"
         lines += [
-            ("reserved peak", f"{human_bytes(entry['reserved_peak_bytes'])} {when}"),
-            ("fragmentation", f"{entry['fragmentation']:.2%} at the reserved peak"),
+            ("reserved peak", f"{human_bytes(summary.reserved_peak_bytes)} {when}"),
+            ("fragmentation", f"{summary.fragmentation:.2%} at the reserved peak"),
         ]
-    lines.append(("streams", str(entry["streams"])))
-    for name, nothing in (("period", "none: the sequence does not repeat exactly"), ("step", "none confirmed")):
-        found = entry[f"{name}_requests"]
-        lines.append((name, f"{found:,} requests, {entry[f'{name}_repeats']} times" if found else nothing))
-    classes = entry["classes"]
-    names = ["persistent", "scoped", "transient"]
-    if entry["step_requests"]:
-        names += ["static", "dynamic"]
-    lines += [(name, f"{classes[name]['requests']:,}, {human_bytes(classes[name]['bytes'])} in all") for name in names]
-    lines += [("note", note) for note in note_texts(entry["notes"])]
-    return lines
+    lines.append(("streams", str(summary.streams)))
+    for name, found, repeats, nothing in (
+        ("period", summary.period_requests, summary.period_repeats, "none: the sequence does not repeat exactly"),
+        ("step", summary.step_requests, summary.step_repeats, "none confirmed"),
+    ):
+        lines.append((name, f"{found:,} requests, {repeats} times" if found else nothing))
+    names = ["persistent", "scoped", "transient"] + (["static", "dynamic"] if summary.step_requests else [])
+    for name in names:
+        total = summary.classes[name]
+        lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
+    return lines + [("note", note) for note in note_texts(summary.notes)]

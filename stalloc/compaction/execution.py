@@ -6,7 +6,8 @@ before the whole plan is known to be complete (addresses, bounce buffer).
 
 from collections.abc import Callable
 
-from stalloc.compaction.schedule import Column, Schedule
+from stalloc.columns import Column
+from stalloc.compaction.schedule import Schedule
 
 #: copies one wave: (k,) absolute source addresses, target addresses and bytes, in any order
 Copy = Callable[[Column, Column, Column], None]

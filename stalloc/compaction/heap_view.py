@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.compaction.schedule import Column
+from stalloc.columns import Column
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, BLOCK_LIVE, PRIVATE_KINDS
 from stalloc.core.snapshot import ARENA_KIND, segments
 from stalloc.runtime import Controller, current

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stalloc.compaction.schedule import Column, column
+from stalloc.columns import Column
+from stalloc.compaction.schedule import column
 from stalloc.errors import BadInputError
 
 #: blocks up to which layouts that change the order are tried as well

@@ -15,9 +15,10 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
 
+from stalloc.columns import Column
 from stalloc.compaction import levels
 from stalloc.compaction.chasing import chase
-from stalloc.compaction.schedule import BOUNCE, Column, Copies, Schedule, column
+from stalloc.compaction.schedule import BOUNCE, Copies, Schedule, column
 from stalloc.errors import BadInputError
 
 #: copies in one schedule; more come only from large blocks that slide by a few bytes

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compaction.execution import Copy
-from stalloc.compaction.schedule import Column
 from stalloc.compaction.torch_storages import Candidate, empty_storage, exchange, remember_arena, slice_storage
 
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-
-Column = NDArray[np.int64]
 
 #: byte b of the bounce buffer is written as BOUNCE + b; no device has so many bytes
 BOUNCE = 1 << 62

@@ -89,17 +89,17 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_memory(text: str | int) -> int:
+def parse_memory(text: str | int, *, at_least: int = 1) -> int:
     """Bytes from "24GiB", "80GB", "512 MiB", "24g" (binary, as torch's tools mean it) or a plain number.
 
-    Raises BadInputError for anything else and for nothing at all.
+    Raises BadInputError for anything else and for less than `at_least` bytes.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = _UNITS.get(match[2].lower()) if match and len(match[1]) <= _MAX_DIGITS else None
-    num_bytes = int(float(match[1]) * unit) if match and unit else 0
-    if match and match[1].isdigit() and unit:
-        num_bytes = int(match[1]) * unit
-    if not 0 < num_bytes <= _MAX_BYTES:
+    num_bytes = -1
+    if match and unit:
+        num_bytes = int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+    if not at_least <= num_bytes <= _MAX_BYTES:
         shown = f"{str(text)[:40]!r}{'…' if len(str(text)) > 40 else ''}"
         raise BadInputError(f"{shown} is not an amount of memory: write bytes, or a number with MiB, GiB, MB or GB.")
     return num_bytes

@@ -5,37 +5,14 @@ is kept as stalloc's limit. Another backend is the user's choice: stalloc leaves
 caching allocator that stalloc takes the place of, and has nothing to act on.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from stalloc.allocator_conf import conf_in_force
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
 
-#: in torch's order of precedence
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _FRACTION = "per_process_memory_fraction"
-
-
-def settings() -> tuple[str, dict[str, str]]:
-    """The variable that torch goes by and its settings by name; ("", {}) if none is set."""
-    for variable in VARIABLES:
-        text = os.environ.get(variable, "")
-        if text:
-            return variable, _parse(text)
-    return "", {}
-
-
-def _parse(text: str) -> dict[str, str]:
-    """`name:value` pairs between commas; lists in brackets stay whole."""
-    found, depth, start = {}, 0, 0
-    for i, char in enumerate(text + ","):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            name, _, value = text[start:i].partition(":")
-            if name.strip():
-                found[name.strip()] = value.strip()
-            start = i + 1
-    return found
 
 
 def leaves_allocator_to_us(torch: Any) -> bool:
@@ -45,7 +22,7 @@ def leaves_allocator_to_us(torch: Any) -> bool:
 
 def put_limit_in_force(runtime: "Runtime") -> None:
     """Take no more than the share of each device that the settings allow."""
-    share = settings()[1].get(_FRACTION)
+    share = conf_in_force()[1].get(_FRACTION)
     if share is not None:
         for controller in runtime.controllers:
             controller.memory.limit(float(share))
@@ -56,7 +33,7 @@ def report(runtime: "Runtime | None") -> str:
 
     `runtime` None: the sentence alone.
     """
-    variable, found = settings()
+    variable, found = conf_in_force()
     kept = sorted(name for name in found if name.startswith("pinned_"))
     if runtime is not None:
         put_limit_in_force(runtime)

@@ -1,8 +1,8 @@
 """What a trace means: load, periods, the fold of many steps into one tape, phases, classes and their graph."""
 
-from stalloc.lifespans.classes import Classes, LifespanClass, Regularity, classify
+from stalloc.lifespans.classes import Classes, LifespanClass, Regularity, Total, classify
 from stalloc.lifespans.graph import cut_events, lifespan_graph
-from stalloc.lifespans.load import load_curve, lower_bound, peak_load
+from stalloc.lifespans.load import fullest, load_curve, lower_bound, peak_load
 from stalloc.lifespans.periods import Period, find_period, find_step_period, sequence_keys, sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.tape import Tape, expand, fold
@@ -14,6 +14,7 @@ __all__ = [
     "Phases",
     "Regularity",
     "Tape",
+    "Total",
     "classify",
     "cut_events",
     "expand",
@@ -21,6 +22,7 @@ __all__ = [
     "find_phases",
     "find_step_period",
     "fold",
+    "fullest",
     "lifespan_graph",
     "load_curve",
     "lower_bound",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans.periods import sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.tape import Tape, expand
 from stalloc.trace import MARK_STEP, Trace
-from stalloc.trace.record import Column
 
 
 class LifespanClass(enum.IntEnum):
@@ -34,6 +34,14 @@ class Regularity(enum.IntEnum):
     DYNAMIC = 2
 
 
+@dataclass(frozen=True)
+class Total:
+    """How many requests a class has, and their bytes."""
+
+    requests: int
+    bytes: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Classes:
     """The classes of a trace's n requests."""
@@ -48,13 +56,10 @@ class Classes:
     """(n,) index into `phases`; len(phases.begin): never freed."""
     phases: Phases
 
-    def totals(self, size: Column) -> dict[str, dict[str, int]]:
+    def totals(self, size: Column) -> dict[str, Total]:
         """Requests and bytes of each class by its lower-case name, given (n,) bytes."""
         return {
-            member.name.lower(): {
-                "requests": int(np.count_nonzero(column == member)),
-                "bytes": int(size[column == member].sum()),
-            }
+            member.name.lower(): Total(int(np.count_nonzero(column == member)), int(size[column == member].sum()))
             for column, members in ((self.lifespan, LifespanClass), (self.regularity, Regularity))
             for member in members
         }

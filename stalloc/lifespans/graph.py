@@ -8,10 +8,10 @@ each overlapping pair of requests: that would be quadratic.
 import networkx as nx
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans.classes import Classes, LifespanClass
 from stalloc.lifespans.load import load_curve
 from stalloc.trace import Trace
-from stalloc.trace.record import Column
 
 _MAX_GROUPS = 2048
 

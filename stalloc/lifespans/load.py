@@ -3,17 +3,13 @@
 All functions take half-open lifespans [start, end); at an event where one ends and another starts only one is live.
 """
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from stalloc.columns import Sizes, Times
 from stalloc.trace import Trace
 
-Ints = npt.NDArray[Any]
 
-
-def load_curve(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
+def load_curve(start: Times, end: Times, size: Sizes) -> tuple[Times, Sizes]:
     """Bytes live from each event on at which something changes.
 
     Takes (n,) lifespans and bytes; returns (k,) increasing events and (k,) bytes live in [events[i], events[i+1]).
@@ -26,7 +22,7 @@ def load_curve(start: Ints, end: Ints, size: Ints) -> tuple[Ints, Ints]:
     return at[last], level[last]
 
 
-def peak_load(start: Ints, end: Ints, size: Ints, ring: tuple[int, int] | None = None) -> int:
+def peak_load(start: Times, end: Times, size: Sizes, ring: tuple[int, int] | None = None) -> int:
     """The most bytes ever live.
 
     With `ring` = (ring_start, ring_end), lifespans that start in the ring repeat with it for ever, and what reaches
@@ -48,6 +44,11 @@ def peak_load(start: Ints, end: Ints, size: Ints, ring: tuple[int, int] | None =
         np.concatenate([size[in_ring], size[wraps]]),
     )
     return max(once, steady + int(size[lasting].sum()))
+
+
+def fullest(reserved: Sizes, allocated: Sizes) -> int:
+    """Of the moments when most is reserved, the first with the most allocated: (k,) bytes each."""
+    return int(np.argmax(np.where(reserved == reserved.max(), allocated, -1)))
 
 
 def lower_bound(trace: Trace, alignment: int = 512) -> int:

@@ -8,9 +8,9 @@ import itertools
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans.repetition import Period, longest_runs, runs_at_end
 from stalloc.trace import MARK_STEP, Trace
-from stalloc.trace.record import Column
 
 __all__ = ["Period", "find_period", "find_step_period", "sequence_keys", "sequence_rows"]
 

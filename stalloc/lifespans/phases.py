@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.lifespans.load import load_curve
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Trace
-from stalloc.trace.record import Column
 
 _TURN = 0.25
 _BRIEF = 0.01

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.trace.record import Column
 
 _BUCKETS = 64
 

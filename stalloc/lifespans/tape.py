@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.lifespans.periods import TINY_BYTES, Period, find_step_period, sequence_rows
 from stalloc.trace import Trace
-from stalloc.trace.record import Column
 
 _MAX_UNROLL = 4
 _PASSES_LOOKED_AT = _MAX_UNROLL + 1

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stalloc.columns import Column
 from stalloc.lifespans.periods import TINY_BYTES, sequence_rows
 from stalloc.trace import MARK_STEP, Trace
-from stalloc.trace.record import Column
 
 _LOOKED_AT = 4  # occurrences of a kind whose lifespans count: the last ones
 _MOST_STEPS = 16  # through which a request may be handed on

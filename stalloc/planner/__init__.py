@@ -1,5 +1,27 @@
 """Where it goes: offsets for the requests of a trace or a tape, the Plan record, and the naive validator.
 
+How a plan is found, from the outside to the inside; every step has a file of its name:
+
+- planning: `plan` takes a trace, bare lifespans or a tape, notes where the plan comes from, and sets the budget
+  (effort). Requests of a tape go through sharing: streams get regions of their own, or share with hand-overs.
+- layout: sizes are rounded up, requests of no bytes and of no time are put aside. What has constraints of its own
+  (constraints) goes to constrained, a ring that repeats to ring, everything else to line.
+- ring: prologue and ring lie on one axis; what wraps round is live at its end and at its beginning, and is placed
+  first. What is left is a line.
+- line: the maximum load is the lower bound. pieces takes the problem apart: what lives throughout is a stack, what
+  never meets is placed by itself, and parts that look alike are placed once. The best packings of the parts make a
+  best packing of the whole.
+- Each part of up to 2,000 requests first gets one quick try, and if that misses the bound, exact search (search, over
+  sections): heights are yes-or-no questions from the bound upwards, so that a bound that rises is proven.
+- Larger parts, and those where the search gives up, go to the portfolio: many packings in orders that are known to be
+  good (orders), by compiled passes over the requests (placement, on trees), in two layers (layers), or into the
+  tightest hole by birth (births). The first that reaches the bound ends it; otherwise the target is ratcheted down.
+- validator: judges the plan by comparing intervals, and shares no code with any of this.
+
+A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
+same; joint finds plans for programs that take turns in one arena; moving finds which live blocks to move. groups holds
+packings of others to compare with; methods lists what can be asked for by name.
+
 Importing this package does not import numba; the first plan does.
 """
 

@@ -7,8 +7,9 @@ long pipeline leaves stay few. Costs about as much as the allocator itself would
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.planner.problem import Column, Problem
+from stalloc.planner.problem import Problem
 
 #: holes that may be looked at for each request, on average
 MOST_HOLES = 200

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner.constraints import Constraints
 from stalloc.planner.effort import over
 from stalloc.planner.layers import skyline
 from stalloc.planner.placement import fit
 from stalloc.planner.portfolio import HOLES_LIMIT, solve
-from stalloc.planner.problem import Column, Problem, epochs, load_curve
+from stalloc.planner.problem import Problem, epochs, load_curve
 
 #: pairs of requests that restarts may compare, and how many restarts there are at most
 PAIRS, RESTARTS = 40_000_000, 60

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.planner.problem import Column
 from stalloc.trace.record import MOST_BYTES
 
 Ranges = Iterable[tuple[int, int]]

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.planner.problem import Column, load_curve
+from stalloc.columns import Column
+from stalloc.planner.problem import load_curve
 
 #: share of the load's height by which it has to turn for a phase to end
 TURN = 0.2

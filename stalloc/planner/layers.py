@@ -7,8 +7,9 @@ sizes, which tile where the mixture does not (the idea behind the HomoSize group
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.planner.problem import Column, Problem, load_curve
+from stalloc.planner.problem import Problem, load_curve
 from stalloc.planner.trees import build_floor, leaves_for, raise_floor
 
 #: sizes at which a problem may be divided, and how many of those that are good enough are tried

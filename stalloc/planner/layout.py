@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.constrained import place_constrained, stays
 from stalloc.planner.constraints import Constraints, Ranges, check_places, constraints
 from stalloc.planner.line import Layout, place_line
-from stalloc.planner.problem import Column, load_curve
+from stalloc.planner.problem import load_curve
 from stalloc.planner.ring import place_ring, ring_bound
 from stalloc.trace.record import MOST_BYTES
 

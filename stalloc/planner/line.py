@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner.effort import current, over, tell
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.pieces import Piece, decomposition, pieces_of, place_stacks
 from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
-from stalloc.planner.problem import Column, Problem, epochs, load_curve
+from stalloc.planner.problem import Problem, epochs, load_curve
 from stalloc.planner.search import searching
 
 #: parts with more requests than this are not searched exactly

@@ -5,12 +5,13 @@ Contract: every name gives a packing without overlap; "auto" is never worse than
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.groups import by_phase, by_size
 from stalloc.planner.orders import METHODS, SINGLE, ranks
 from stalloc.planner.placement import fill_holes, sweep
 from stalloc.planner.portfolio import HOLES_LIMIT, Packing, compressed
-from stalloc.planner.problem import Column, Problem
+from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR
 
 #: HomoPhase and HomoSize groups of the STAlloc paper

@@ -12,10 +12,10 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.constraints import check_places, constraints
 from stalloc.planner.layout import columns
-from stalloc.planner.problem import Column
 
 #: blocks up to which every choice of blocks to move is considered
 EXACT_BLOCKS = 12

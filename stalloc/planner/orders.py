@@ -5,7 +5,8 @@ Contract: the same problem, order and seed give the same permutation; ties are b
 
 import numpy as np
 
-from stalloc.planner.problem import Column, Problem
+from stalloc.columns import Column
+from stalloc.planner.problem import Problem
 
 #: keys by letter: E latest end, S earliest start, W longest lifespan, A largest area, Z largest size
 GUIDED = ("EW", "SW", "WA", "AW", "ZW", "ZE")

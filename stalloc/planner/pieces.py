@@ -12,7 +12,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stalloc.planner.problem import Column, epochs, load_curve, split_at_cuts
+from stalloc.columns import Column
+from stalloc.planner.problem import epochs, load_curve, split_at_cuts
 
 
 def decomposition(start: ArrayLike, end: ArrayLike, size: ArrayLike) -> nx.DiGraph:

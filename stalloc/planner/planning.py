@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stalloc import __version__
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.constraints import Constraints, Ranges, constraints
 from stalloc.planner.effort import Budget, Progress, budgeted
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
-from stalloc.planner.problem import Column
 from stalloc.planner.record import Plan
 from stalloc.planner.ring import ring_bound
 from stalloc.planner.sharing import Streams, handovers, place_streams

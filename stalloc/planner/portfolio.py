@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner.births import by_birth
 from stalloc.planner.effort import current, over, tell
 from stalloc.planner.layers import cuts, divided, part_of, raised
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
 from stalloc.planner.placement import fill_holes, pack, sweep
-from stalloc.planner.problem import Column, Problem, epochs
+from stalloc.planner.problem import Problem, epochs
 from stalloc.planner.trees import FAR
 
 #: placements that a problem may cost beyond the first round of every order

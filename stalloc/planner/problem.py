@@ -7,19 +7,18 @@ a best packing of the whole above every common target height.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Column = NDArray[np.int64]
+from stalloc.columns import Column, Sizes, Times
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Requests to be placed above a floor. Times are epochs in [0, T), every lifespan holds at least one epoch."""
 
-    start: Column  #: (n,) epoch
-    end: Column  #: (n,) epoch, > start
-    size: Column  #: (n,) bytes, positive
-    floor: Column  #: (T,) bytes that are taken already, from the bottom
+    start: Times  #: (n,) epoch
+    end: Times  #: (n,) epoch, > start
+    size: Sizes  #: (n,) bytes, positive
+    floor: Sizes  #: (T,) bytes that are taken already, from the bottom
 
     @property
     def load(self) -> Column:

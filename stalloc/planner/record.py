@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stalloc.columns import Ints, Offsets, Rows, Sizes, Times
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.inputs import read_input
@@ -21,8 +22,6 @@ from stalloc.npz import Columns
 FORMAT, VERSION = "stalloc plan", 2
 #: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
 READABLE = (1, VERSION)
-
-Column = NDArray[np.int64]
 
 ROW_COLUMNS = ("offset", "size", "start", "end", "stream")
 TAPE_COLUMNS = ("tape_row", "tape_size", "tape_stream", "tape_start", "tape_end", "tape_offset")
@@ -34,7 +33,7 @@ INTEGERS = ("device", "alignment", "peak_bytes", "lower_bound_bytes", "num_prolo
 PROVEN = "proven_bound_bytes"
 
 
-def _empty() -> Column:
+def _empty() -> Ints:
     return np.empty(0, np.int64)
 
 
@@ -45,11 +44,11 @@ class Plan:
     All columns are int64. Times are event indices and lifespans half open, [start, end).
     """
 
-    offset: Column  #: (n,) bytes from the start of the arena; -1: not planned, to be served dynamically, or of no time
-    size: Column  #: (n,) bytes as requested
-    start: Column  #: (n,) event index as in the trace; -1: live before recording
-    end: Column  #: (n,) event index as in the trace
-    stream: Column  #: (n,) index into the trace's streams
+    offset: Offsets  #: (n,) bytes from the start of the arena; -1: not planned, to be served dynamically, or of no time
+    size: Sizes  #: (n,) bytes as requested
+    start: Times  #: (n,) event index as in the trace; -1: live before recording
+    end: Times  #: (n,) event index as in the trace
+    stream: Ints  #: (n,) index into the trace's streams
     device: int
     alignment: int  #: bytes; every planned offset is a multiple of it
     peak_bytes: int  #: the size of the arena: the highest end of a planned request, its size rounded up
@@ -61,22 +60,20 @@ class Plan:
     num_prologue: int = 0  #: entries of the tape that run once, before the ring
     ring_start: int = 0  #: tape time at which the ring begins
     ring_end: int = 0  #: tape time at which the ring starts over
-    tape_row: Column = field(default_factory=_empty)  #: (k,) the row of this plan that each tape entry stands for
-    tape_size: Column = field(default_factory=_empty)  #: (k,) bytes
-    tape_stream: Column = field(default_factory=_empty)  #: (k,)
-    tape_start: Column = field(default_factory=_empty)  #: (k,) tape time
-    tape_end: Column = field(default_factory=_empty)  #: (k,) tape time; beyond ring_end: into the next pass
-    tape_offset: Column = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
+    tape_row: Rows = field(default_factory=_empty)  #: (k,) the row of this plan that each tape entry stands for
+    tape_size: Sizes = field(default_factory=_empty)  #: (k,) bytes
+    tape_stream: Ints = field(default_factory=_empty)  #: (k,)
+    tape_start: Times = field(default_factory=_empty)  #: (k,) tape time
+    tape_end: Times = field(default_factory=_empty)  #: (k,) tape time; beyond ring_end: into the next pass
+    tape_offset: Offsets = field(default_factory=_empty)  #: (k,) bytes; -1: served dynamically
     proven_bound_bytes: int = 0  #: no plan is lower, at least lower_bound_bytes; 0: nothing beyond that is claimed
-    row_alignment: Column = field(default_factory=_empty)  #: (n,) bytes, where rows ask for more than `alignment`
-    fixed_row: Column = field(default_factory=_empty)  #: (f,) rows that were placed beforehand
-    fixed_offset: Column = field(default_factory=_empty)  #: (f,) bytes, where they are
-    forbidden_low: Column = field(default_factory=_empty)  #: (b,) ranges [low, high) of bytes that no row may use
-    forbidden_high: Column = field(default_factory=_empty)  #: (b,) bytes
-    handover_earlier: Column = field(default_factory=_empty)  #: (h,) tape entries whose bytes another stream takes over
-    handover_later: Column = field(
-        default_factory=_empty
-    )  #: (h,) the entries that take them, after an event and a wait
+    row_alignment: Sizes = field(default_factory=_empty)  #: (n,) bytes, where rows ask for more than `alignment`
+    fixed_row: Rows = field(default_factory=_empty)  #: (f,) rows that were placed beforehand
+    fixed_offset: Offsets = field(default_factory=_empty)  #: (f,) bytes, where they are
+    forbidden_low: Offsets = field(default_factory=_empty)  #: (b,) ranges [low, high) of bytes that no row may use
+    forbidden_high: Offsets = field(default_factory=_empty)  #: (b,) bytes
+    handover_earlier: Rows = field(default_factory=_empty)  #: (h,) tape entries whose bytes another stream takes over
+    handover_later: Rows = field(default_factory=_empty)  #: (h,) the entries that take them, after an event and a wait
 
     @property
     def num_requests(self) -> int:

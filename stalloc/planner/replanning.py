@@ -9,12 +9,13 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.placement import fit
 from stalloc.planner.planning import Arrays, plan, where_live
-from stalloc.planner.problem import Column, epochs, load_curve
+from stalloc.planner.problem import epochs, load_curve
 from stalloc.planner.record import Plan
 from stalloc.trace import Trace
 

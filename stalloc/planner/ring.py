@@ -6,11 +6,12 @@ that wrap round from the pass before are live as well. The bound is the maximum 
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner.line import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
 from stalloc.planner.placement import fill_holes, pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, Packing, solve
-from stalloc.planner.problem import Column, Problem, epochs, load_curve, split_at_cuts
+from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
 
 
 def place_ring(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> Layout:

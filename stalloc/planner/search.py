@@ -6,15 +6,15 @@ seed as long as it is nodes, not seconds, that run out.
 """
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner import sections
 from stalloc.planner.portfolio import Packing
-from stalloc.planner.problem import Column, Problem
+from stalloc.planner.problem import Problem
 
 #: pairs of a request and an epoch beyond which a node costs too much
 MOST_MEMBERS = 3_000_000
@@ -50,7 +50,7 @@ NOISES = (0.3, 0.1, 0.03)
 LOW_SCALE = 20.0
 
 
-class Progress(NamedTuple):
+class Found(NamedTuple):
     """Where a search is."""
 
     packing: Packing  #: the best so far
@@ -58,34 +58,8 @@ class Progress(NamedTuple):
     num_nodes: int  #: spent so far
 
 
-def improve(
-    problem: Problem,
-    packing: Packing,
-    target: int,
-    *,
-    time_budget_seconds: float = np.inf,
-    node_budget: float = np.inf,
-    seed: int = 0,
-    progress: Callable[[Progress], None] | None = None,
-) -> tuple[Packing, int]:
-    """The best packing found within the budgets, and the bound proven, both in bytes of the problem.
-
-    Ends early when the packing reaches `target` or the bound. `progress` is called between slices of some
-    milliseconds; what it raises ends the search, and the last packing it was given is valid.
-    """
-    until = time.monotonic() + time_budget_seconds
-    bound = problem.bound
-    for state in searching(problem, packing, target, seed=seed):
-        packing, bound, num_nodes = state
-        if progress is not None:
-            progress(state)
-        if num_nodes >= node_budget or time.monotonic() >= until:
-            break
-    return packing, bound
-
-
-def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0) -> Iterator[Progress]:
-    """Progress after each slice, for ever or until the best packing reaches `target` or the bound.
+def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0) -> Iterator[Found]:
+    """Where it is after each slice, for ever or until the best packing reaches `target` or the bound.
 
     Rounds with twice as many nodes each: the lowest height that is not excluded first, then heights between it and
     the best by bisection, each with a quarter of the nodes. Once that has cost `BISECTED`, heights close below the best
@@ -124,7 +98,7 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
             quota *= 2
         if not hunt.open:
             break
-    yield hunt.progress()
+    yield hunt.found()
 
 
 class _Hunt:
@@ -163,10 +137,10 @@ class _Hunt:
         again.bound, again.num_nodes = self.bound, self.num_nodes
         return again
 
-    def progress(self) -> Progress:
-        return Progress(self.packing, self.bound * self.unit, self.num_nodes)
+    def found(self) -> Found:
+        return Found(self.packing, self.bound * self.unit, self.num_nodes)
 
-    def look(self, height: int, quota: int, *, long: bool = False) -> Iterator[Progress]:
+    def look(self, height: int, quota: int, *, long: bool = False) -> Iterator[Found]:
         """Look for a packing below `height` in restarts of Luby lengths; `long`: begin with one that may prove.
 
         Every other restart knows which epochs failed before: some problems need that, it leads others astray.
@@ -189,7 +163,7 @@ class _Hunt:
                 status = sections.search(self.board, rule, min(self.slice, begun + length - self.num_nodes))
                 self.num_nodes = begun + sections.nodes(self.board)
                 if status == sections.PAUSED:
-                    yield self.progress()
+                    yield self.found()
             length = 0
             self.learnt = self.board.weight + (0 if knows else self.learnt)
             if status == sections.FOUND:
@@ -198,7 +172,7 @@ class _Hunt:
                 self.bound = max(self.bound, min(sections.next_height(self.board), self.best))
             elif status == sections.NO_ROOM:
                 self._enlarge()
-            yield self.progress()
+            yield self.found()
             if status in (sections.FOUND, sections.NONE):
                 return
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.planner.problem import Column, Problem
+from stalloc.planner.problem import Problem
 
 FOUND, NONE, PAUSED, NO_ROOM = 1, 0, -1, -2
 

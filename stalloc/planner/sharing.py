@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.layout import plan_arrays
 from stalloc.planner.line import Layout
-from stalloc.planner.problem import Column
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape

@@ -16,59 +16,66 @@ for this model. Upheld from there:
 Chunks are shared between streams, as in TensorFlow, whose allocations all belong to the compute stream.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.free_tree import best_fit, free_into, insert, release_whole, remove
-from stalloc.replay.model import TableModel, parse_bytes, parse_flag, parse_percent, read_settings
-from stalloc.replay.protocol import Kind
-from stalloc.replay.tables import (
-    CAPACITY,
-    OWN,
-    RESERVED,
-    RETRIES,
-    SIZE,
-    give_up,
-    has_room,
-    hold,
-    new_segment,
-    note,
-    split,
-)
+from stalloc.replay.blocks import at, new_segment, split
+from stalloc.replay.driver import driver_of
+from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.settings import as_bytes, as_flag, as_percent, setting
+from stalloc.replay.sizes import round_up
+from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 
 _UNIT = 256  # bytes
 _FIRST_REGION = 2 << 20
 _NO_LIMIT = 1 << 50
-_LIMIT, _REGION, _BACKED_DOWN, _WASTE, _COLLECT = range(OWN, OWN + 5)
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What BFC can be told."""
+
+    limit: int = setting(0, as_bytes)
+    """Bytes that it may reserve; 0: what `fraction` says."""
+    fraction: int = setting(100, as_percent)
+    """Percent of the capacity."""
+    growth: int = setting(1, as_flag)
+    """Whether memory is taken as it is needed, or all at once."""
+    garbage_collection: int = setting(1, as_flag)
+    """Whether regions without live chunks go back when nothing else helps."""
+    max_internal_fragmentation: int = setting(128 << 20, as_bytes)
+    """Bytes that a chunk may be larger than its request."""
+
+
+_OWN = own_type(Settings, "region", "backed_down")
 
 
 @njit()
-def _find(t, size):
+def _find(t, m, size):
     block = best_fit(t, 0, size)
     if block != 0:
         remove(t, block)
-        whole = t.blocks[block, SIZE]
-        if whole >= 2 * size or whole - size >= t.words[_WASTE]:
+        whole = at(t, block).size
+        if whole >= 2 * size or whole - size >= m.max_internal_fragmentation:
             insert(t, 0, split(t, block, size))
     return block
 
 
 @njit()
-def _extend(t, size):
+def _extend(t, m, size):
     """Add a region for a request; whether there was room."""
-    available = (t.words[_LIMIT] - t.words[RESERVED]) // _UNIT * _UNIT
+    available = (m.limit - t.reserved) // _UNIT * _UNIT
     if size > available:
         return False
     increased = False
-    while size > t.words[_REGION]:
-        t.words[_REGION] *= 2
+    while size > m.region:
+        m.region *= 2
         increased = True
-    region = min(t.words[_REGION], available)
+    region = min(m.region, available)
     block = new_segment(t, region, 0, 0)
-    if block < 0 and t.words[_BACKED_DOWN] == 0:
-        t.words[_BACKED_DOWN] = 1
+    if block < 0 and m.backed_down == 0:
+        m.backed_down = 1
         while block < 0:
             region = (int(region * 0.9) + _UNIT - 1) // _UNIT * _UNIT
             if region < size:
@@ -77,77 +84,44 @@ def _extend(t, size):
     if block < 0:
         return False
     if not increased:
-        t.words[_REGION] *= 2
+        m.region *= 2
     insert(t, 0, block)
     return True
 
 
 @njit()
-def _allocate(t, requested):
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
-    block = _find(t, size)
-    if block == 0 and _extend(t, size):
-        block = _find(t, size)
-    if block == 0 and t.words[_COLLECT] == 1:
-        t.words[RETRIES] += 1
+def _allocate(t, m, request, requested, stream):
+    size = round_up(requested, _UNIT)
+    block = _find(t, m, size)
+    if block == 0 and _extend(t, m, size):
+        block = _find(t, m, size)
+    if block == 0 and m.garbage_collection == 1:
+        t.retries += 1
         release_whole(t, 0)
-        if _extend(t, size):
-            block = _find(t, size)
+        if _extend(t, m, size):
+            block = _find(t, m, size)
     return block if block != 0 else -1
 
 
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            if not has_room(t):
-                return i
-            block = _allocate(t, size[row]) if size[row] > 0 else 0
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] != _EMPTY_CACHE:
-            block = give_up(t, row, kind[i])
-            if block != 0:
-                free_into(t, 0, block)
-        note(t, i, reserved, allocated)
-    return len(kind)
+@njit()
+def _free(t, m, block):
+    free_into(t, 0, block)
 
 
 class BFC(TableModel):
-    """`limit`, `max_internal_fragmentation` (bytes), `fraction` (percent), `growth`, `garbage_collection` (0 or 1)."""
+    """TensorFlow's and JAX's allocator."""
 
     name = "bfc"
-    kernel = _run
-    num_words = 5
+    settings_type = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=_free)
     trees_per_stream = 0
     common_trees = 1
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        given = {
-            "limit": 0,
-            "fraction": 100,
-            "growth": 1,
-            "garbage_collection": 1,
-            "max_internal_fragmentation": 128 << 20,
-        }
-        super().__init__(given | (settings or {}), capacity_bytes)
-
-    def _start(self) -> None:
-        settings = self.settings
-        limit = settings["limit"] or int(self._tables.words[CAPACITY]) * settings["fraction"] // 100
-        if limit == 0 and settings["growth"] == 0:
+    def _start(self, capacity_bytes: int) -> None:
+        limit = self.options.limit or capacity_bytes * self.options.fraction // 100
+        if limit == 0 and self.options.growth == 0:
             raise BadInputError("bfc with growth:0 takes all of its limit at once: give a limit or a capacity.")
         limit = limit or _NO_LIMIT
-        region = min(limit, _FIRST_REGION) if settings["growth"] else limit
-        self._set(_LIMIT, limit)
-        self._set(_REGION, max(_UNIT, (region + _UNIT - 1) // _UNIT * _UNIT))
-        self._set(_WASTE, settings["max_internal_fragmentation"])
-        self._set(_COLLECT, settings["garbage_collection"])
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "growth:0,fraction:75,…"."""
-    readers = dict.fromkeys(("limit", "max_internal_fragmentation"), parse_bytes)
-    flags = dict.fromkeys(("growth", "garbage_collection"), parse_flag)
-    return read_settings("bfc", text, readers | flags | {"fraction": parse_percent})
+        region = min(limit, _FIRST_REGION) if self.options.growth else limit
+        self._own.write(limit=limit, region=max(_UNIT, round_up(region, _UNIT)))

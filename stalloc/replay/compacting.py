@@ -12,32 +12,42 @@ It is the one model that moves live blocks. It takes a move as free and possible
 grants: what it shows is how far moving at best could go.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compaction.arena import Arena
 from stalloc.compaction.layouts import largest_hole
 from stalloc.errors import BadInputError
-from stalloc.replay.model import check_rows, parse_flag, read_settings
+from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.trace.record import Column
+from stalloc.replay.settings import as_flag, setting
+from stalloc.replay.sizes import GRANULE
 
-_UNIT, _GRANULE = 512, 2 << 20  # bytes
+_UNIT = 512  # bytes
 _BASE = 1 << 40  # address of the arena
 _NO_LIMIT = 1 << 46  # bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the arena can be told."""
+
+    move: int = setting(1, as_flag)
+    """Whether live blocks may be moved."""
+
+
 class Compacting:
-    """`move` (0 or 1): whether live blocks may be moved."""
+    """An arena that moves its blocks."""
 
     name = "compacting"
+    settings_type = Settings
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        if capacity_bytes < 0:
-            raise BadInputError(f"a capacity of {capacity_bytes} bytes is negative: give 0 for no limit.")
-        self.settings = {"move": 1} | (settings or {})
-        self._limit = capacity_bytes // _GRANULE * _GRANULE if capacity_bytes else _NO_LIMIT
+    def __init__(self, settings: Settings | None = None, capacity_bytes: int = 0) -> None:
+        check_capacity(capacity_bytes)
+        self._moves = (settings or Settings()).move
+        self._limit = capacity_bytes // GRANULE * GRANULE if capacity_bytes else _NO_LIMIT
         self._arena = Arena(self._limit)
         self._requested: dict[int, int] = {}  # live or waiting request -> bytes
         self._stream: dict[int, int] = {}
@@ -67,7 +77,7 @@ class Compacting:
     def _allocate(self, row: int, requested: int, stream: int) -> bool:
         arena, need = self._arena, -(-requested // _UNIT) * _UNIT
         if not arena.place(row, need):
-            if not self.settings["move"] or not self._free_range(need):
+            if not self._moves or not self._free_range(need):
                 return False
             arena.place(row, need)
         self._map(arena.offset[row] + need)
@@ -107,7 +117,7 @@ class Compacting:
         return max((low + arena.size[row] for row, low in arena.offset.items()), default=0)
 
     def _map(self, end: int, *, trim: bool = False) -> None:
-        mapped = -(-end // _GRANULE) * _GRANULE
+        mapped = -(-end // GRANULE) * GRANULE
         if mapped > self._mapped or trim:
             self._taken += self._mapped == 0 < mapped
             self._given += mapped == 0 < self._mapped
@@ -156,8 +166,3 @@ class Compacting:
             segment_address=np.full(int(self._mapped > 0), _BASE, np.int64),
             segment_size=np.full(int(self._mapped > 0), self._mapped, np.int64),
         )
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "move:0"."""
-    return read_settings("compacting", text, {"move": parse_flag})

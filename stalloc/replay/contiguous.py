@@ -17,49 +17,37 @@ The first feed is what lifespans are taken from, unless `plan_for` was called be
 of the rest.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.replay.free_tree import best_fit, free_into, insert, release_whole, remove
-from stalloc.replay.model import TableModel, check_rows, parse_percent, read_settings
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
+from stalloc.replay.blocks import at, fits, new_segment, split
+from stalloc.replay.driver import driver_of
+from stalloc.replay.model import TableModel, check_rows, own_type
 from stalloc.replay.protocol import Events, Fed, Kind
-from stalloc.replay.tables import (
-    OWN,
-    RETRIES,
-    SIZE,
-    STREAM,
-    TREE,
-    fits,
-    give_up,
-    has_room,
-    hold,
-    lengthen,
-    new_segment,
-    note,
-    split,
-)
-from stalloc.trace.record import Column
+from stalloc.replay.settings import as_percent, setting
+from stalloc.replay.sizes import LARGE_SEGMENT, SMALL_BYTES, round_up, torch_segment_size
+from stalloc.replay.treap import best_fit, free_into, insert, release_whole, remove
 
 _UNIT = 512  # bytes
-_SMALL_BYTES, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _GRANULE = 1 << 20, 2 << 20, 20 << 20, 10 << 20, 2 << 20
 _REST, _PERSISTENT, _SCOPED = range(3)  # classes; the trees of the buffers are 0 and 1
 _BUFFERS = 2
-_PERSISTENT_BYTES, _SCOPED_BYTES, _TAKEN, _SPILLED = range(OWN, OWN + 4)
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
 
 
-class ContiguousTables(NamedTuple):
-    """Tables (see stalloc.replay.tables) and classes; all int64."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides which lifespans are long."""
 
-    words: Column
-    blocks: Column
-    segments: Column
-    roots: Column
-    place: Column
-    address: Column
-    classes: Column  #: (n,) class of each request
+    scoped_percent: int = setting(5, as_percent)
+    """Percent of the program's events from which a lifespan is."""
+
+
+_OWN = own_type(Settings, "persistent_buffer_bytes", "scoped_buffer_bytes", "taken", "spilled", "classes")
+_class_at = row_of("classes", Word)  # (n,) class of each request
 
 
 @njit()
@@ -69,128 +57,105 @@ def _peaks(kind, request, size, classes, peaks):
     live = np.zeros(len(size), np.int64)
     for i in range(len(kind)):
         row = request[i]
-        if kind[i] == _ALLOC:
+        if kind[i] == Kind.ALLOC:
             live[row] = (size[row] + _UNIT - 1) // _UNIT * _UNIT
             held[classes[row]] += live[row]
             peaks[classes[row]] = max(peaks[classes[row]], held[classes[row]])
-        elif kind[i] == 2:
+        elif kind[i] == Kind.FREE_COMPLETED:
             held[classes[row]] -= live[row]
             live[row] = 0
 
 
 @njit()
 def _release(t):
-    for tree in range(_BUFFERS, len(t.roots)):
+    for tree in range(_BUFFERS, t.num_headers):
         release_whole(t, tree)
 
 
 @njit()
-def _begin(t):
+def _begin(t, m):
     """Take the buffers; False if the device has no room for them."""
     for which in range(_BUFFERS):
-        if not t.words[_TAKEN] >> which & 1:
-            size = t.words[_PERSISTENT_BYTES + which]
+        if not m.taken >> which & 1:
+            size = m.persistent_buffer_bytes if which == 0 else m.scoped_buffer_bytes
             if size > 0:
                 block = new_segment(t, size, 0, 0)
                 if block < 0:
                     return False
                 insert(t, which, block)
-            t.words[_TAKEN] |= 1 << which
+            m.taken |= 1 << which
     return True
 
 
 @njit()
 def _from_rest(t, size, stream):
-    small = size <= _SMALL_BYTES
+    small = size <= SMALL_BYTES
     tree = _BUFFERS + 2 * stream + (0 if small else 1)
     block = best_fit(t, tree, size)
     if block != 0:
         remove(t, block)
     else:
-        if small:
-            segment = _SMALL_SEGMENT
-        elif size < _OWN_SEGMENT:
-            segment = _LARGE_SEGMENT
-        else:
-            segment = (size + _GRANULE - 1) // _GRANULE * _GRANULE
+        segment = torch_segment_size(size, LARGE_SEGMENT)
         if not fits(t, segment):
-            t.words[RETRIES] += 1
+            t.retries += 1
             _release(t)
         block = new_segment(t, segment, stream, 0)
         if block < 0:
             return -1
-        t.blocks[block, TREE] = tree
-    remaining = t.blocks[block, SIZE] - size
-    if remaining >= _UNIT if small else remaining > _SMALL_BYTES:
+        at(t, block).tree = tree
+    remaining = at(t, block).size - size
+    if remaining >= _UNIT if small else remaining > SMALL_BYTES:
         insert(t, tree, split(t, block, size))
     return block
 
 
 @njit()
-def _allocate(t, requested, stream, which):
-    if not _begin(t):
+def _allocate(t, m, request, requested, stream):
+    which = _class_at(m, request).value
+    if not _begin(t, m):
         return -1
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+    size = round_up(requested, _UNIT)
     if which != _REST:
         tree = which - _PERSISTENT
         block = best_fit(t, tree, size)
         if block != 0:
             remove(t, block)
-            if t.blocks[block, SIZE] > size:
+            if at(t, block).size > size:
                 insert(t, tree, split(t, block, size))
-            t.blocks[block, STREAM] = stream
+            at(t, block).stream = stream
             return block
-        t.words[_SPILLED] += 1
+        m.spilled += 1
     return _from_rest(t, size, stream)
 
 
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            if not has_room(t):
-                return i
-            block = _allocate(t, size[row], stream[row], t.classes[row]) if size[row] > 0 else 0
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] == _EMPTY_CACHE:
-            _release(t)
-        else:
-            block = give_up(t, row, kind[i])
-            if block != 0:
-                free_into(t, t.blocks[block, TREE], block)
-        note(t, i, reserved, allocated)
-    return len(kind)
+@njit()
+def _free(t, m, block):
+    free_into(t, at(t, block).tree, block)
+
+
+@njit()
+def _empty(t, m, kind, request):
+    _release(t)
 
 
 class Contiguous(TableModel):
-    """`scoped_percent` of the program's events from which a lifespan is long."""
+    """Buffers for what lives long, and a cache for the rest."""
 
     name = "contiguous"
-    kernel = _run
-    num_words = 4
+    settings_type = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
+    shows = ("persistent_buffer_bytes", "scoped_buffer_bytes", "spilled")
     trees_per_stream = 2
     common_trees = _BUFFERS
-    own_words: ClassVar[dict[str, int]] = {
-        "persistent_buffer_bytes": _PERSISTENT_BYTES - OWN,
-        "scoped_buffer_bytes": _SCOPED_BYTES - OWN,
-        "spilled": _SPILLED - OWN,
-    }
+    _planned = False
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        self._planned = False
-        super().__init__({"scoped_percent": 5} | (settings or {}), capacity_bytes)
+    def _own_tables(self) -> dict[str, Column]:
+        return {"classes": np.zeros(1, np.int64)}
 
-    def _start(self) -> None:
-        t = self._tables
-        self._tables: Any = ContiguousTables(
-            t.words, t.blocks, t.segments, t.roots, t.place, t.address, np.zeros(0, np.int64)
-        )
-
-    def _make_room(self, num_requests: int, num_streams: int) -> None:
-        super()._make_room(num_requests, num_streams)
-        self._tables = self._tables._replace(classes=lengthen(self._tables.classes, num_requests))
+    def _make_room(self, events: Events) -> None:
+        super()._make_room(events)
+        self._own.lengthen(classes=len(events.size))
 
     def plan_for(self, events: Events) -> None:
         """Take lifespans, and with them the sizes of the buffers, from a whole program."""
@@ -204,21 +169,16 @@ class Contiguous(TableModel):
         start[events.request[allocs]] = allocs
         end[events.request[frees]] = frees
         classes = np.full(num_requests, _REST, np.int64)
-        classes[100 * (end - start) >= self.settings["scoped_percent"] * num_events] = _SCOPED
+        classes[100 * (end - start) >= self.options.scoped_percent * num_events] = _SCOPED
         classes[end == num_events] = _PERSISTENT
         classes[start < 0] = _REST
         peaks = np.zeros(3, np.int64)
         _peaks(events.kind, events.request, events.size, classes, peaks)
-        self._set(_PERSISTENT_BYTES, int(peaks[_PERSISTENT]))
-        self._set(_SCOPED_BYTES, int(peaks[_SCOPED]))
-        self._tables = self._tables._replace(classes=classes)
+        self._own.write(persistent_buffer_bytes=int(peaks[_PERSISTENT]), scoped_buffer_bytes=int(peaks[_SCOPED]))
+        self._own.lengthen(classes=num_requests)
+        self._own.tables["classes"][:num_requests] = classes
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; see Allocator.feed."""
         self.plan_for(events)
         return super().feed(events)
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "scoped_percent:10"."""
-    return read_settings("contiguous", text, {"scoped_percent": parse_percent})

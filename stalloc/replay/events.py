@@ -5,14 +5,27 @@ Upheld: what was live before recording is allocated first, in the order of its a
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.replay.protocol import Events, Kind
 from stalloc.trace.record import Action, Trace
 
-_KINDS = {
-    Action.ALLOC: Kind.ALLOC,
-    Action.FREE_REQUESTED: Kind.FREE_REQUESTED,
-    Action.FREE_COMPLETED: Kind.FREE_COMPLETED,
-}
+_KINDS = np.full(len(Action), -1, np.int8)
+_KINDS[[Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED]] = (
+    Kind.ALLOC,
+    Kind.FREE_REQUESTED,
+    Kind.FREE_COMPLETED,
+)
+
+
+def recorded_kinds(trace: Trace) -> Column:
+    """(m,) int8 Kind of each event that the program asked for, -1 for what its allocator did by itself."""
+    return np.where(trace.event_request >= 0, _KINDS[trace.action], -1)
+
+
+def recorded_conf(trace: Trace) -> str:
+    """The allocator settings that a snapshot says it was recorded with, as torch's variable holds them."""
+    settings = trace.info.get("allocator_settings") or {}
+    return str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or "")
 
 
 def events_of(trace: Trace) -> Events:
@@ -22,12 +35,9 @@ def events_of(trace: Trace) -> Events:
     """
     old = trace.num_baseline_requests
     if len(trace.action):
-        asked = np.isin(trace.action, list(_KINDS)) & (trace.event_request >= 0)
-        rows = np.flatnonzero(asked)
-        kind = np.zeros(len(Action), np.int8)
-        for action, meaning in _KINDS.items():
-            kind[action] = meaning
-        kinds, request, event = kind[trace.action[rows]], trace.event_request[rows], rows
+        kinds = recorded_kinds(trace)
+        rows = np.flatnonzero(kinds >= 0)
+        kinds, request, event = kinds[rows], trace.event_request[rows], rows
     else:
         count = trace.num_requests
         at = np.concatenate([trace.end, trace.start])

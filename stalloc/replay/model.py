@@ -1,184 +1,160 @@
-"""What the compiled models have in common on Python's side: feeding, growing tables, counters and the block map.
+"""What the compiled models have in common on Python's side: settings, feeding, growing tables, counters and the map.
 
 Contract (the protocol's): feeding at once or in pieces is the same; a feed that runs out of memory at an event does
 nothing from there on, and what comes after may be fed as if that event had not been.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
 
+from stalloc.columns import Column
+from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
-from stalloc.replay import tables
+from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.tables import OWN, lengthen
-from stalloc.trace.record import Column
+from stalloc.replay.records import Owner, record_type
+from stalloc.replay.settings import NoSettings
+from stalloc.replay.treap import new_tree
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+def own_type(settings: type[Any], *more: str) -> type[Record]:
+    """What a model keeps for itself: its settings and more fields."""
+    return record_type(*(setting.name for setting in fields(settings)), *more)
 
 
 class TableModel:
-    """A model whose state is `Tables`; what differs is its kernel and the names of its own words."""
+    """A model whose state is in tables; what differs is its driver, its settings and what else it keeps."""
 
-    name: str
-    kernel: ClassVar[Callable[..., int]]
-    own_words: ClassVar[dict[str, int]] = {}  #: counter -> index behind OWN, shown in Counters.more
-    num_words: ClassVar[int] = 0
+    name: ClassVar[str]
+    settings_type: ClassVar[type[Any]] = NoSettings
+    own: ClassVar[type[Record]]  #: record of what it keeps beside the store: see `own_type`
+    driver: ClassVar[Callable[..., int]]
+    shows: ClassVar[tuple[str, ...]] = ()  #: fields of its own that Counters.more has
     trees_per_stream: ClassVar[int] = 1
     common_trees: ClassVar[int] = 0  #: trees that belong to no stream, before those of the streams
+    memory_end: ClassVar[int] = 1 << 62  #: rows with addresses from here on are no blocks of memory
+    num_columns: ClassVar[int] = 2  #: figures that the driver notes after each event
 
-    def __init__(self, settings: dict[str, Any], capacity_bytes: int = 0) -> None:
-        if capacity_bytes < 0:
-            raise BadInputError(f"a capacity of {capacity_bytes} bytes is negative: give 0 for no limit.")
-        self.settings = settings
-        self._tables = tables.make_tables(self.num_words, capacity_bytes)
-        self._start()
+    def __init__(self, settings: Any = None, capacity_bytes: int = 0) -> None:
+        check_capacity(capacity_bytes)
+        self.options = self.settings_type() if settings is None else settings
+        self._store = make_store(capacity_bytes)
+        self._own = Owner(self.own, **self._own_tables())
+        self._own.write(**{name: value for name, value in vars(self.options).items() if isinstance(value, int)})
+        self._start(capacity_bytes)
 
-    def _start(self) -> None:
-        """Set words of the model's own."""
+    def _own_tables(self) -> dict[str, Column]:
+        """Tables of the model's own, by the field that holds their address."""
+        return {}
 
-    def _set(self, word: int, value: int) -> None:
-        self._tables.words[word] = value
+    def _start(self, capacity_bytes: int) -> None:
+        """Check the settings and set fields of the model's own."""
 
     def _grow(self) -> None:
-        t = self._tables
-        blocks, segments = lengthen(t.blocks, 2 * len(t.blocks)), lengthen(t.segments, 2 * len(t.segments))
-        self._tables = t._replace(blocks=blocks, segments=segments)
+        """Make room for more blocks and segments."""
+        self._store.lengthen(blocks=2 * self._store["num_blocks"], segments=2 * self._store["num_segments"])
 
-    def _make_room(self, num_requests: int, num_streams: int) -> None:
-        t = self._tables
-        self._tables = t._replace(
-            roots=lengthen(t.roots, self.common_trees + self.trees_per_stream * num_streams),
-            place=lengthen(t.place, num_requests),
-            address=lengthen(t.address, num_requests),
-        )
-
-    def _extra_columns(self, events: Events) -> tuple[Column, ...]:
-        """Further columns for the kernel."""
-        return ()
+    def _make_room(self, events: Events) -> None:
+        """Rows for all requests, and trees for all streams."""
+        store, known = self._store, self._store["num_headers"]
+        store.lengthen(places=len(events.size), addresses=len(events.size))
+        trees = self.common_trees + self.trees_per_stream * (int(events.stream.max(initial=0)) + 1)
+        if trees > known:
+            store.lengthen(headers=trees, blocks=store["num_blocks"] + 2 * trees)
+            store.write(num_headers=trees)
+            for tree in range(known, trees):
+                new_tree(store.pointer, tree)
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; see Allocator.feed.
 
         Raises BadInputError if an event names a request that has no row.
         """
-        num_events, num_requests = len(events.kind), len(events.size)
+        columns, failed = self._drive(events)
+        return Fed(columns[0], columns[1], failed)
+
+    def _drive(self, events: Events, *, keep_going: bool = False) -> tuple[Column, int]:
+        """Columns of figures, and the position of the event that was refused, or -1."""
         check_rows(events)
-        self._make_room(num_requests, int(events.stream.max(initial=0)) + 1)
-        reserved, allocated = np.zeros((2, num_events), np.int64)
-        columns = (
+        self._make_room(events)
+        num_events, at = len(events.kind), 0
+        columns = np.zeros((self.num_columns, num_events), np.int64)
+        given = (
             np.ascontiguousarray(events.kind, np.int8),
             np.ascontiguousarray(events.request, np.int64),
             np.ascontiguousarray(events.size, np.int64),
             np.ascontiguousarray(events.stream, np.int64),
-            *self._extra_columns(events),
         )
-        self._tables.words[tables.REFUSED] = 0
-        at = 0
+        store = self._store
         while True:
-            at = int(type(self).kernel(self._tables, *columns, at, reserved, allocated))
-            if at == num_events or self._tables.words[tables.REFUSED]:
+            store.write(refused=0)
+            at = int(type(self).driver(store.pointer, self._own.pointer, *given, keep_going, at, columns))
+            if at == num_events or store["refused"]:
                 break
             self._grow()
-        if at < num_events:
-            reserved[at:] = self._tables.words[tables.RESERVED]
-            allocated[at:] = self._tables.words[tables.ALLOCATED]
-        return Fed(reserved, allocated, failed=at if at < num_events else -1)
+        if at == num_events:
+            return columns, -1
+        columns[0, at:], columns[1, at:] = store["reserved"], store["allocated"]
+        return columns, at
 
     def counters(self) -> Counters:
         """What was done so far."""
-        words = [int(word) for word in self._tables.words]
+        store = self._store
         return Counters(
-            reserved_bytes=words[tables.RESERVED],
-            peak_reserved_bytes=words[tables.PEAK_RESERVED],
-            allocated_bytes=words[tables.ALLOCATED],
-            peak_allocated_bytes=words[tables.PEAK_ALLOCATED],
-            device_allocs=words[tables.DEVICE_ALLOCS],
-            device_frees=words[tables.DEVICE_FREES],
-            retries=words[tables.RETRIES],
-            more={name: words[OWN + index] for name, index in self.own_words.items()},
+            reserved_bytes=store["reserved"],
+            peak_reserved_bytes=store["peak_reserved"],
+            allocated_bytes=store["allocated"],
+            peak_allocated_bytes=store["peak_allocated"],
+            device_allocs=store["device_allocs"],
+            device_frees=store["device_frees"],
+            retries=store["retries"],
+            more={name: self._own[name] for name in self.shows},
         )
 
     def addresses(self) -> Column:
         """(n,) where each request was placed last; 0 for a request that never was, or that had no bytes."""
-        return self._tables.address.copy()
+        return self._store.tables["addresses"].copy()
+
+    def used_rows(self) -> Column:
+        """The rows of the block table that stand for something; the first of them is row 1."""
+        return self._store.tables["blocks"][1 : self._store["blocks_used"]]
+
+    def memory_rows(self) -> Column:
+        """Which of the used rows are blocks of memory, by address."""
+        rows = self.used_rows()
+        chosen = np.flatnonzero(np.isin(rows["state"], (FREE, LIVE, WAITING)) & (rows["address"] < self.memory_end))
+        return chosen[np.argsort(rows["address"][chosen])]
 
     def blocks(self) -> BlockMap:
         """Where everything is."""
-        t = self._tables
-        used = np.flatnonzero(t.segments[:, tables.S_SIZE] > 0)
-        used = used[np.argsort(t.segments[used, tables.S_ADDRESS])]
-        out = np.zeros((len(t.blocks), 6), np.int64)
-        out = out[: tables.copy_blocks(t, used, out)]
+        chosen = self.memory_rows()
+        found = self.used_rows()[chosen]
+        begins = np.ones(len(found), bool)  # a segment, or a mapped range
+        begins[1:] = found["previous"][1:] != chosen[:-1] + 1
         return BlockMap(
-            address=out[:, 0].copy(),
-            size_bytes=out[:, 1].copy(),
-            request=out[:, 2].copy(),
-            waiting=out[:, 3].copy(),
-            stream=out[:, 4].copy(),
-            segment=out[:, 5].copy(),
-            segment_address=t.segments[used, tables.S_ADDRESS].copy(),
-            segment_size=t.segments[used, tables.S_SIZE].copy(),
+            address=found["address"].copy(),
+            size_bytes=found["size"].copy(),
+            request=np.where(found["state"] == FREE, -1, found["request"]),
+            waiting=(found["state"] == WAITING).astype(np.int64),
+            stream=found["stream"].copy(),
+            segment=np.cumsum(begins) - 1,
+            segment_address=found["address"][begins],
+            segment_size=np.add.reduceat(found["size"], np.flatnonzero(begins)),
         )
 
 
 def check_rows(events: Events) -> None:
     """Raises BadInputError if an event names a request that has no row."""
     num_requests = len(events.size)
-    rows = events.request[events.kind != Kind.EMPTY_CACHE]
+    rows = events.request[events.kind < Kind.EMPTY_CACHE]
     if len(rows) and not (rows.min() >= 0 and rows.max() < num_requests):
         raise BadInputError(f"an event names a request outside of the {num_requests} rows: give one row each.")
 
 
-def parse_bytes(model: str, key: str, text: str) -> int:
-    """Bytes from "512", "64MiB", "2g"; raises BadInputError for anything else."""
-    number, unit = text.strip().lower().removesuffix("ib").removesuffix("b"), 1
-    if number and number[-1] in "kmgt":
-        number, unit = number[:-1], _UNITS[number[-1]]
-    try:
-        value = float(number) * unit
-        if value >= 0 and value == int(value):
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise BadInputError(f"the setting {key} of {model} is {text!r}: give a number of bytes, as 64MiB or 2GiB.")
-
-
-def parse_flag(model: str, key: str, text: str) -> int:
-    """0 or 1; raises BadInputError for anything else."""
-    if text not in ("0", "1"):
-        raise BadInputError(f"the setting {key} of {model} is {text!r}: give 0 or 1.")
-    return int(text)
-
-
-def parse_count(model: str, key: str, text: str) -> int:
-    """A whole number from 0; raises BadInputError for anything else."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 16):
-        raise BadInputError(f"the setting {key} of {model} is {text!r}: give a whole number.")
-    return int(text)
-
-
-def parse_percent(model: str, key: str, text: str) -> int:
-    """A whole number from 1 to 100; raises BadInputError for anything else."""
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:4]) <= 100):
-        raise BadInputError(f"the setting {key} of {model} is {text!r}: give a percentage from 1 to 100.")
-    return int(text)
-
-
-def read_settings(model: str, text: str, keys: Mapping[str, Callable[[str, str, str], Any]]) -> dict[str, Any]:
-    """Settings from "key:value,…": each value by the reader of its key.
-
-    Raises BadInputError for a key that the model does not have and for a value that its reader refuses.
-    """
-    settings: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, colon, value = part.partition(":")
-        key = key.strip()
-        if key not in keys:
-            known = ", ".join(sorted(keys)) or "none"
-            raise BadInputError(f"{model} has no setting {key!r}: the settings that it has are: {known}.")
-        if not colon:
-            raise BadInputError(f"the setting {key} of {model} has no value: write {key}:VALUE.")
-        settings[key] = keys[key](model, key, value.strip())
-    return settings
+def check_capacity(capacity_bytes: int) -> None:
+    """Raises BadInputError if a device cannot have so many bytes."""
+    if capacity_bytes < 0:
+        raise BadInputError(f"a capacity of {capacity_bytes} bytes is negative: give 0 for no limit.")

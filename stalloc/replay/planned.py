@@ -13,12 +13,12 @@ Python is answered by the runtime's Controller; only the memory below is made up
 
 import contextlib
 import threading
-import time
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, MAX_REQUEST, TINY
@@ -27,14 +27,14 @@ from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
 from stalloc.device.mapped import MappedRange
-from stalloc.errors import BadInputError
-from stalloc.replay.model import check_rows, read_settings
+from stalloc.replay.blocks import FIRST_ADDRESS
+from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.tables import FIRST_ADDRESS, GRANULE, lengthen
+from stalloc.replay.settings import as_one_of, setting
+from stalloc.replay.sizes import GRANULE
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
-from stalloc.trace.record import Column
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model
@@ -188,23 +188,26 @@ def make_controller(capacity_bytes: int, settings: Settings) -> OfflineControlle
     return controller
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How the runtime gets its plan."""
+
+    mode: str = setting("plan", as_one_of("plan", "observe"))
+    """Whether everything is planned beforehand, or watched from the first event on."""
+
+
 class Planned:
-    """`mode`: "plan" or "observe"."""
+    """The runtime over a device of numbers."""
 
     name = "stalloc"
-    modes: ClassVar[tuple[str, ...]] = ("plan", "observe")
+    settings_type = ModelSettings
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        self.settings = {"mode": "plan"} | (settings or {})
-        if capacity_bytes < 0:
-            raise BadInputError(f"a capacity of {capacity_bytes} bytes is negative: give 0 for no limit.")
-        if self.settings["mode"] not in self.modes:
-            raise BadInputError(f"stalloc has no mode {self.settings['mode']!r}: give one of {', '.join(self.modes)}.")
-        observing = self.settings["mode"] == "observe"
+    def __init__(self, settings: ModelSettings | None = None, capacity_bytes: int = 0) -> None:
+        check_capacity(capacity_bytes)
+        observing = (settings or ModelSettings()).mode == "observe"
         self._controller = make_controller(capacity_bytes, Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS))
         self._planned = observing
         self._plan_bytes = 0
-        self._plan_seconds = 0.0
         self._words = np.zeros(3, np.int64)
         self._held = np.zeros(0, np.int8)
         self._address = np.zeros(0, np.int64)
@@ -235,9 +238,7 @@ class Planned:
         size, stream, start, ends = size[kept], index[stream[kept]], start[kept], ends[rows[kept]]
         if not len(size):
             return
-        began = time.perf_counter()
         made = plan((start, ends, size), alignment=ALIGNMENT)
-        self._plan_seconds = time.perf_counter() - began
         if self._controller.serve_recording(size, stream, made.offset, made.peak_bytes):
             self._plan_bytes = made.peak_bytes
             self._words[_PEAK_RESERVED] = self._controller.state.record.reserved_bytes
@@ -247,9 +248,9 @@ class Planned:
         check_rows(events)
         self.plan_for(events)
         num_events, num_requests = len(events.kind), len(events.size)
-        if len(self._held) < num_requests:
-            self._held = np.append(self._held, np.zeros(num_requests - len(self._held), np.int8))
-        self._address = lengthen(self._address, num_requests)
+        if (new := num_requests - len(self._held)) > 0:
+            self._held = np.append(self._held, np.zeros(new, np.int8))
+            self._address = np.append(self._address, np.zeros(new, np.int64))
         reserved, allocated = np.zeros((2, num_events), np.int64)
         state, words = self._controller.state, self._words
         size, stream = np.ascontiguousarray(events.size, np.int64), np.ascontiguousarray(events.stream, np.int64)
@@ -291,11 +292,6 @@ class Planned:
                 "peak_reserved_since_plan_bytes": state.reserved_peak_bytes if state.record.step_count else 0,
             },
         )
-
-    @property
-    def plan_seconds(self) -> float:
-        """How long the planning of the recording took."""
-        return self._plan_seconds
 
     @property
     def note(self) -> str:
@@ -346,14 +342,3 @@ class Planned:
             (block.address, block.size_bytes, row, block.stream)
             for row, block in zip(rows.tolist(), (blocks[at] for at in self._address[rows].tolist()), strict=True)
         )
-
-
-def _read_mode(model: str, key: str, text: str) -> str:
-    if text not in Planned.modes:
-        raise BadInputError(f"the setting {key} of {model} is {text!r}: give one of {', '.join(Planned.modes)}.")
-    return text
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "mode:observe"."""
-    return read_settings("stalloc", text, {"mode": _read_mode})

@@ -7,9 +7,9 @@ segments without a gap or an overlap.
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from stalloc.trace.record import Column
+from stalloc.columns import Column
 
 
 class Kind(enum.IntEnum):
@@ -73,7 +73,6 @@ class Allocator(Protocol):
     """One model. Built by a factory that takes settings and a capacity in bytes (0: without limit)."""
 
     name: str
-    settings: dict[str, Any]
 
     def feed(self, events: Events) -> Fed:
         """Go on with these events; `size` and `stream` hold every request that was ever fed, by the same rows."""

@@ -6,12 +6,14 @@ and compiled, only when it is asked for.
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from stalloc.errors import BadInputError
 from stalloc.replay.protocol import Allocator
+from stalloc.replay.settings import read_settings
 
-#: name -> module, class; the module's `parse_settings` reads the class's settings
+#: name -> module, class; settings are read by the module's `parse_settings`, or by the fields of their dataclass
 _MODELS = {
     "torch": ("torch_caching", "TorchCaching"),
     "expandable": ("torch_caching", "TorchCaching"),
@@ -41,7 +43,9 @@ def _factory(name: str) -> Callable[[str, int], Allocator]:
                 raise
             raise BadInputError(f"this stalloc has no model of {name}: leave it out.") from None
         text = ",".join(filter(None, (settings, _ALWAYS.get(name, ""))))
-        model: Allocator = getattr(module, class_name)(module.parse_settings(text), capacity_bytes)
+        kind = getattr(module, class_name)
+        parse = getattr(module, "parse_settings", partial(read_settings, kind.name, kind.settings_type))
+        model: Allocator = kind(parse(text), capacity_bytes)
         return model
 
     return build

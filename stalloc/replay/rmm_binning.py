@@ -8,148 +8,112 @@ no oracle for this model. Upheld from there:
 - blocks of a bin never merge, so that it makes no difference which of them a request gets.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.model import parse_bytes, parse_count, read_settings
-from stalloc.replay.protocol import Kind
-from stalloc.replay.rmm_pool import NUM_POOL_WORDS, UNIT, RmmPool, allocate, begin, free
-from stalloc.replay.tables import (
-    BLOCKS_USED,
-    EXTRA,
-    LEFT,
-    OWN,
-    ROWS_AHEAD,
-    TREE,
-    give_up,
-    has_room,
-    hold,
-    note,
-    split,
-)
-from stalloc.trace.record import Column
+from stalloc.replay import rmm_pool
+from stalloc.replay.blocks import ROWS_AHEAD, at, split
+from stalloc.replay.blocks import has_room as has_room_for_one
+from stalloc.replay.driver import driver_of
+from stalloc.replay.model import own_type
+from stalloc.replay.rmm_pool import UNIT, RmmPool, begin, free, take
+from stalloc.replay.settings import as_count, setting
 
 _BLOCKS = 128  # that a bin takes at a time
-_PREPARED, _SMALLEST, _LARGEST, _NUM_CHUNKS = range(OWN + NUM_POOL_WORDS, OWN + NUM_POOL_WORDS + 4)
 _NO_TREE = -1
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
 
 
-class BinTables(NamedTuple):
-    """Tables (see stalloc.replay.tables) and bins; the EXTRA of a bin's block is the bin's number + 1."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(rmm_pool.Settings):
+    """What the resource can be told, and the pool below it."""
 
-    words: Column
-    blocks: Column
-    segments: Column
-    roots: Column
-    place: Column
-    address: Column
-    heads: Column  #: (k,) first free block of each bin, 0 for none
+    smallest_exponent: int = setting(18, as_count)
+    """The smallest bin has blocks of 2^smallest_exponent bytes."""
+    largest_exponent: int = setting(22, as_count)
+
+
+_OWN = own_type(Settings, *rmm_pool.OWN, "prepared", "bin_chunks", "heads", "num_heads")
+_head_at = row_of("heads", Word)  # (k,) first free block of each bin, 0 for none
 
 
 @njit()
-def _fill(t, number, stream):
+def _fill(t, m, number, stream):
     """Take blocks for a bin from the pool; whether it had them."""
-    size = 1 << (t.words[_SMALLEST] + number)
-    block = allocate(t, size * _BLOCKS, stream)
+    size = 1 << (m.smallest_exponent + number)
+    block = take(t, m, size * _BLOCKS, stream)
     if block < 0:
         return False
-    t.words[_NUM_CHUNKS] += 1
+    m.bin_chunks += 1
     for left in range(_BLOCKS - 1, -1, -1):
         rest = split(t, block, size) if left > 0 else 0
-        t.blocks[block, EXTRA] = number + 1
-        t.blocks[block, TREE] = _NO_TREE
-        t.blocks[block, LEFT] = t.heads[number]
-        t.heads[number] = block
+        at(t, block).extra = number + 1
+        at(t, block).tree = _NO_TREE
+        at(t, block).left = _head_at(m, number).value
+        _head_at(m, number).value = block
         block = rest
     return True
 
 
 @njit()
-def _prepare(t):
-    if not begin(t):
+def _prepare(t, m):
+    if not begin(t, m):
         return False
-    while t.words[_PREPARED] <= t.words[_LARGEST] - t.words[_SMALLEST]:
-        if not _fill(t, t.words[_PREPARED], 0):
+    while m.prepared <= m.largest_exponent - m.smallest_exponent:
+        if not _fill(t, m, m.prepared, 0):
             return False
-        t.words[_PREPARED] += 1
+        m.prepared += 1
     return True
 
 
 @njit()
-def _allocate(t, requested, stream):
-    if not _prepare(t):
+def _allocate(t, m, request, requested, stream):
+    if not _prepare(t, m):
         return -1
-    if requested > 1 << t.words[_LARGEST]:
-        return allocate(t, requested, stream)
+    if requested > 1 << m.largest_exponent:
+        return take(t, m, requested, stream)
     number = 0
-    while 1 << (t.words[_SMALLEST] + number) < requested:
+    while 1 << (m.smallest_exponent + number) < requested:
         number += 1
-    if t.heads[number] == 0 and not _fill(t, number, stream):
+    if _head_at(m, number).value == 0 and not _fill(t, m, number, stream):
         return -1
-    block = t.heads[number]
-    t.heads[number] = t.blocks[block, LEFT]
+    block = _head_at(m, number).value
+    _head_at(m, number).value = at(t, block).left
     return block
 
 
 @njit()
-def _free(t, block):
-    number = t.blocks[block, EXTRA] - 1
+def _free(t, m, block):
+    number = at(t, block).extra - 1
     if number < 0:
-        free(t, block)
+        free(t, m, block)
     else:
-        t.blocks[block, LEFT] = t.heads[number]
-        t.heads[number] = block
+        at(t, block).left = _head_at(m, number).value
+        _head_at(m, number).value = block
 
 
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            rows = _BLOCKS * (len(t.heads) + 1 - t.words[_PREPARED]) + ROWS_AHEAD
-            if not has_room(t) or len(t.blocks) - t.words[BLOCKS_USED] < rows:
-                return i
-            block = _allocate(t, size[row], stream[row]) if size[row] > 0 else 0
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] != _EMPTY_CACHE:
-            block = give_up(t, row, kind[i])
-            if block != 0:
-                _free(t, block)
-        note(t, i, reserved, allocated)
-    return len(kind)
+@njit()
+def _has_room(t, m, size):
+    rows = _BLOCKS * (m.num_heads + 1 - m.prepared) + ROWS_AHEAD
+    return has_room_for_one(t) and t.num_blocks - t.blocks_used >= rows
 
 
 class RmmBinning(RmmPool):
-    """`smallest_exponent`, `largest_exponent` of the bins; `initial`, `maximum` of the pool."""
+    """RMM's bins above a pool."""
 
     name = "rmm_binning"
-    kernel = _run
-    num_words = NUM_POOL_WORDS + 4
-    own_words: ClassVar[dict[str, int]] = RmmPool.own_words | {"bin_chunks": _NUM_CHUNKS - OWN}
+    settings_type = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=_free, has_room=_has_room)
+    shows = (*RmmPool.shows, "bin_chunks")
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        given = {"smallest_exponent": 18, "largest_exponent": 22}
-        super().__init__(given | (settings or {}), capacity_bytes)
-
-    def _start(self) -> None:
-        super()._start()
-        smallest, largest = self.settings["smallest_exponent"], self.settings["largest_exponent"]
+    def _own_tables(self) -> dict[str, Column]:
+        smallest, largest = self.options.smallest_exponent, self.options.largest_exponent
         if not (1 << smallest >= UNIT and smallest <= largest <= 40):
             raise BadInputError(f"rmm_binning cannot have bins from 2^{smallest} to 2^{largest} bytes: give 8 to 40.")
-        self._set(_SMALLEST, smallest)
-        self._set(_LARGEST, largest)
-        t, heads = self._tables, np.zeros(largest - smallest + 1, np.int64)
-        self._tables: Any = BinTables(t.words, t.blocks, t.segments, t.roots, t.place, t.address, heads)
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "smallest_exponent:18,largest_exponent:22,initial:1GiB"."""
-    sizes = dict.fromkeys(("initial", "maximum"), parse_bytes)
-    return read_settings(
-        "rmm_binning", text, sizes | dict.fromkeys(("smallest_exponent", "largest_exponent"), parse_count)
-    )
+        return {"heads": np.zeros(largest - smallest + 1, np.int64)}

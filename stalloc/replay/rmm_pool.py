@@ -16,71 +16,72 @@ from there:
 RMM orders the lists of streams by where their events lie in memory; the model by the number of the stream.
 """
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.replay.free_tree import best_fit, free_into, insert, remove
-from stalloc.replay.model import TableModel, parse_bytes, read_settings
-from stalloc.replay.protocol import Kind
-from stalloc.replay.tables import (
-    LIVE,
-    OWN,
-    RESERVED,
-    SIZE,
-    STATE,
-    STREAM,
-    give_up,
-    has_room,
-    hold,
-    new_segment,
-    note,
-    split,
-)
+from stalloc.replay.blocks import LIVE, at, new_segment, split
+from stalloc.replay.driver import driver_of
+from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.settings import as_bytes, setting
+from stalloc.replay.sizes import round_up
+from stalloc.replay.treap import best_fit, free_into, insert, remove, root
 
 UNIT = 256  # bytes
-_BEGUN, _INITIAL, _MAXIMUM, _TAKEN_OVER = range(OWN, OWN + 4)
-NUM_POOL_WORDS = 4
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the pool can be told."""
+
+    initial: int | None = setting(None, as_bytes)
+    """Bytes that it begins with; None: half of the capacity."""
+    maximum: int = setting(0, as_bytes)
+    """Bytes that it may have; 0: no limit."""
+
+
+OWN = ("begun", "lists_taken_over")
+_OWN = own_type(Settings, *OWN)
 
 
 @njit()
-def begin(t):
+def begin(t, m):
     """Take the initial memory, once; False if the device has no room for it."""
-    if t.words[_BEGUN] == 0:
-        if t.words[_INITIAL] > 0:
-            block = new_segment(t, t.words[_INITIAL], 0, 0)
+    if m.begun == 0:
+        if m.initial > 0:
+            block = new_segment(t, m.initial, 0, 0)
             if block < 0:
                 return False
             insert(t, 0, block)
-        t.words[_BEGUN] = 1
+        m.begun = 1
     return True
 
 
 @njit()
-def _take_over(t, stream, other):
+def _take_over(t, m, stream, other):
     """Move all free blocks of another stream to the list of this one."""
-    t.words[_TAKEN_OVER] += 1
-    while t.roots[other] != 0:
-        block = t.roots[other]
+    m.lists_taken_over += 1
+    block = root(t, other)
+    while block != 0:
         remove(t, block)
-        t.blocks[block, STREAM] = stream
+        at(t, block).stream = stream
         free_into(t, stream, block)
+        block = root(t, other)
 
 
 @njit()
-def _from_others(t, size, stream):
-    for other in range(len(t.roots)):
-        if other != stream and t.roots[other] != 0:
-            block = best_fit(t, other, size)
-            if block != 0:
-                remove(t, block)
-                t.blocks[block, STREAM] = stream
-                _take_over(t, stream, other)
-                return block
-    for other in range(len(t.roots)):
-        if other != stream and t.roots[other] != 0:
-            _take_over(t, stream, other)
+def _from_others(t, m, size, stream):
+    for other in range(t.num_headers):
+        block = best_fit(t, other, size) if other != stream else 0
+        if block != 0:
+            remove(t, block)
+            at(t, block).stream = stream
+            _take_over(t, m, stream, other)
+            return block
+    for other in range(t.num_headers):
+        if other != stream and root(t, other) != 0:
+            _take_over(t, m, stream, other)
             block = best_fit(t, stream, size)
             if block != 0:
                 remove(t, block)
@@ -89,10 +90,10 @@ def _from_others(t, size, stream):
 
 
 @njit()
-def _grow(t, size, stream):
-    held = t.words[RESERVED]
-    if t.words[_MAXIMUM] != 0:
-        left = (t.words[_MAXIMUM] - held + UNIT - 1) // UNIT * UNIT
+def _grow(t, m, size, stream):
+    held, maximum = t.reserved, m.maximum
+    if maximum != 0:
+        left = (maximum - held + UNIT - 1) // UNIT * UNIT
         wanted = max(size, left // 2) if size <= left else 0
     else:
         wanted = max(size, held)
@@ -105,72 +106,49 @@ def _grow(t, size, stream):
 
 
 @njit()
-def allocate(t, requested, stream):
+def take(t, m, requested, stream):
     """A block for a request; -1 if the pool cannot grow."""
-    size = (requested + UNIT - 1) // UNIT * UNIT
+    size = round_up(requested, UNIT)
     block = best_fit(t, stream, size)
     if block != 0:
         remove(t, block)
     else:
-        block = _from_others(t, size, stream)
+        block = _from_others(t, m, size, stream)
     if block == 0:
-        block = _grow(t, size, stream)
+        block = _grow(t, m, size, stream)
         if block < 0:
             return -1
-    if t.blocks[block, SIZE] > size:
-        t.blocks[block, STATE] = LIVE  # or the rest would merge with it
+    if at(t, block).size > size:
+        at(t, block).state = LIVE  # or the rest would merge with it
         free_into(t, stream, split(t, block, size))
     return block
 
 
 @njit()
-def free(t, block):
+def _allocate(t, m, request, requested, stream):
+    return take(t, m, requested, stream) if begin(t, m) else -1
+
+
+@njit()
+def free(t, m, block):
     """Free a block of the pool."""
-    free_into(t, t.blocks[block, STREAM], block)
-
-
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            if not has_room(t):
-                return i
-            block = 0
-            if size[row] > 0:
-                block = allocate(t, size[row], stream[row]) if begin(t) else -1
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] != _EMPTY_CACHE:
-            block = give_up(t, row, kind[i])
-            if block != 0:
-                free(t, block)
-        note(t, i, reserved, allocated)
-    return len(kind)
+    free_into(t, at(t, block).stream, block)
 
 
 class RmmPool(TableModel):
-    """`initial`, `maximum` (bytes; a maximum of 0 is none)."""
+    """RMM's pool."""
 
     name = "rmm_pool"
-    kernel = _run
-    num_words = NUM_POOL_WORDS
-    own_words: ClassVar[dict[str, int]] = {"lists_taken_over": _TAKEN_OVER - OWN}
+    settings_type: ClassVar[type[Any]] = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=free)
+    shows: ClassVar[tuple[str, ...]] = ("lists_taken_over",)
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        given = {"initial": capacity_bytes // 2 // UNIT * UNIT, "maximum": 0}
-        super().__init__(given | (settings or {}), capacity_bytes)
-
-    def _start(self) -> None:
-        initial, maximum = self.settings["initial"], self.settings["maximum"]
+    def _start(self, capacity_bytes: int) -> None:
+        initial, maximum = self.options.initial, self.options.maximum
+        initial = capacity_bytes // 2 // UNIT * UNIT if initial is None else initial
         if initial % UNIT or maximum % UNIT:
             raise BadInputError(f"the sizes of {self.name} are multiples of {UNIT} bytes: give such ones.")
         if maximum and initial > maximum:
             raise BadInputError(f"{self.name} cannot begin with {initial} bytes and stay below {maximum} bytes.")
-        self._set(_INITIAL, initial)
-        self._set(_MAXIMUM, maximum)
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "initial:1GiB,maximum:8GiB"."""
-    return read_settings("rmm_pool", text, dict.fromkeys(("initial", "maximum"), parse_bytes))
+        self._own.write(initial=initial)

@@ -8,11 +8,12 @@ trace says what its allocator did, a model with the recorded settings is held ag
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stalloc.replay.events import events_of
+from stalloc.lifespans import fullest
+from stalloc.replay.events import events_of, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.trace import Trace
@@ -76,7 +77,7 @@ def simulate(trace: Trace, candidates: Sequence[Candidate], capacity_bytes: int 
     calls to the device. Raises BadInputError for allocators and settings that do not exist.
     """
     events = events_of(trace)
-    return ranked(run_one(trace, candidate, capacity_bytes, events) for candidate in candidates)
+    return ranked(_run_and_compare(trace, candidate, capacity_bytes, events) for candidate in candidates)
 
 
 def ranked(results: Iterable[Simulated]) -> list[Simulated]:
@@ -88,7 +89,7 @@ def ranked(results: Iterable[Simulated]) -> list[Simulated]:
 
 
 def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events: Events | None = None) -> Simulated:
-    """One allocator. `events` if they are not simply those of the trace."""
+    """One allocator, not compared with what the trace records. `events` if they are not simply those of the trace."""
     events = events_of(trace) if events is None else events
     began = time.perf_counter()
     model = make(candidate.allocator, candidate.settings, capacity_bytes)
@@ -98,12 +99,10 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
     done = len(events.kind) if fed.failed < 0 else fed.failed
     fragmentation = 0.0
     if done:
-        reserved, allocated = fed.reserved_bytes[:done], fed.allocated_bytes[:done]
-        peak = int(reserved.max())
-        if peak:
-            fragmentation = 1 - int(allocated[reserved == peak].max()) / peak
+        at = fullest(fed.reserved_bytes[:done], fed.allocated_bytes[:done])
+        if fed.reserved_bytes[at]:
+            fragmentation = 1 - int(fed.allocated_bytes[at]) / int(fed.reserved_bytes[at])
     failed = fed.failed >= 0
-    exact, difference, reason = _against_record(trace, candidate)
     return Simulated(
         allocator=candidate.allocator,
         settings=candidate.settings,
@@ -117,9 +116,6 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
         failed_event=int(events.event[fed.failed]) if failed else None,
         failed_bytes=int(events.size[events.request[fed.failed]]) if failed else None,
         seconds=round(seconds, 6),
-        exact=exact,
-        first_difference=difference,
-        reason=reason,
         counts=dict(counters.more),
     )
 
@@ -133,7 +129,7 @@ def simulate_all(
     """`simulate` for several traces side by side (compiled models run without the GIL); `told` after each result."""
 
     def one(trace: Trace, candidate: Candidate, events: Events) -> Simulated:
-        result = run_one(trace, candidate, capacity_bytes, events)
+        result = _run_and_compare(trace, candidate, capacity_bytes, events)
         told()
         return result
 
@@ -143,13 +139,6 @@ def simulate_all(
             events = events_of(trace)
             running.append([pool.submit(one, trace, candidate, events) for candidate in wanted])
         return [ranked(future.result() for future in futures) for futures in running]
-
-
-def recorded_settings(trace: Trace) -> str:
-    """The allocator settings that a snapshot says it was recorded with, as torch's variable holds them."""
-    settings = trace.info.get("allocator_settings", {})
-    value = settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or ""
-    return str(value)
 
 
 def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> Events:
@@ -165,12 +154,13 @@ def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> E
     )
 
 
-def _against_record(trace: Trace, candidate: Candidate) -> tuple[bool | None, int | None, str]:
-    """Whether torch's model follows the record, if the candidate is the allocator that made it."""
-    recorded = recorded_settings(trace)
+def _run_and_compare(trace: Trace, candidate: Candidate, capacity_bytes: int, events: Events) -> Simulated:
+    """One allocator; if it is the one that made the record, also whether the model does what the record says."""
+    result = run_one(trace, candidate, capacity_bytes, events)
+    recorded = recorded_conf(trace)
     if candidate.allocator != "torch" or candidate.settings != recorded or not len(trace.segment_address):
-        return None, None, ""
+        return result
     from stalloc.replay.torch_record import check_record
 
     check = check_record(trace)
-    return check.exact, check.first_difference, check.reason
+    return replace(result, exact=check.exact, first_difference=check.first_difference, reason=check.reason)

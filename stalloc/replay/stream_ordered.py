@@ -15,56 +15,56 @@ Chosen: sizes are multiples of 512 bytes; the pool takes chunks of 32 MiB, or th
 is more; best fit, split to the unit; neighbours of one stream merge.
 """
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
 from stalloc.compiled import njit
-from stalloc.replay.free_tree import after, best_fit, free_into, insert, remove
-from stalloc.replay.model import TableModel, parse_bytes, parse_count, parse_flag, read_settings
-from stalloc.replay.protocol import Kind
-from stalloc.replay.tables import (
-    ADDRESS,
-    OWN,
-    RESERVED,
-    RETRIES,
-    SIZE,
-    STREAM,
-    drop_segment,
-    fits,
-    give_up,
-    has_room,
-    hold,
-    is_whole,
-    new_segment,
-    note,
-    split,
-)
+from stalloc.replay.blocks import at, drop_segment, fits, is_whole, new_segment, split
+from stalloc.replay.driver import driver_of, note
+from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.settings import as_bytes, as_count, as_flag, setting
+from stalloc.replay.sizes import GRANULE, round_up
+from stalloc.replay.treap import after, best_fit, first, free_into, insert, remove, root
 
 _UNIT = 512  # bytes
 _CHUNK = 32 << 20
-_GRANULE = 2 << 20
-_NO_LIMIT = 1 << 50
-_THRESHOLD, _OPPORTUNISTIC, _DEPENDENCIES, _EVERY, _EVENTS, _CROSSED, _DEPENDED = range(OWN, OWN + 7)
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the pool can be told."""
+
+    release_threshold: int = setting(1 << 50, as_bytes)
+    """Bytes that stay reserved when the program waits for the device."""
+    opportunistic: int = setting(1, as_flag)
+    """Whether memory that another stream has freed is reused."""
+    internal_dependencies: int = setting(1, as_flag)
+    """Whether a stream is made to wait for memory of another where the device has no more."""
+    synchronize_every: int = setting(0, as_count)
+    """Events after which the program waits for the device; 0: never."""
+
+
+_OWN = own_type(Settings, "events", "reused_across_streams", "dependencies_inserted")
 
 
 @njit()
 def _merge_streams(t):
     """The device is idle: whatever is free is free for every stream, and neighbours merge."""
-    for tree in range(1, len(t.roots)):
-        while t.roots[tree] != 0:
-            block = t.roots[tree]
+    for tree in range(1, t.num_headers):
+        block = root(t, tree)
+        while block != 0:
             remove(t, block)
-            t.blocks[block, STREAM] = 0
+            at(t, block).stream = 0
             free_into(t, 0, block)
+            block = root(t, tree)
 
 
 @njit()
 def _trim(t, keep):
     """Give free chunks back, in the order of their sizes, as long as more than `keep` bytes are held."""
     _merge_streams(t)
-    block = after(t, 0, 0, 0)
-    while block != 0 and t.words[RESERVED] > keep:
-        size, address = t.blocks[block, SIZE], t.blocks[block, ADDRESS]
+    block = first(t, 0)
+    while block != 0 and t.reserved > keep:
+        size, address = at(t, block).size, at(t, block).address
         if is_whole(t, block):
             remove(t, block)
             drop_segment(t, block)
@@ -75,10 +75,10 @@ def _trim(t, keep):
 def _from_others(t, size, stream):
     """The best block that another stream has freed, in no tree; 0 for none."""
     best = 0
-    for other in range(len(t.roots)):
+    for other in range(t.num_headers):
         if other != stream:
             block = best_fit(t, other, size)
-            if block != 0 and (best == 0 or t.blocks[block, SIZE] < t.blocks[best, SIZE]):
+            if block != 0 and (best == 0 or at(t, block).size < at(t, best).size):
                 best = block
     if best != 0:
         remove(t, best)
@@ -86,89 +86,73 @@ def _from_others(t, size, stream):
 
 
 @njit()
-def _allocate(t, requested, stream):
-    size = (requested + _UNIT - 1) // _UNIT * _UNIT
+def _find(t, m, size, stream):
+    """A free block that serves the request, in no tree; 0 for none."""
     block = best_fit(t, stream, size)
     if block != 0:
         remove(t, block)
-    elif t.words[_OPPORTUNISTIC] == 1:
+    elif m.opportunistic == 1:
         block = _from_others(t, size, stream)
-        t.words[_CROSSED] += block != 0
-    if block == 0:
-        chunk = max(_CHUNK, (size + _GRANULE - 1) // _GRANULE * _GRANULE)
-        if not fits(t, chunk) and t.words[_DEPENDENCIES] == 1:
-            block = _from_others(t, size, stream)
-            t.words[_DEPENDED] += block != 0
-        if block == 0:
-            if not fits(t, chunk):
-                t.words[RETRIES] += 1
-                _trim(t, 0)
-                block = best_fit(t, 0, size)
-                if block != 0:
-                    remove(t, block)
-            if block == 0:
-                block = new_segment(t, chunk, stream, 0)
-            if block < 0:
-                return -1
-    rest = split(t, block, size) if t.blocks[block, SIZE] > size else 0
-    if rest != 0:  # it stays with the stream that freed it
-        insert(t, t.blocks[rest, STREAM], rest)
-    t.blocks[block, STREAM] = stream
+        m.reused_across_streams += block != 0
     return block
 
 
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            if not has_room(t):
-                return i
-            block = _allocate(t, size[row], stream[row]) if size[row] > 0 else 0
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] == _EMPTY_CACHE:
+@njit()
+def _take(t, m, size, stream):
+    """A block that the device or, where it has no more, another stream gives; -1 if neither can."""
+    chunk, block = max(_CHUNK, round_up(size, GRANULE)), 0
+    if not fits(t, chunk):
+        if m.internal_dependencies == 1:
+            block = _from_others(t, size, stream)
+            m.dependencies_inserted += block != 0
+        if block == 0:
+            t.retries += 1
             _trim(t, 0)
-        else:
-            block = give_up(t, row, kind[i])
+            block = best_fit(t, 0, size)
             if block != 0:
-                free_into(t, t.blocks[block, STREAM], block)
-        t.words[_EVENTS] += 1
-        if t.words[_EVERY] != 0 and t.words[_EVENTS] % t.words[_EVERY] == 0:
-            _trim(t, t.words[_THRESHOLD])
-        note(t, i, reserved, allocated)
-    return len(kind)
+                remove(t, block)
+    return block if block != 0 else new_segment(t, chunk, stream, 0)
+
+
+@njit()
+def _allocate(t, m, request, requested, stream):
+    size = round_up(requested, _UNIT)
+    block = _find(t, m, size, stream)
+    if block == 0:
+        block = _take(t, m, size, stream)
+        if block < 0:
+            return -1
+    if at(t, block).size > size:
+        rest = split(t, block, size)
+        insert(t, at(t, rest).stream, rest)  # it stays with the stream that freed it
+    at(t, block).stream = stream
+    return block
+
+
+@njit()
+def _free(t, m, block):
+    free_into(t, at(t, block).stream, block)
+
+
+@njit()
+def _empty(t, m, kind, request):
+    _trim(t, 0)
+
+
+@njit()
+def _wait_and_note(t, m, at, columns):
+    """Wait for the device at times."""
+    m.events += 1
+    if m.synchronize_every != 0 and m.events % m.synchronize_every == 0:
+        _trim(t, m.release_threshold)
+    note(t, m, at, columns)
 
 
 class StreamOrdered(TableModel):
-    """`release_threshold` (bytes), `opportunistic`, `internal_dependencies` (0 or 1), `synchronize_every` (events)."""
+    """CUDA's stream-ordered pool."""
 
     name = "stream_ordered"
-    kernel = _run
-    num_words = 7
-    own_words: ClassVar[dict[str, int]] = {
-        "reused_across_streams": _CROSSED - OWN,
-        "dependencies_inserted": _DEPENDED - OWN,
-    }
-
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        given = {
-            "release_threshold": _NO_LIMIT,
-            "opportunistic": 1,
-            "internal_dependencies": 1,
-            "synchronize_every": 0,
-        }
-        super().__init__(given | (settings or {}), capacity_bytes)
-
-    def _start(self) -> None:
-        self._set(_THRESHOLD, self.settings["release_threshold"])
-        self._set(_OPPORTUNISTIC, self.settings["opportunistic"])
-        self._set(_DEPENDENCIES, self.settings["internal_dependencies"])
-        self._set(_EVERY, self.settings["synchronize_every"])
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "release_threshold:0,synchronize_every:1000,…"."""
-    flags = dict.fromkeys(("opportunistic", "internal_dependencies"), parse_flag)
-    counts = {"release_threshold": parse_bytes, "synchronize_every": parse_count}
-    return read_settings("stream_ordered", text, flags | counts)
+    settings_type = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty, note=_wait_and_note)
+    shows = ("reused_across_streams", "dependencies_inserted")

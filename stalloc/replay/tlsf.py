@@ -14,235 +14,174 @@ free. Free regions are given back when the device has no more, and when the cach
 blocks.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import row_of
+from stalloc.core.records import Word
 from stalloc.errors import BadInputError
-from stalloc.replay.model import TableModel, parse_bytes, parse_count, read_settings
-from stalloc.replay.protocol import Kind
-from stalloc.replay.tables import (
-    FREE,
-    LEFT,
-    NEXT,
-    OWN,
-    PREVIOUS,
-    RETRIES,
-    RIGHT,
-    S_FIRST,
-    S_SIZE,
-    SEGMENTS_USED,
-    SIZE,
-    STATE,
-    absorb,
-    drop_segment,
-    fits,
-    give_up,
-    has_room,
-    hold,
-    is_whole,
-    new_segment,
-    note,
-    split,
-)
-from stalloc.trace.record import Column
+from stalloc.replay.blocks import FREE, absorb, at, drop_segment, fits, is_whole, new_segment, segment_at, split
+from stalloc.replay.driver import driver_of
+from stalloc.replay.model import TableModel, own_type
+from stalloc.replay.settings import as_bytes, as_count, setting
+from stalloc.replay.sizes import GRANULE, log2, round_up
 
 _UNIT_BITS = 8
 _UNIT = 1 << _UNIT_BITS  # bytes
-_GRANULE = 2 << 20
 _LEVELS = 48
 _DIVISIONS = 32  # at most
-_REGION, _BITS = OWN, OWN + 1
-_ALLOC, _EMPTY_CACHE = int(Kind.ALLOC), int(Kind.EMPTY_CACHE)
 
 
-class TLSFTables(NamedTuple):
-    """Tables (see stalloc.replay.tables) and the lists; all int64."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What TLSF can be told."""
 
-    words: Column
-    blocks: Column
-    segments: Column
-    roots: Column
-    place: Column
-    address: Column
-    first_bits: Column  #: (1,) bit of each level that has a list with blocks
-    second_bits: Column  #: (_LEVELS,) bit of each list of a level that has blocks
-    heads: Column  #: (_LEVELS, _DIVISIONS) first block of each list
+    region: int = setting(64 << 20, as_bytes)
+    """Bytes that are taken from the device at a time."""
+    divisions: int = setting(_DIVISIONS, as_count)
+    """Lists that a power of two is cut into."""
 
 
-@njit()
-def _log2(value):
-    """The position of the highest bit."""
-    position = 0
-    for step in (32, 16, 8, 4, 2, 1):
-        if value >> step:
-            value >>= step
-            position += step
-    return position
+_OWN = own_type(Settings, "bits", "first_bits", "second_bits", "heads")  # `first_bits`: of levels that have a block
+_level_at = row_of("second_bits", Word)  # (_LEVELS,) bit of each list of a level that has blocks
+_head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
 
 
 @njit()
 def _lowest(bits):
     """The position of the lowest bit of a word that has one."""
-    return _log2(bits & -bits)
+    return log2(bits & -bits)
 
 
 @njit()
-def _list_of(t, units):
+def _list_of(t, m, units):
     """The list that a block of so many units belongs to: level and division."""
-    bits = t.words[_BITS]
+    bits = m.bits
     if units < 1 << bits:
         return 0, units
-    high = _log2(units)
+    high = log2(units)
     return high - bits + 1, (units >> (high - bits)) - (1 << bits)
 
 
 @njit()
-def _insert(t, block):
-    level, division = _list_of(t, t.blocks[block, SIZE] >> _UNIT_BITS)
-    head = t.heads[level, division]
-    t.blocks[block, LEFT] = 0
-    t.blocks[block, RIGHT] = head
+def _insert(t, m, block):
+    level, division = _list_of(t, m, at(t, block).size >> _UNIT_BITS)
+    head = _head_at(m, level * _DIVISIONS + division).value
+    at(t, block).left = 0
+    at(t, block).right = head
     if head != 0:
-        t.blocks[head, LEFT] = block
-    t.heads[level, division] = block
-    t.first_bits[0] |= 1 << level
-    t.second_bits[level] |= 1 << division
+        at(t, head).left = block
+    _head_at(m, level * _DIVISIONS + division).value = block
+    m.first_bits |= 1 << level
+    _level_at(m, level).value |= 1 << division
 
 
 @njit()
-def _remove(t, block):
-    before, behind = t.blocks[block, LEFT], t.blocks[block, RIGHT]
+def _remove(t, m, block):
+    before, behind = at(t, block).left, at(t, block).right
     if behind != 0:
-        t.blocks[behind, LEFT] = before
+        at(t, behind).left = before
     if before != 0:
-        t.blocks[before, RIGHT] = behind
+        at(t, before).right = behind
         return
-    level, division = _list_of(t, t.blocks[block, SIZE] >> _UNIT_BITS)
-    t.heads[level, division] = behind
+    level, division = _list_of(t, m, at(t, block).size >> _UNIT_BITS)
+    _head_at(m, level * _DIVISIONS + division).value = behind
     if behind == 0:
-        t.second_bits[level] &= ~(1 << division)
-        if t.second_bits[level] == 0:
-            t.first_bits[0] &= ~(1 << level)
+        _level_at(m, level).value &= ~(1 << division)
+        if _level_at(m, level).value == 0:
+            m.first_bits &= ~(1 << level)
 
 
 @njit()
-def _searched(t, units):
+def _searched(t, m, units):
     """The units of the smallest block of the first list in which every block holds `units`."""
-    bits = t.words[_BITS]
+    bits = m.bits
     if units < 1 << bits:
         return units
-    step = 1 << (_log2(units) - bits)
-    return (units + step - 1) // step * step
+    step = 1 << (log2(units) - bits)
+    return round_up(units, step)
 
 
 @njit()
-def _find(t, units):
+def _find(t, m, units):
     """A block of a list in which every block holds so many units, out of its list; 0 for none."""
-    units = _searched(t, units)
-    level, division = _list_of(t, units)
-    lists = t.second_bits[level] & (-1 << division)
+    level, division = _list_of(t, m, _searched(t, m, units))
+    lists = _level_at(m, level).value & (-1 << division)
     if lists == 0:
-        levels = t.first_bits[0] & (-1 << (level + 1))
+        levels = m.first_bits & (-1 << (level + 1))
         if levels == 0:
             return 0
         level = _lowest(levels)
-        lists = t.second_bits[level]
-    block = t.heads[level, _lowest(lists)]
-    _remove(t, block)
+        lists = _level_at(m, level).value
+    block = _head_at(m, level * _DIVISIONS + _lowest(lists)).value
+    _remove(t, m, block)
     return block
 
 
 @njit()
-def _release(t):
+def _empty(t, m, kind, request):
     """Give back every region without live blocks."""
-    for segment in range(1, t.words[SEGMENTS_USED]):
-        if t.segments[segment, S_SIZE] == 0:
+    for segment in range(1, t.segments_used):
+        if segment_at(t, segment).size == 0:
             continue
-        block = t.segments[segment, S_FIRST]
-        if t.blocks[block, STATE] == FREE and is_whole(t, block):
-            _remove(t, block)
+        block = segment_at(t, segment).first
+        if at(t, block).state == FREE and is_whole(t, block):
+            _remove(t, m, block)
             drop_segment(t, block)
 
 
 @njit()
-def _allocate(t, requested):
+def _allocate(t, m, request, requested, stream):
     size = (requested + _UNIT - 1) >> _UNIT_BITS << _UNIT_BITS
-    block = _find(t, size >> _UNIT_BITS)
+    block = _find(t, m, size >> _UNIT_BITS)
     if block == 0:
-        region = t.words[_REGION]
+        region = m.region
         if size > region:
-            least = _searched(t, size >> _UNIT_BITS) << _UNIT_BITS
-            region = (least + _GRANULE - 1) // _GRANULE * _GRANULE
+            least = _searched(t, m, size >> _UNIT_BITS) << _UNIT_BITS
+            region = round_up(least, GRANULE)
         if not fits(t, region):
-            t.words[RETRIES] += 1
-            _release(t)
+            t.retries += 1
+            _empty(t, m, 0, 0)
         block = new_segment(t, region, 0, 0)
         if block < 0:
             return -1
-    if t.blocks[block, SIZE] > size:
-        _insert(t, split(t, block, size))
+    if at(t, block).size > size:
+        _insert(t, m, split(t, block, size))
     return block
 
 
 @njit()
-def _free(t, block):
-    following, previous = t.blocks[block, NEXT], t.blocks[block, PREVIOUS]
-    if following != 0 and t.blocks[following, STATE] == FREE:
-        _remove(t, following)
+def _free(t, m, block):
+    following, previous = at(t, block).next, at(t, block).previous
+    if following != 0 and at(t, following).state == FREE:
+        _remove(t, m, following)
         absorb(t, block, following)
-    if previous != 0 and t.blocks[previous, STATE] == FREE:
-        _remove(t, previous)
+    if previous != 0 and at(t, previous).state == FREE:
+        _remove(t, m, previous)
         absorb(t, previous, block)
         block = previous
-    _insert(t, block)
-
-
-@njit(nogil=True)
-def _run(t, kind, request, size, stream, start, reserved, allocated):
-    for i in range(start, len(kind)):
-        row = request[i]
-        if kind[i] == _ALLOC:
-            if not has_room(t):
-                return i
-            block = _allocate(t, size[row]) if size[row] > 0 else 0
-            if not hold(t, row, block, size[row]):
-                return i
-        elif kind[i] == _EMPTY_CACHE:
-            _release(t)
-        else:
-            block = give_up(t, row, kind[i])
-            if block != 0:
-                _free(t, block)
-        note(t, i, reserved, allocated)
-    return len(kind)
+    _insert(t, m, block)
 
 
 class TLSF(TableModel):
-    """`region` (bytes), `divisions` (of a power of two)."""
+    """Two-level segregated fit."""
 
     name = "tlsf"
-    kernel = _run
-    num_words = 2
+    settings_type = Settings
+    own = _OWN
+    driver = driver_of(name, own, allocate=_allocate, free=_free, empty=_empty)
     trees_per_stream = 0
 
-    def __init__(self, settings: dict[str, Any] | None = None, capacity_bytes: int = 0) -> None:
-        super().__init__({"region": 64 << 20, "divisions": _DIVISIONS} | (settings or {}), capacity_bytes)
+    def _own_tables(self) -> dict[str, Column]:
+        return {"second_bits": np.zeros(_LEVELS, np.int64), "heads": np.zeros(_LEVELS * _DIVISIONS, np.int64)}
 
-    def _start(self) -> None:
-        divisions, region = self.settings["divisions"], self.settings["region"]
+    def _start(self, capacity_bytes: int) -> None:
+        divisions, region = self.options.divisions, self.options.region
         if divisions not in (1, 2, 4, 8, 16, 32):
             raise BadInputError(f"tlsf cannot cut a power of two into {divisions} parts: give a power of two up to 32.")
         if region % _UNIT:
             raise BadInputError(f"the regions of tlsf are multiples of {_UNIT} bytes: give such a size.")
-        self._set(_REGION, region)
-        self._set(_BITS, divisions.bit_length() - 1)
-        t, heads = self._tables, np.zeros((_LEVELS, _DIVISIONS), np.int64)
-        first, second = np.zeros(1, np.int64), np.zeros(_LEVELS, np.int64)
-        self._tables: Any = TLSFTables(t.words, t.blocks, t.segments, t.roots, t.place, t.address, first, second, heads)
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from "region:256MiB,divisions:16"."""
-    return read_settings("tlsf", text, {"region": parse_bytes, "divisions": parse_count})
+        self._own.write(bits=divisions.bit_length() - 1)

@@ -6,340 +6,268 @@ when its capacity is exceeded. A request of no bytes gets no block.
 """
 
 from stalloc.compiled import njit
-from stalloc.replay.protocol import Kind
-from stalloc.replay.torch_blocks import (
-    ADDRESS,
-    AGE,
-    ALLOCATED,
-    ALLOWED,
-    BASE,
-    BLOCK_BYTES,
-    CAPACITY,
-    COLLECT_ABOVE,
-    EXPANDABLE,
+from stalloc.replay.blocks import (
     FREE,
-    LARGE_SEARCHES,
-    LARGE_SEGMENT,
     LIVE,
-    MAX_ROUNDING,
-    MAX_SPLIT,
-    NEXT,
-    NUM_SPARE,
-    NUM_WAITING,
-    OUT_OF_MEMORY,
-    PEAK_ALLOCATED,
-    POOL,
-    PREVIOUS,
-    REQUEST,
-    REQUESTED,
-    RESERVED,
-    RETRIES,
-    ROW,
-    ROWS_END,
-    SIZE,
-    SMALL_SEARCHES,
-    STATUS,
     UNMAPPED,
     WAITING,
+    at,
+    count_call,
+    drop_block,
+    fits,
+    give_up,
+    is_whole,
+    place_at,
+)
+from stalloc.replay.driver import driver_of, note
+from stalloc.replay.protocol import Kind
+from stalloc.replay.sizes import SMALL_BYTES, log2, round_up, torch_segment_size
+from stalloc.replay.torch_blocks import (
+    OWN,
     add_free,
     add_segment,
-    best_fit,
-    count_reserved,
     cut,
     device_address,
-    following,
-    free_tree,
-    give_row,
-    last,
-    merge_neighbours,
-    remove,
+    divisions_at,
+    free_and_merge,
+    pool_of,
+    searches_at,
 )
 from stalloc.replay.torch_expandable import grow, unmap_pages
+from stalloc.replay.torch_settings import NUM_INTERVALS
+from stalloc.replay.treap import best_fit, following, last, remove
 
-DONE, NEED_ROWS, FAILED = range(3)
 RELEASE = len(Kind)
 """A kind of event beyond those of all models, for recordings: the segment whose address stands in the place of the
 request goes back to the device, if it is free as a whole."""
 
-_MIB = 1 << 20
-_ALLOC = int(Kind.ALLOC)
-_COMPLETED, _EMPTY = int(Kind.FREE_COMPLETED), int(Kind.EMPTY_CACHE)
+
+@njit()
+def interval_of(size):
+    """The power of two, counted from 1 MiB on, that says in how many divisions a size is rounded."""
+    return min(max(log2(size) - 20, 0), NUM_INTERVALS - 1)
 
 
 @njit()
-def _floor_log2(value):
-    power = 0
-    while value > 1:
-        value >>= 1
-        power += 1
-    return power
-
-
-@njit()
-def round_size(divisions, size):
-    """Bytes of the block that a request of `size` bytes is looked for with."""
+def round_size(parts, size):
+    """Bytes of the block that a request of `size` bytes is looked for with; `parts`: divisions of its interval."""
     if size < 512:
         return 512
-    power = _floor_log2(size)
-    parts = divisions[min(max(power - 20, 0), len(divisions) - 1)]
     if parts > 1 and size > 512 * parts:
+        power = log2(size)
         if size == 1 << power:
             return size
         step = (1 << power) // parts
-        return 2 << power if step == 0 else (size + step - 1) // step * step
+        return 2 << power if step == 0 else round_up(size, step)
     return (size + 511) // 512 * 512
 
 
 @njit()
-def _segment_size(numbers, size):
-    if size <= _MIB:
-        return 2 * _MIB
-    if size < 10 * _MIB:
-        return numbers[LARGE_SEGMENT]
-    return (size + 2 * _MIB - 1) // (2 * _MIB) * (2 * _MIB)
-
-
-@njit()
-def _growing_size(cells, block):
+def _growing_size(t, block):
     """What a block can become by mapping more."""
-    after = cells[block + NEXT]
-    return cells[block + SIZE] + (cells[after + SIZE] if after != 0 and cells[after + STATUS] == UNMAPPED else 0)
+    after = at(t, block).next
+    return at(t, block).size + (at(t, after).size if after != 0 and at(t, after).state == UNMAPPED else 0)
 
 
 @njit()
-def _find_cached(state, pool, size):
+def _find_cached(t, m, pool, size):
     """Take a free block that serves the request out of its tree; 0 if there is none."""
-    cells, numbers = state.cells, state.numbers
-    if numbers[COLLECT_ABOVE] >= 0:
-        numbers[SMALL_SEARCHES + (pool & 1)] += 1
-    header = free_tree(state, pool)
-    block = best_fit(cells, header, size)
+    if m.collect_above >= 0:
+        searches_at(m, pool & 1).value += 1
+    block = best_fit(t, 2 * pool, size)
     if block == 0:
         return 0
-    if numbers[EXPANDABLE]:
+    if m.expandable_segments:
         # the block that grows least far is the best, not the smallest
-        after = following(cells, header, block)
-        while after != 0 and cells[block + BASE] != 0 and _growing_size(cells, after) < _growing_size(cells, block):
+        after = following(t, block)
+        while after != 0 and at(t, block).extra != 0 and _growing_size(t, after) < _growing_size(t, block):
             block = after
-            after = following(cells, header, block)
-    limit = numbers[MAX_SPLIT]
-    if limit > 0 and size < limit <= cells[block + SIZE]:
+            after = following(t, block)
+    limit = m.max_split_bytes
+    if limit > 0 and size < limit <= at(t, block).size:
         return 0
-    if 0 < limit <= size and cells[block + SIZE] >= size + numbers[MAX_ROUNDING]:
+    if 0 < limit <= size and at(t, block).size >= size + m.max_non_split_rounding_bytes:
         return 0
-    remove(cells, header, block)
+    remove(t, block)
     return block
 
 
 @njit()
-def _take_from_device(state, pool, size):
+def _take_from_device(t, m, pool, size):
     """A block of a new segment, in no tree; 0 if the device or the process's share has no more."""
-    numbers = state.numbers
-    wanted = _segment_size(numbers, size)
-    if numbers[ALLOWED] >= 0 and numbers[RESERVED] + wanted > numbers[ALLOWED]:
+    wanted = torch_segment_size(size, m.large_segment_bytes)
+    if m.allowed >= 0 and t.reserved + wanted > m.allowed:
         return 0
-    if numbers[EXPANDABLE]:
-        return grow(state, pool, size)
-    if numbers[CAPACITY] > 0 and numbers[RESERVED] + wanted > numbers[CAPACITY]:
+    if m.expandable_segments:
+        return grow(t, m, pool, size)
+    if not fits(t, wanted):
         return 0
-    block = add_segment(state, pool, device_address(state, wanted, wanted), wanted, 0)
-    count_reserved(state, wanted)
+    block = add_segment(t, pool, device_address(t, m, wanted, wanted), wanted, 0)
+    count_call(t, wanted)
     return block
 
 
 @njit()
-def _release(state, block):
+def _release(t, block):
     """Give a segment that is one free block back to the device."""
-    cells = state.cells
-    remove(cells, free_tree(state, cells[block + POOL]), block)
-    count_reserved(state, -cells[block + SIZE])
-    give_row(state, block)
+    remove(t, block)
+    count_call(t, -at(t, block).size)
+    drop_block(t, block)
 
 
 @njit()
-def _is_whole(cells, block):
+def _is_free_segment(t, block):
     """Whether a row is a free block that spans a segment of its own."""
-    return cells[block + STATUS] == FREE and cells[block + PREVIOUS] == 0 and cells[block + NEXT] == 0
+    return at(t, block).state == FREE and is_whole(t, block)
 
 
 @njit()
-def _collect(state):
+def _collect(t, m):
     """Give back the large segments that were free for longer than the mean, until enough is free."""
-    cells, numbers = state.cells, state.numbers
-    if numbers[COLLECT_ABOVE] < 0 or numbers[RESERVED] <= numbers[COLLECT_ABOVE]:
+    if m.collect_above < 0 or t.reserved <= m.collect_above:
         return
-    target = numbers[RESERVED] - numbers[COLLECT_ABOVE]
-    now, total_age, count = numbers[LARGE_SEARCHES], 0, 0
-    for block in range(ROW, numbers[ROWS_END], ROW):
-        if _is_whole(cells, block) and cells[block + POOL] & 1:
-            total_age += now - cells[block + AGE]
+    target = t.reserved - m.collect_above
+    now, total_age, count = searches_at(m, 1).value, 0, 0
+    for block in range(1, t.blocks_used):
+        if _is_free_segment(t, block) and pool_of(t, block) & 1:
+            total_age += now - at(t, block).other
             count += 1
     reclaimed, went_on = 0, True
     while reclaimed < target and went_on and count > 0:
         threshold = total_age / count
         went_on = False
-        for block in range(ROW, numbers[ROWS_END], ROW):
-            if _is_whole(cells, block) and cells[block + POOL] & 1 and now - cells[block + AGE] >= threshold:
+        for block in range(1, t.blocks_used):
+            if not (_is_free_segment(t, block) and pool_of(t, block) & 1):
+                continue
+            age = now - at(t, block).other
+            if age >= threshold:
                 went_on = True
-                reclaimed += cells[block + SIZE]
-                total_age -= now - cells[block + AGE]
+                reclaimed += at(t, block).size
+                total_age -= age
                 count -= 1
-                _release(state, block)
+                _release(t, block)
 
 
 @njit()
-def _release_oversize(state, pool, size):
+def _release_oversize(t, m, pool, size):
     """Give back unsplittable blocks of the stream, enough for the request if there are; whether it was enough.
 
     Expandable segments have no blocks of their own to give back: they wait until the cache is emptied.
     """
-    cells, numbers = state.cells, state.numbers
-    limit, header = numbers[MAX_SPLIT], free_tree(state, pool)
-    if limit == 0 or numbers[EXPANDABLE]:
+    limit = m.max_split_bytes
+    if limit == 0 or m.expandable_segments:
         return False
     wanted = max(size, limit)
-    block = best_fit(cells, header, wanted)
+    block = best_fit(t, 2 * pool, wanted)
     if block != 0:
-        _release(state, block)
+        _release(t, block)
         return True
     released = 0
     while released < wanted:
-        block = last(cells, header)
-        if block == 0 or cells[block + SIZE] < limit:
+        block = last(t, 2 * pool)
+        if block == 0 or at(t, block).size < limit:
             return False
-        released += cells[block + SIZE]
-        _release(state, block)
+        released += at(t, block).size
+        _release(t, block)
     return True
 
 
 @njit()
-def _complete(state, block):
-    """The bytes of a block that was given up may be handed out again."""
-    cells = state.cells
-    state.holder[cells[block + REQUEST]] = 0
-    if cells[block + STATUS] == WAITING:
-        state.numbers[NUM_WAITING] -= 1
-    cells[block + STATUS] = FREE
-    merge_neighbours(state, block, FREE, True)
-    add_free(state, block)
-
-
-@njit()
-def empty_cache(state):
+def _empty_cache(t, m):
     """Wait for all streams, then give back every segment and page without a live block."""
-    cells, numbers = state.cells, state.numbers
-    end = numbers[ROWS_END]
-    if numbers[NUM_WAITING] > 0:
-        for block in range(ROW, end, ROW):
-            if cells[block + STATUS] == WAITING:
-                _complete(state, block)
-    for block in range(ROW, end, ROW):
-        if cells[block + STATUS] == FREE:
-            if cells[block + BASE] != 0:
-                unmap_pages(state, block)
-            elif cells[block + PREVIOUS] == 0 and cells[block + NEXT] == 0:
-                _release(state, block)
+    end = t.blocks_used
+    if m.waiting_blocks > 0:
+        for block in range(1, end):
+            if at(t, block).state == WAITING:
+                place_at(t, at(t, block).request).value = 0
+                free_and_merge(t, m, block)
+        m.waiting_blocks = 0
+    for block in range(1, end):
+        if at(t, block).state == FREE:
+            if at(t, block).extra != 0:
+                unmap_pages(t, m, block)
+            elif is_whole(t, block):
+                _release(t, block)
 
 
 @njit()
-def _release_at(state, address):
-    cells = state.cells
-    for block in range(ROW, state.numbers[ROWS_END], ROW):
-        if cells[block + ADDRESS] == address and _is_whole(cells, block):
-            _release(state, block)
+def _empty(t, m, kind, address):
+    if kind == Kind.EMPTY_CACHE:
+        _empty_cache(t, m)
+        return
+    for block in range(1, t.blocks_used):
+        if at(t, block).address == address and _is_free_segment(t, block):
+            _release(t, block)
             return
 
 
 @njit()
-def _allocate(state, request, size, stream):
-    """Serve a request: its block, 0 when memory runs out."""
-    cells, numbers = state.cells, state.numbers
-    rounded = round_size(state.divisions, size)
-    pool = 2 * stream + (1 if rounded > _MIB else 0)
-    block = _find_cached(state, pool, rounded)
+def _take(t, m, pool, size):
+    """A block of at least `size` bytes, in no tree, from the cache or from the device; 0 when memory runs out."""
+    block = _find_cached(t, m, pool, size)
     if block == 0:
-        _collect(state)
-        block = _take_from_device(state, pool, rounded)
-        if block == 0 and _release_oversize(state, pool, rounded):
-            block = _take_from_device(state, pool, rounded)
+        _collect(t, m)
+        block = _take_from_device(t, m, pool, size)
+        if block == 0 and _release_oversize(t, m, pool, size):
+            block = _take_from_device(t, m, pool, size)
         if block == 0:
-            empty_cache(state)
-            numbers[RETRIES] += 1
-            block = _take_from_device(state, pool, rounded)
-        if block == 0:
-            numbers[OUT_OF_MEMORY] += 1
-            return 0
-    rest = cells[block + SIZE] - rounded
-    if pool & 1 == 0 or numbers[EXPANDABLE]:
-        split = rest >= 512
-    else:
-        split = (numbers[MAX_SPLIT] == 0 or rounded < numbers[MAX_SPLIT]) and rest > _MIB
-    if split:
-        add_free(state, cut(state, block, rounded, FREE))
-    cells[block + STATUS] = LIVE
-    cells[block + REQUEST] = request
-    cells[block + REQUESTED] = size
-    state.holder[request] = block
-    numbers[ALLOCATED] += size
-    numbers[BLOCK_BYTES] += cells[block + SIZE]
-    numbers[PEAK_ALLOCATED] = max(numbers[PEAK_ALLOCATED], numbers[ALLOCATED])
+            _empty_cache(t, m)
+            t.retries += 1
+            block = _take_from_device(t, m, pool, size)
     return block
 
 
 @njit()
-def _give_up(state, block):
-    """The program does not need the block any more; its streams may."""
-    cells, numbers = state.cells, state.numbers
-    numbers[ALLOCATED] -= cells[block + REQUESTED]
-    numbers[BLOCK_BYTES] -= cells[block + SIZE]
-    cells[block + STATUS] = WAITING
-    numbers[NUM_WAITING] += 1
+def _allocate(t, m, request, size, stream):
+    rounded = round_size(divisions_at(m, interval_of(size)).value, size)
+    pool = 2 * stream + (1 if rounded > SMALL_BYTES else 0)
+    block = _take(t, m, pool, rounded)
+    if block == 0:
+        m.out_of_memory += 1
+        return -1
+    rest = at(t, block).size - rounded
+    if pool & 1 == 0 or m.expandable_segments:
+        splits = rest >= 512
+    else:
+        splits = (m.max_split_bytes == 0 or rounded < m.max_split_bytes) and rest > SMALL_BYTES
+    if splits:
+        add_free(t, m, cut(t, block, rounded, FREE))
+    m.block_bytes += at(t, block).size
+    return block
 
 
 @njit()
-def _has_rows(state):
-    """Whether the next event finds rows enough: unmapping may cut every free block in three."""
-    numbers = state.numbers
-    used = numbers[ROWS_END] - ROW * numbers[NUM_SPARE]
-    wanted = 16 * ROW + (2 * used if numbers[EXPANDABLE] else 0)
-    return len(state.cells) - used >= wanted
+def _give_up(t, m, request, kind):
+    held = place_at(t, request).value
+    if held != 0 and at(t, held).state == LIVE:
+        m.block_bytes -= at(t, held).size
+        m.waiting_blocks += 1
+    block = give_up(t, request, kind)
+    if block != 0:
+        m.waiting_blocks -= 1
+    return block
 
 
 @njit()
-def run(state, events, keep_going, start, reserved, allocated, block_bytes, address):
-    """Go on with the events from position `start`; writes the (m,) columns as it goes.
+def _has_room(t, m, size):
+    """Unmapping may cut every free block in three."""
+    used = t.blocks_used - t.num_spare
+    return t.num_blocks - used >= 16 + (2 * used if m.expandable_segments else 0)
 
-    Returns the position it came to and why: DONE, NEED_ROWS, or FAILED where a request ran out of memory and
-    `keep_going` is false; otherwise a request that ran out of memory holds nothing and its frees do nothing.
-    """
-    cells, numbers = state.cells, state.numbers
-    for at in range(start, len(events.kind)):
-        if not _has_rows(state):
-            return at, NEED_ROWS
-        kind, request = events.kind[at], events.request[at]
-        given = -1
-        if kind == _EMPTY:
-            empty_cache(state)
-        elif kind == RELEASE:
-            _release_at(state, request)
-        elif kind == _ALLOC:
-            size = events.size[request]
-            if size > 0:
-                block = _allocate(state, request, size, events.stream[request])
-                if block == 0:
-                    if not keep_going:
-                        return at, FAILED
-                else:
-                    given = cells[block + ADDRESS]
-        else:
-            block = state.holder[request]
-            if block != 0:
-                if cells[block + STATUS] == LIVE:
-                    _give_up(state, block)
-                if kind == _COMPLETED:
-                    _complete(state, block)
-        reserved[at] = numbers[RESERVED]
-        allocated[at] = numbers[ALLOCATED]
-        block_bytes[at] = numbers[BLOCK_BYTES]
-        address[at] = given
-    return len(events.kind), DONE
+
+@njit()
+def _note(t, m, at_event, columns):
+    note(t, m, at_event, columns)
+    columns[2, at_event] = m.block_bytes
+
+
+run = driver_of(
+    "torch",
+    OWN,
+    allocate=_allocate,
+    free=free_and_merge,
+    has_room=_has_room,
+    empty=_empty,
+    give_up=_give_up,
+    note=_note,
+)

@@ -4,22 +4,22 @@ Contract: given the device addresses of a run, every request gets the address th
 every setting that parse_settings takes. Private pools (CUDA graphs, MemPool) are not part of it.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.errors import BadInputError
-from stalloc.replay import torch_blocks as rows
-from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.torch_cache import FAILED, NEED_ROWS, empty_cache, run
+from stalloc.columns import Column
+from stalloc.replay.blocks import FREE
+from stalloc.replay.model import TableModel
+from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
+from stalloc.replay.torch_blocks import OWN, TREES
+from stalloc.replay.torch_cache import run
 from stalloc.replay.torch_settings import TorchSettings, parse_settings
 from stalloc.replay.torch_start import load_blocks, recorded_calls, recorded_settings, segment_pools, starting_blocks
-from stalloc.trace.record import Column, Trace
+from stalloc.trace.record import Trace
 
 __all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
 
-_FIRST_ADDRESS = 1 << 44
 _UNLIMITED_SPACE_BYTES = 1 << 44
 _NOT_SET = -1
 
@@ -42,7 +42,7 @@ class TorchBlockMap(BlockMap):
     segment_expandable: Column  #: (s,) 1 for a range of an expandable segment
 
 
-class TorchCaching:
+class TorchCaching(TableModel):
     """The caching allocator of one device.
 
     `capacity_bytes` is what the device has for this process, 0 for no limit; the settings' memory fraction and
@@ -51,6 +51,12 @@ class TorchCaching:
     """
 
     name = "torch"
+    settings_type = TorchSettings
+    own = OWN
+    driver = run
+    shows = ("block_bytes", "out_of_memory", "waiting_blocks")
+    trees_per_stream = TREES
+    num_columns = 3
 
     def __init__(
         self,
@@ -58,39 +64,21 @@ class TorchCaching:
         capacity_bytes: int = 0,
         device_addresses: Column | None = None,
     ) -> None:
-        self.torch_settings = settings or TorchSettings()
-        self.settings: dict[str, Any] = asdict(self.torch_settings)
-        if capacity_bytes < 0:
-            raise BadInputError(f"the capacity is {capacity_bytes} bytes: give a positive number, or 0 for no limit.")
-        given = np.empty(0, np.int64) if device_addresses is None else np.asarray(device_addresses, np.int64)
-        self._state = rows.State(
-            cells=np.zeros(256 * rows.ROW, np.int64),
-            holder=np.zeros(0, np.int64),
-            roots=np.zeros(0, np.int64),
-            numbers=np.zeros(rows.NUM_NUMBERS, np.int64),
-            divisions=self.torch_settings.divisions(),
-            given=np.ascontiguousarray(given),
-        )
-        self._set_numbers(capacity_bytes)
+        given = np.empty(0, np.int64) if device_addresses is None else device_addresses
+        self._given = np.ascontiguousarray(given, np.int64)
+        super().__init__(settings, capacity_bytes)
 
-    def _set_numbers(self, capacity_bytes: int) -> None:
-        settings, numbers = self.torch_settings, self._state.numbers
-        numbers[rows.ROWS_END] = rows.ROW  # no block has the name 0
-        numbers[rows.NEXT_ADDRESS] = _FIRST_ADDRESS
-        numbers[rows.CAPACITY] = capacity_bytes
-        numbers[rows.ALLOWED] = numbers[rows.COLLECT_ABOVE] = _NOT_SET
-        numbers[rows.MAX_SPLIT] = settings.max_split_bytes
-        numbers[rows.MAX_ROUNDING] = settings.max_non_split_rounding_bytes
-        numbers[rows.LARGE_SEGMENT] = settings.large_segment_bytes
-        numbers[rows.EXPANDABLE] = settings.expandable_segments
-        numbers[rows.SPACE_BYTES] = _UNLIMITED_SPACE_BYTES
-        if capacity_bytes:
-            numbers[rows.SPACE_BYTES] = capacity_bytes + capacity_bytes // 8
-        if capacity_bytes and settings.memory_fraction is not None:
-            allowed = int(settings.memory_fraction * capacity_bytes)
-            numbers[rows.ALLOWED] = allowed
-            if settings.garbage_collection_threshold > 0:
-                numbers[rows.COLLECT_ABOVE] = int(settings.garbage_collection_threshold * allowed)
+    def _own_tables(self) -> dict[str, Column]:
+        return {"searches": np.zeros(2, np.int64), "divisions": self.options.divisions(), "given": self._given}
+
+    def _start(self, capacity_bytes: int) -> None:
+        allowed = collect_above = _NOT_SET
+        if capacity_bytes and self.options.memory_fraction is not None:
+            allowed = int(self.options.memory_fraction * capacity_bytes)
+            if self.options.garbage_collection_threshold > 0:
+                collect_above = int(self.options.garbage_collection_threshold * allowed)
+        space = capacity_bytes + capacity_bytes // 8 if capacity_bytes else _UNLIMITED_SPACE_BYTES
+        self._own.write(allowed=allowed, collect_above=collect_above, space_bytes=space)
 
     @classmethod
     def from_record(cls, trace: Trace, settings: TorchSettings | None = None) -> "TorchCaching":
@@ -106,128 +94,42 @@ class TorchCaching:
         model = cls(settings, device_addresses=given)
         none = np.empty(0, np.int64)
         model._make_room(Events(none, none, none, trace.size, trace.stream))
-        model._grow("cells", len(model._state.cells) + (3 * len(blocks.address) + 64) * rows.ROW)
+        model._store.lengthen(blocks=model._store["num_blocks"] + 3 * len(blocks.address) + 64)
         requested = np.where(blocks.request >= 0, trace.size[blocks.request] if trace.num_requests else 0, 0)
         columns = blocks.address, blocks.size_bytes, blocks.request, blocks.stream, blocks.segment
-        load_blocks(model._state, columns, requested, small, base, int(model._state.numbers[rows.SPACE_BYTES]))
+        load_blocks(model._store.pointer, model._own.pointer, columns, requested, small, base)
         return model
 
     def feed(self, events: Events, *, keep_going: bool = False) -> TorchFed:
         """Go on with these events. With `keep_going`, a request that runs out of memory is left out and all others
         are served; otherwise nothing is done from the first such request on."""
-        count = len(events.kind)
-        self._make_room(events)
-        columns = [np.empty(count, np.int64) for _ in range(4)]
-        before, failed, at = int(self._state.numbers[rows.OUT_OF_MEMORY]), -1, 0
-        while True:
-            at, why = run(self._state, events, keep_going, at, *columns)
-            if why == NEED_ROWS:
-                self._grow("cells", 2 * len(self._state.cells))
-                continue
-            break
-        reserved, allocated, block_bytes, address = columns
-        numbers = self._state.numbers
-        if why == FAILED:
-            failed = at
-            for column, last in zip(columns, (rows.RESERVED, rows.ALLOCATED, rows.BLOCK_BYTES), strict=False):
-                column[at:] = numbers[last]
-            address[at:] = -1
-        elif keep_going and numbers[rows.OUT_OF_MEMORY] > before:
-            allocs = (events.kind == Kind.ALLOC) & (address < 0)
+        before = self._own["out_of_memory"]
+        columns, failed = self._drive(events, keep_going=keep_going)
+        done = len(events.kind) if failed < 0 else failed
+        columns[2, done:] = self._own["block_bytes"]
+        allocs = events.kind == Kind.ALLOC
+        address = np.where(allocs, self._store.tables["addresses"][np.where(allocs, events.request, 0)], 0)
+        address[done:] = 0
+        num_out_of_memory = self._own["out_of_memory"] - before
+        if keep_going and num_out_of_memory:
             allocs[allocs] = events.size[events.request[allocs]] > 0
-            failed = int(np.argmax(allocs))
+            failed = int(np.argmax(allocs & (address == 0)))
         return TorchFed(
-            reserved_bytes=reserved,
-            allocated_bytes=allocated,
+            reserved_bytes=columns[0],
+            allocated_bytes=columns[1],
             failed=failed,
-            block_bytes=block_bytes,
-            address=address,
-            num_out_of_memory=int(numbers[rows.OUT_OF_MEMORY]) - before,
-        )
-
-    def _grow(self, name: str, length: int) -> None:
-        old: Column = getattr(self._state, name)
-        if length > len(old):
-            new = np.zeros(length, np.int64)
-            new[: len(old)] = old
-            self._state = self._state._replace(**{name: new})
-
-    def _make_room(self, events: Events) -> None:
-        """Rows for all requests, and trees for all streams."""
-        if len(events.size) > len(self._state.holder):
-            self._grow("holder", max(len(events.size), 2 * len(self._state.holder)))
-        first = len(self._state.roots)
-        self._grow("roots", 4 * (int(events.stream.max(initial=-1)) + 1))
-        new = len(self._state.roots) - first
-        self._grow("cells", len(self._state.cells) + new * rows.ROW)
-        numbers = self._state.numbers
-        for tree in range(first, first + new):
-            header = int(numbers[rows.ROWS_END])
-            numbers[rows.ROWS_END] += rows.ROW
-            self._state.cells[header : header + rows.ROW] = 0
-            self._state.cells[header + rows.STATUS] = rows.HEADER
-            self._state.cells[header + rows.PRIORITY] = rows.SEED + tree
-            self._state.roots[tree] = header
-
-    def empty_cache(self) -> None:
-        """Give back what no live block needs."""
-        self._grow("cells", 4 * len(self._state.cells))
-        empty_cache(self._state)
-
-    def counters(self) -> Counters:
-        """What was done so far."""
-        numbers = {
-            name: int(self._state.numbers[getattr(rows, name)])
-            for name in (
-                "RESERVED",
-                "PEAK_RESERVED",
-                "ALLOCATED",
-                "PEAK_ALLOCATED",
-                "DEVICE_ALLOCS",
-                "DEVICE_FREES",
-                "RETRIES",
-                "BLOCK_BYTES",
-                "OUT_OF_MEMORY",
-                "NUM_WAITING",
-            )
-        }
-        return Counters(
-            reserved_bytes=numbers["RESERVED"],
-            peak_reserved_bytes=numbers["PEAK_RESERVED"],
-            allocated_bytes=numbers["ALLOCATED"],
-            peak_allocated_bytes=numbers["PEAK_ALLOCATED"],
-            device_allocs=numbers["DEVICE_ALLOCS"],
-            device_frees=numbers["DEVICE_FREES"],
-            retries=numbers["RETRIES"],
-            more={
-                "block_bytes": numbers["BLOCK_BYTES"],
-                "out_of_memory": numbers["OUT_OF_MEMORY"],
-                "waiting_blocks": numbers["NUM_WAITING"],
-            },
+            block_bytes=columns[2],
+            address=np.where(address == 0, -1, address),
+            num_out_of_memory=num_out_of_memory,
         )
 
     def blocks(self) -> TorchBlockMap:
         """Where everything is, as torch.cuda.memory_snapshot() shows it."""
-        end = int(self._state.numbers[rows.ROWS_END])
-        table = self._state.cells[:end].reshape(-1, rows.ROW)
-        chosen = np.flatnonzero(np.isin(table[:, rows.STATUS], (rows.FREE, rows.LIVE, rows.WAITING)))
-        chosen = chosen[np.argsort(table[chosen, rows.ADDRESS])]
-        found = table[chosen]
-        is_head = np.ones(len(found), bool)
-        is_head[1:] = found[1:, rows.PREVIOUS] != chosen[:-1] * rows.ROW
-        is_head |= found[:, rows.PREVIOUS] == 0
-        heads = np.flatnonzero(is_head)
-        is_held = found[:, rows.STATUS] != rows.FREE
+        blocks, found = super().blocks(), self.used_rows()[self.memory_rows()]
+        first = found[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]  # of each segment
         return TorchBlockMap(
-            address=found[:, rows.ADDRESS].copy(),
-            size_bytes=found[:, rows.SIZE].copy(),
-            request=np.where(is_held, found[:, rows.REQUEST], -1),
-            waiting=(found[:, rows.STATUS] == rows.WAITING).astype(np.int64),
-            stream=found[:, rows.POOL] >> 1,
-            segment=np.cumsum(is_head) - 1,
-            segment_address=found[heads, rows.ADDRESS].copy(),
-            segment_size=np.add.reduceat(found[:, rows.SIZE], heads) if len(heads) else np.empty(0, np.int64),
-            requested_bytes=np.where(is_held, found[:, rows.REQUESTED], 0),
-            segment_small=1 - (found[heads, rows.POOL] & 1),
-            segment_expandable=(found[heads, rows.BASE] != 0).astype(np.int64),
+            **vars(blocks),
+            requested_bytes=np.where(found["state"] == FREE, 0, found["requested"]),
+            segment_small=1 - (first["tree"] // 2 & 1),
+            segment_expandable=(first["extra"] != 0).astype(np.int64),
         )

@@ -6,129 +6,103 @@ c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments".
 """
 
 from stalloc.compiled import njit
+from stalloc.replay.blocks import FREE, UNMAPPED, at, count_call, drop_block, fits, is_whole
+from stalloc.replay.sizes import GRANULE, round_up
 from stalloc.replay.torch_blocks import (
-    ADDRESS,
-    BASE,
-    CAPACITY,
-    FREE,
-    LARGE_SEGMENT,
-    NEXT,
-    POOL,
-    PREVIOUS,
-    RESERVED,
-    SIZE,
-    SPACE_BYTES,
-    STATUS,
-    UNMAPPED,
     add_free,
     add_segment,
     add_unmapped,
-    count_reserved,
     cut,
     device_address,
-    first,
-    following,
-    free_tree,
-    give_row,
-    merge_neighbours,
-    remove,
-    unmapped_tree,
+    free_and_merge,
+    pool_of,
 )
-
-_SMALL_PAGE = 2 << 20
-
-
-@njit()
-def _page_bytes(state, pool):
-    return state.numbers[LARGE_SEGMENT] if pool & 1 else _SMALL_PAGE
+from stalloc.replay.treap import first, following, merge, remove
 
 
 @njit()
-def _has_room(state, block, size):
-    cells, found = state.cells, 0
-    while block != 0 and found < size and (cells[block + STATUS] == FREE or cells[block + STATUS] == UNMAPPED):
-        found += cells[block + SIZE]
-        block = cells[block + NEXT]
+def _page_bytes(m, pool):
+    return m.large_segment_bytes if pool & 1 else GRANULE
+
+
+@njit()
+def _has_room(t, block, size):
+    found = 0
+    while block != 0 and found < size and (at(t, block).state == FREE or at(t, block).state == UNMAPPED):
+        found += at(t, block).size
+        block = at(t, block).next
     return found >= size
 
 
 @njit()
-def _find_room(state, pool, size):
+def _find_room(t, m, pool, size):
     """Where `size` bytes can be had by mapping, lowest address first; a new segment if nowhere."""
-    cells, header = state.cells, unmapped_tree(state, pool)
-    block = first(cells, header)
+    block = first(t, 2 * pool + 1)
     while block != 0:
-        start, before = block, cells[block + PREVIOUS]
-        if before != 0 and cells[before + STATUS] == FREE:
+        start, before = block, at(t, block).previous
+        if before != 0 and at(t, before).state == FREE:
             start = before
-        if _has_room(state, start, size):
+        if _has_room(t, start, size):
             return start
-        block = following(cells, header, block)
-    page = _page_bytes(state, pool)
-    space = (state.numbers[SPACE_BYTES] + page - 1) // page * page
-    address = device_address(state, space, page)
-    block = add_segment(state, pool, address, space, address)
-    add_unmapped(state, block)
+        block = following(t, block)
+    page = _page_bytes(m, pool)
+    space = round_up(m.space_bytes, page)
+    address = device_address(t, m, space, page)
+    block = add_segment(t, pool, address, space, address)
+    add_unmapped(t, block)
     return block
 
 
 @njit()
-def _map(state, block, size):
-    """Map at least `size` bytes from the start of an unmapped range; False if the device has not as many."""
-    cells, numbers = state.cells, state.numbers
-    pool = cells[block + POOL]
-    page = _page_bytes(state, pool)
-    mapped = (size + page - 1) // page * page
-    if numbers[CAPACITY] > 0 and numbers[RESERVED] + mapped > numbers[CAPACITY]:
-        return False
-    remove(cells, unmapped_tree(state, pool), block)
-    if mapped < cells[block + SIZE]:
-        add_unmapped(state, cut(state, block, mapped, UNMAPPED))
-    merge_neighbours(state, block, FREE, True)
-    add_free(state, block)
-    count_reserved(state, mapped)
-    return True
+def _map(t, m, block, size):
+    """Map at least `size` bytes from the start of an unmapped range; the free block that they belong to then, 0 if the
+    device has not as many."""
+    page = _page_bytes(m, pool_of(t, block))
+    mapped = round_up(size, page)
+    if not fits(t, mapped):
+        return 0
+    remove(t, block)
+    if mapped < at(t, block).size:
+        add_unmapped(t, cut(t, block, mapped, UNMAPPED))
+    count_call(t, mapped)
+    return free_and_merge(t, m, block)
 
 
 @njit()
-def grow(state, pool, size):
+def grow(t, m, pool, size):
     """A block of at least `size` bytes made by mapping, in no tree; 0 if the device has not as much.
 
     What was mapped before the device ran out stays in the pool.
     """
-    cells = state.cells
-    block = _find_room(state, pool, size)
-    if cells[block + STATUS] == UNMAPPED and not _map(state, block, min(cells[block + SIZE], size)):
-        return 0
-    while cells[block + SIZE] < size:
-        missing, after = size - cells[block + SIZE], cells[block + NEXT]
-        if not _map(state, after, min(missing, cells[after + SIZE])):
-            return 0
-        block = after  # it has taken up the free block before it
-    remove(cells, free_tree(state, pool), block)
+    block = _find_room(t, m, pool, size)
+    if at(t, block).state == UNMAPPED:
+        block = _map(t, m, block, min(at(t, block).size, size))
+    while block != 0 and at(t, block).size < size:
+        after = at(t, block).next
+        block = _map(t, m, after, min(size - at(t, block).size, at(t, after).size))
+    if block != 0:
+        remove(t, block)
     return block
 
 
 @njit()
-def unmap_pages(state, block):
+def unmap_pages(t, m, block):
     """Give the whole pages of a free block back to the device, and the segment if nothing of it is left."""
-    cells = state.cells
-    pool, base = cells[block + POOL], cells[block + BASE]
-    page = _page_bytes(state, pool)
-    start, end = cells[block + ADDRESS] - base, cells[block + ADDRESS] + cells[block + SIZE] - base
-    begin, beyond = (start + page - 1) // page * page, end // page * page
+    page, start = _page_bytes(m, pool_of(t, block)), at(t, block).address - at(t, block).extra
+    end = start + at(t, block).size
+    begin, beyond = round_up(start, page), end // page * page
     if begin >= beyond:
         return
-    remove(cells, free_tree(state, pool), block)
+    remove(t, block)
     if beyond < end:
-        add_free(state, cut(state, block, beyond - start, FREE))
+        add_free(t, m, cut(t, block, beyond - start, FREE))
     if begin > start:
-        rest = cut(state, block, begin - start, UNMAPPED)
-        add_free(state, block)
+        rest = cut(t, block, begin - start, UNMAPPED)
+        add_free(t, m, block)
         block = rest
-    merge_neighbours(state, block, UNMAPPED, False)
-    add_unmapped(state, block)
-    count_reserved(state, begin - beyond)
-    if cells[block + PREVIOUS] == 0 and cells[block + NEXT] == 0:
-        remove(cells, unmapped_tree(state, pool), block)
-        give_row(state, block)
+    block = merge(t, 2 * pool_of(t, block) + 1, UNMAPPED, block)
+    add_unmapped(t, block)
+    count_call(t, begin - beyond)
+    if is_whole(t, block):
+        remove(t, block)
+        drop_block(t, block)

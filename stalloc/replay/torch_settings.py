@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stalloc.allocator_conf import split_conf
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import Column
 
 MIB = 1 << 20
 NUM_INTERVALS = 16
@@ -24,7 +25,7 @@ _INERT = {
     "release_lock_on_cudamalloc": bool,
     "graph_capture_record_stream_reuse": bool,
 }
-_BRACKETS = re.compile(r"\[[^\]]*\]")
+_PAIR = re.compile(r"([^:]+):(\[[^\]]*\]|[^:]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +95,15 @@ def parse_settings(text: str) -> TorchSettings:
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    """Key and value of each comma-separated pair; commas and colons within brackets belong to the value."""
-    lists = _BRACKETS.findall(text)
-    pairs: list[tuple[str, str]] = []
-    for part in _BRACKETS.sub("[]", text).removesuffix(",").split(",") if text else ():
-        key, colon, value = part.partition(":")
-        if not colon or not key or not value or ":" in value:
+    """Key and value of each pair; commas and colons within brackets belong to the value."""
+    pairs = []
+    for part in split_conf(text.removesuffix(",")) if text else ():
+        match = _PAIR.fullmatch(part)
+        if not match:
             raise BadInputError(
                 f"allocator settings: {part[:40]!r} is not key:value: write e.g. max_split_size_mb:128."
             )
-        pairs.append((key, lists.pop(0) if value == "[]" else value))
+        pairs.append((match[1], match[2]))
     return pairs
 
 

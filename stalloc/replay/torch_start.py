@@ -6,54 +6,35 @@ block. What tells is, in this order, the list of blocks at the end of the record
 behind the block while it lived, and a gap too small to be a block.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
+from stalloc.core.record_types import record_at
 from stalloc.errors import BadInputError
+from stalloc.replay.blocks import at, count_reserved, hold, store_at
+from stalloc.replay.events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
-from stalloc.replay.torch_blocks import (
-    ADDRESS,
-    ALLOCATED,
-    BASE,
-    BLOCK_BYTES,
-    NEXT,
-    NEXT_ADDRESS,
-    PEAK_ALLOCATED,
-    PEAK_RESERVED,
-    POOL,
-    PREVIOUS,
-    REQUEST,
-    REQUESTED,
-    RESERVED,
-    SIZE,
-    add_free,
-    add_segment,
-    add_unmapped,
-)
-from stalloc.replay.torch_cache import RELEASE, round_size
+from stalloc.replay.sizes import GRANULE
+from stalloc.replay.torch_blocks import OWN, add_free, add_segment, add_unmapped, pool_of, raise_next_address
+from stalloc.replay.torch_cache import RELEASE, interval_of, round_size
 from stalloc.replay.torch_settings import MIB, TorchSettings, parse_settings
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 
-_SMALL_SEGMENT = 2 * MIB
-_KINDS = {
-    Action.ALLOC: Kind.ALLOC,
-    Action.FREE_REQUESTED: Kind.FREE_REQUESTED,
-    Action.FREE_COMPLETED: Kind.FREE_COMPLETED,
-}
+own_at = record_at(OWN)
 
 
 def recorded_settings(trace: Trace) -> TorchSettings:
     """The settings that a snapshot names, torch's defaults where it names none or some that torch 2.11 has not."""
-    noted: dict[str, Any] = trace.info.get("allocator_settings") or {}
     try:
-        settings = parse_settings(str(noted.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+        settings = parse_settings(recorded_conf(trace))
     except BadInputError:
         settings = TorchSettings()
     if np.any((trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)):
-        settings = TorchSettings(**(vars(settings) | {"expandable_segments": True}))
+        settings = replace(settings, expandable_segments=True)
     return settings
 
 
@@ -66,19 +47,17 @@ def recorded_calls(trace: Trace, settings: TorchSettings) -> tuple[Events, Colum
     """
     one_by_one = bool(settings.max_split_bytes or settings.garbage_collection_threshold)
     action = trace.action
-    asks = np.isin(action, list(_KINDS)) & (trace.event_request >= 0)
+    kinds = recorded_kinds(trace)
+    asks = kinds >= 0
     returns = (action == Action.SEGMENT_FREE) | (action == Action.SEGMENT_UNMAP)
     takes = (action == Action.SEGMENT_ALLOC) | (action == Action.SEGMENT_MAP)
     told = np.flatnonzero(asks | returns | takes)
     ends_run = np.ones(len(told), bool)
     ends_run[:-1] = one_by_one | ~returns[told[1:]]
     rows = told[asks[told] | (returns[told] & ends_run)]
-    kinds = np.full(len(Action), RELEASE if one_by_one else Kind.EMPTY_CACHE, np.int8)
-    for name, kind in _KINDS.items():
-        kinds[name] = kind
     gone = trace.address[rows].astype(np.int64) if one_by_one else -1
     events = Events(
-        kind=kinds[action[rows]],
+        kind=np.where(asks[rows], kinds[rows], np.int8(RELEASE if one_by_one else Kind.EMPTY_CACHE)),
         request=np.where(asks[rows], trace.event_request[rows], gone),
         event=rows.astype(np.int64),
         size=trace.size,
@@ -99,8 +78,9 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
     segment_end = (blocks.segment_address + blocks.segment_size)[blocks.segment[held]]
     limit = np.where(is_last, segment_end, np.append(blocks.address[held[1:]], 0))
     divisions = settings.divisions()
-    end = blocks.address[held] + np.array([round_size(divisions, size) for size in trace.size[request]], np.int64)
-    small = blocks.segment_size[blocks.segment[held]] == _SMALL_SEGMENT
+    rounded = [round_size(divisions[interval_of(size)], size) for size in trace.size[request].tolist()]
+    end = blocks.address[held] + np.array(rounded, np.int64)
+    small = blocks.segment_size[blocks.segment[held]] == GRANULE
     end = np.minimum(end, limit)
     if not settings.expandable_segments:
         if settings.max_split_bytes:
@@ -108,16 +88,16 @@ def starting_blocks(trace: Trace, settings: TorchSettings) -> BlockMap:
         end = _real_ends(trace, request, blocks.address[held], end, limit, small)
     owner = blocks.stream[np.searchsorted(blocks.segment, np.arange(len(blocks.segment_address)))]
     pieces: list[tuple[int, int, int, int]] = []  # address, bytes, request, segment
-    at = 0
+    next_held = 0
     for number, (begin, size) in enumerate(zip(blocks.segment_address, blocks.segment_size, strict=True)):
         cursor, beyond = int(begin), int(begin + size)
-        while at < len(held) and blocks.segment[held[at]] == number:
-            address = int(blocks.address[held[at]])
+        while next_held < len(held) and blocks.segment[held[next_held]] == number:
+            address = int(blocks.address[held[next_held]])
             if address > cursor:
                 pieces.append((cursor, address - cursor, -1, number))
-            cursor = int(end[at])
-            pieces.append((address, cursor - address, int(request[at]), number))
-            at += 1
+            cursor = int(end[next_held])
+            pieces.append((address, cursor - address, int(request[next_held]), number))
+            next_held += 1
         if beyond > cursor:
             pieces.append((cursor, beyond - cursor, -1, number))
     columns = np.ascontiguousarray(np.array(pieces, np.int64).reshape(-1, 4).T)
@@ -158,7 +138,7 @@ def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limi
 def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tuple[Column, Column, Column]:
     """Which segments of a map are small (s,), where the expandable segment of each begins (s,), or 0, and where those
     expandable segments begin that the recording adds, in the order of their first use."""
-    small = (blocks.segment_size == _SMALL_SEGMENT).astype(np.int64)
+    small = (blocks.segment_size == GRANULE).astype(np.int64)
     kinds = trace.extra.get("segment_is_small", np.empty(0))
     for address, size, kind in zip(trace.segment_address, trace.segment_size, kinds, strict=False):
         begin, end = int(address), int(address) + int(size)
@@ -175,10 +155,10 @@ def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tu
         mapped[pool] = mapped.get(pool, 0) + size
     old, added = set(begins), []
     maps = (trace.action == Action.SEGMENT_MAP) | (trace.action == Action.SEGMENT_UNMAP)
-    for at in np.flatnonzero(maps).tolist():
-        size, address = int(trace.event_size[at]), int(trace.address[at])
-        pool = int(trace.event_stream[at]), int(size % settings.large_segment_bytes > 0)
-        if trace.action[at] == Action.SEGMENT_UNMAP:
+    for row in np.flatnonzero(maps).tolist():
+        size, address = int(trace.event_size[row]), int(trace.address[row])
+        pool = int(trace.event_stream[row]), int(size % settings.large_segment_bytes > 0)
+        if trace.action[row] == Action.SEGMENT_UNMAP:
             mapped[pool] = mapped.get(pool, 0) - size
             continue
         if mapped.get(pool, 0) == 0:  # a segment goes with its last page
@@ -210,68 +190,58 @@ def _expandable(trace: Trace, blocks: BlockMap) -> Column:
 
 
 @njit()
-def load_blocks(state, columns, requested, small, base, space):
-    """Put blocks into an empty model that has rows enough.
+def load_blocks(store, own, columns, requested, small, base):
+    """Put blocks into an empty model that has rows enough, whose store and own record are at these addresses.
 
     `columns` are the address, bytes, request, stream and segment of each (b,), ordered by address; `requested` (b,)
     is the bytes asked for of a held block, `small` (s,) the pool of each segment, `base` (s,) the start of the
-    expandable segment that it is a range of, or 0, and `space` the bytes of such a segment.
+    expandable segment that it is a range of, or 0.
     """
-    cells, numbers = state.cells, state.numbers
+    t, m = store_at(store), own_at(own)
     address, size, request, stream, segment = columns
     before = 0
     for i in range(len(address)):
         start = base[segment[i]]
         pool = 2 * stream[i] + 1 - small[segment[i]]
         if start != 0:
-            joined = before != 0 and cells[before + BASE] == start
+            joined = before != 0 and at(t, before).extra == start
         else:
             joined = i > 0 and segment[i] == segment[i - 1]
         if not joined:
-            before = _close(state, before, space)
+            before = _close(t, m, before)
         if start != 0:
-            from_here = cells[before + ADDRESS] + cells[before + SIZE] if joined else start
+            from_here = at(t, before).address + at(t, before).size if joined else start
             if from_here < address[i]:
-                gap = add_segment(state, pool, from_here, address[i] - from_here, start)
-                _chain(cells, before, gap)
-                add_unmapped(state, gap)
-                before = gap
-        block = add_segment(state, pool, address[i], size[i], start)
-        _chain(cells, before, block)
-        before = block
+                before = _append(t, before, pool, from_here, address[i] - from_here, start)
+                add_unmapped(t, before)
+        before = _append(t, before, pool, address[i], size[i], start)
         if request[i] < 0:
-            add_free(state, block)
+            add_free(t, m, before)
         else:
-            cells[block + REQUEST] = request[i]
-            cells[block + REQUESTED] = requested[i]
-            state.holder[request[i]] = block
-            numbers[ALLOCATED] += requested[i]
-            numbers[BLOCK_BYTES] += size[i]
-        numbers[RESERVED] += size[i]
-        numbers[NEXT_ADDRESS] = max(numbers[NEXT_ADDRESS], (address[i] + size[i] + 0x1FFFFF) & ~0x1FFFFF)
-    _close(state, before, space)
-    numbers[PEAK_ALLOCATED] = numbers[ALLOCATED]
-    numbers[PEAK_RESERVED] = numbers[RESERVED]
+            hold(t, request[i], before, requested[i])
+            m.block_bytes += size[i]
+        count_reserved(t, size[i])
+        raise_next_address(t, address[i] + size[i])
+    _close(t, m, before)
 
 
 @njit()
-def _chain(cells, before, block):
-    cells[block + PREVIOUS] = before
+def _append(t, before, pool, address, size, base):
+    """A new block behind another one, or without one."""
+    block = add_segment(t, pool, address, size, base)
+    at(t, block).previous = before
     if before != 0:
-        cells[before + NEXT] = block
+        at(t, before).next = block
+    return block
 
 
 @njit()
-def _close(state, before, space):
+def _close(t, m, before):
     """The rest of an expandable segment's addresses, if the block before is of one; always no block."""
-    cells = state.cells
-    if before == 0 or cells[before + BASE] == 0:
+    if before == 0 or at(t, before).extra == 0:
         return 0
-    start, base = cells[before + ADDRESS] + cells[before + SIZE], cells[before + BASE]
-    if start < base + space:
-        rest = add_segment(state, cells[before + POOL], start, base + space - start, base)
-        cells[before + NEXT] = rest
-        cells[rest + PREVIOUS] = before
-        add_unmapped(state, rest)
-        state.numbers[NEXT_ADDRESS] = max(state.numbers[NEXT_ADDRESS], (base + space + 0x1FFFFF) & ~0x1FFFFF)
+    start, base = at(t, before).address + at(t, before).size, at(t, before).extra
+    if start < base + m.space_bytes:
+        add_unmapped(t, _append(t, before, pool_of(t, before), start, base + m.space_bytes - start, base))
+        raise_next_address(t, base + m.space_bytes)
     return 0

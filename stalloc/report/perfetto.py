@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.report.placing import Places, places_of
 from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Action, Trace
-from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, site_names
 
 _CUDA = 1  # the device type, as torch counts them

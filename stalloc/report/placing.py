@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.planner import plan
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 
 ALIGN_BYTES = 512
 MADE_UP_BASE = 1 << 40
@@ -117,11 +118,8 @@ def _inside_segments(trace: Trace, address: Column) -> bool:
     ends = address[alive] + trace.size[alive].astype(np.uint64)
     if not bool(np.all((at >= 0) & (ends <= begin[at] + size[at]))):
         return False
-    change = np.zeros(trace.num_events + 1, np.int64)
-    np.add.at(change, np.maximum(trace.start, 0), trace.size)
-    np.subtract.at(change, trace.end, trace.size)
-    reserved = trace.reserved_bytes()
-    return int(reserved[-1]) == int(trace.segment_size.sum()) and bool(np.all(np.cumsum(change[:-1]) <= reserved))
+    reserved, live = trace.reserved_bytes(), trace.live_bytes(trace.size)[1:]
+    return int(reserved[-1]) == int(trace.segment_size.sum()) and bool(np.all(live <= reserved))
 
 
 def _covered(address: Column, size: Column) -> tuple[Column, Column]:

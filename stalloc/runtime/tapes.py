@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.core.constants import ALIGNMENT
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
 from stalloc.planner.ring import ring_bound
-from stalloc.trace.record import Column
 
 _NOTHING: Column = np.zeros(0, np.int64)
 

@@ -8,8 +8,9 @@ not looked at.
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import MOST_BYTES, Action, Column, Trace
+from stalloc.trace.record import MOST_BYTES, Action, Trace
 
 _BLOCKS = ("block_address", "block_size", "block_request")
 _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.trace.record import COLUMNS, Column, Trace
+from stalloc.columns import Column
+from stalloc.trace.record import COLUMNS, Trace
 
 _Packed = tuple[bytes, np.dtype[Any], tuple[int, ...]]
 

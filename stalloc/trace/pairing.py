@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import Action, Column
+from stalloc.trace.record import Action
 
 # NumPy asks an enumeration what it can do, and drops an interruption (Ctrl-C) that comes while it answers
 _ALLOC, _REQUESTED, _COMPLETED = int(Action.ALLOC), int(Action.FREE_REQUESTED), int(Action.FREE_COMPLETED)

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-
-Column = npt.NDArray[Any]
 
 
 class Action(enum.IntEnum):
@@ -210,6 +208,13 @@ class Trace:
         shrinks = np.isin(self.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP))
         delta = np.where(grows, self.event_size, np.where(shrinks, -self.event_size, 0))
         return self.reserved_start_bytes + np.cumsum(delta)
+
+    def live_bytes(self, size: Column) -> Column:
+        """(m + 1,) bytes live, given (n,) bytes: when recording began, then after each event."""
+        change = np.zeros(self.num_events + 2, np.int64)
+        np.add.at(change, self.start + 1, size)
+        np.subtract.at(change, self.end + 1, size)
+        return np.cumsum(change[:-1])
 
     def replace(self, **changes: Any) -> "Trace":
         """A copy with other values for the named fields, checked again."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.trace.pairing import pair_events
-from stalloc.trace.record import Column, Trace, empty_columns
+from stalloc.trace.record import Trace, empty_columns
 
 
 def from_recorded(

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
-from stalloc.trace.record import Column, Trace
+from stalloc.trace.record import Trace
 
 MAX_DEPTH = 512
 MAX_TEXT = 1000

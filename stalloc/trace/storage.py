@@ -14,11 +14,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.files import whole
 from stalloc.npz import DAMAGE, Columns
 from stalloc.trace.header import FORMAT, SCHEMA_VERSION, NotATrace, read_header
-from stalloc.trace.record import COLUMNS, Column, Trace
+from stalloc.trace.record import COLUMNS, Trace
 
 _SUFFIX = ".trace.npz"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date a zip can hold: files must not depend on when they were written

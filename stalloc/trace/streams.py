@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stalloc.trace.record import Column
+from stalloc.columns import Column
 
 
 def index_streams(raw: Column) -> tuple[tuple[int, ...], Column]:

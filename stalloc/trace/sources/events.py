@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import pair_events
-from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Action, Column, Trace, empty_columns
+from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Action, Trace, empty_columns
 from stalloc.trace.streams import index_streams
 
 MAX_SIZE_BYTES = 1 << 44

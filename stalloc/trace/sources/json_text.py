@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
-from stalloc.trace.record import Column
 
 MAX_ELEMENT_BYTES = 1 << 20
 _FOUND, _NOT_FOUND, _CUT_SHORT, _DAMAGED = range(4)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
-from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Column, Trace
+from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Trace
 from stalloc.trace.sources.events import MAX_ADDRESS, MAX_SIZE_BYTES, Mark, NewestFirst, make_trace, whole_number
 from stalloc.trace.sources.json_text import decode, list_elements
 

@@ -7,7 +7,7 @@ import pickletools
 
 import numpy as np
 
-from stalloc.trace.record import Column
+from stalloc.columns import Column
 
 # How the argument of an opcode is laid out: so many bytes, or one of these.
 ARG_LENGTH8, ARG_LENGTH4, ARG_LENGTH1, ARG_TWO_LINES, ARG_DECIMAL_LINE, ARG_LINE, ARG_UNKNOWN = range(-7, 0)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.header import is_plain
-from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Column
+from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP
 
 
 class Budget:

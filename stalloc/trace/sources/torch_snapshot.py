@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
-from stalloc.trace.record import Action, Column, Trace
+from stalloc.trace.record import Action, Trace
 from stalloc.trace.sites import StackCollector
 from stalloc.trace.sources.snapshot_notes import Budget, SnapshotNotes
 from stalloc.trace.sources.unpickle import load_plain_pickle, without_collection
@@ -244,10 +245,7 @@ def _with_reserved(where: str, trace: Trace, info: dict[str, Any]) -> Trace:
         )
     complete = start == 0 and trace.num_baseline_requests == 0
     trace = trace.replace(reserved_start_bytes=start, info=info | {"complete": complete})
-    delta = np.zeros(trace.num_events + 1, np.int64)
-    np.add.at(delta, np.maximum(trace.start, 0), trace.size)
-    np.subtract.at(delta, trace.end, trace.size)
-    excess = np.cumsum(delta[:-1]) - trace.reserved_bytes()
+    excess = trace.live_bytes(trace.size)[1:] - trace.reserved_bytes()
     if excess.max() > 0:
         event = int(np.argmax(excess > 0))
         raise BadInputError(

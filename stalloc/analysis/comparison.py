@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, load_curve
+from stalloc.analysis.peaks import allocated_peak, reserved_peak
+from stalloc.columns import Column
+from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
 from stalloc.trace import Trace
-from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
 
 
@@ -20,12 +21,14 @@ from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name
 class Peak:
     """One trace at its allocated peak; the first such event counts."""
 
-    allocated_bytes: int
-    event: int
+    device: int
+    source: str
+    allocated_peak_bytes: int
+    allocated_peak_event: int
     """-1 in a trace without requests."""
-    requests: int
+    allocated_peak_requests: int
     """Live at that event."""
-    reserved_bytes: int | None
+    reserved_peak_bytes: int | None
     """The most that was reserved at any event; None where the source does not say."""
 
 
@@ -56,9 +59,15 @@ class Comparison:
     by_size: list[Change]
 
     @property
-    def change_bytes(self) -> int:
+    def allocated_change_bytes(self) -> int:
         """By how much the allocated peak grew."""
-        return self.second.allocated_bytes - self.first.allocated_bytes
+        return self.second.allocated_peak_bytes - self.first.allocated_peak_bytes
+
+    @property
+    def reserved_change_bytes(self) -> int | None:
+        """By how much the reserved peak grew; None where one of the sources does not say."""
+        first, second = self.first.reserved_peak_bytes, self.second.reserved_peak_bytes
+        return None if first is None or second is None else second - first
 
 
 Held = dict[Hashable, tuple[int, int]]
@@ -83,14 +92,18 @@ def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
 
 def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
     """The peak and the rows that are live then."""
-    reserved = int(trace.reserved_bytes().max(initial=trace.reserved_start_bytes)) if len(trace.action) else 0
-    start = np.maximum(trace.start, 0)
-    events, live = load_curve(start, trace.end, trace.aligned_size(alignment))
-    if not len(events):
-        return Peak(0, -1, 0, reserved or None), np.empty(0, np.int64)
-    event = int(events[np.argmax(live)])
-    rows = np.flatnonzero((start <= event) & (trace.end > event))
-    return Peak(int(live.max()), event, len(rows), reserved or None), rows
+    size = trace.aligned_size(alignment)
+    allocated, reserved = allocated_peak(trace, size), reserved_peak(trace, size)
+    rows = np.flatnonzero((np.maximum(trace.start, 0) <= allocated.event) & (trace.end > allocated.event))
+    peak = Peak(
+        device=trace.device,
+        source=str(trace.info.get("source", "")),
+        allocated_peak_bytes=allocated.num_bytes,
+        allocated_peak_event=allocated.event,
+        allocated_peak_requests=len(rows),
+        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
+    )
+    return peak, rows
 
 
 def _classes(trace: Trace, rows: Column) -> list[Hashable]:

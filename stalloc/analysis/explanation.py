@@ -11,22 +11,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stalloc.analysis.peaks import reserved_peak
+from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.replay.events import events_of
+from stalloc.lifespans import fullest
+from stalloc.replay.events import events_of, recorded_conf
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
-from stalloc.replay.simulation import (
-    SWEEP,
-    SWEEP_UNDER_PRESSURE,
-    Candidate,
-    Simulated,
-    recorded_settings,
-    run_one,
-    with_request,
-)
+from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Action, Trace
-from stalloc.trace.record import Column
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name, site_names
 
 #: every cause there is, and what it says
@@ -138,16 +132,8 @@ def _event(trace: Trace, at: int | str) -> int:
 
 
 def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
-    reserved = np.concatenate([[trace.reserved_start_bytes], trace.reserved_bytes()])
-    if at == "peak":
-        # a peak may last: where most is allocated the difference is not overstated
-        change = np.zeros(trace.num_events + 2, np.int64)
-        np.add.at(change, trace.start + 1, trace.size)
-        np.subtract.at(change, trace.end + 1, trace.size)
-        live = np.cumsum(change[:-1])
-        event = int(np.argmax(np.where(reserved == reserved.max(), live, -1))) - 1
-    else:
-        event = _event(trace, at)
+    peak = reserved_peak(trace, trace.size) if at == "peak" else None
+    event = peak.event if peak else -1 if at == "peak" else _event(trace, at)
     return recorded_blocks(trace, event), event, "record"
 
 
@@ -156,7 +142,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
     fed = make("torch", "", 0).feed(events)
     before = int(np.count_nonzero(events.event < 0))
     if at == "peak":
-        position = int(np.argmax(np.where(fed.reserved_bytes == fed.reserved_bytes.max(), fed.allocated_bytes, -1)))
+        position = fullest(fed.reserved_bytes, fed.allocated_bytes)
         event = int(events.event[position]) if position >= before else -1
         stop = position + 1
     else:
@@ -271,7 +257,7 @@ def _out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, 
     in_all = device_free + int(blocks.size_bytes[free].sum())
     capacity = int(blocks.segment_size.sum()) + device_free
     fitted = what_would_have_fitted(trace, event, capacity) if advise else []
-    usual = ("torch", recorded_settings(trace))
+    usual = ("torch", recorded_conf(trace))
     others = [result for result in fitted if (result.allocator, result.settings) != usual]
     return OutOfMemory(
         verdict="fragmentation" if in_all >= wanted else "capacity",
@@ -293,7 +279,7 @@ def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> lis
     first, those of the file among them; each replayed from an empty device of `capacity_bytes`.
     """
     events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
-    settings = dict.fromkeys([recorded_settings(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
+    settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
     tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
     results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))

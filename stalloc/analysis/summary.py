@@ -1,0 +1,89 @@
+"""One device of a trace in figures: requests, peaks, fragmentation, the lower bound of every plan, steps and classes.
+
+Contract: bytes are integers, and what the source does not tell is None. Fields are in the order in which they are
+shown, and have the names that JSON gives them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.analysis.peaks import allocated_peak, reserved_peak
+from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
+from stalloc.trace import Trace
+
+_MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal layers are shorter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What there is to say of one device."""
+
+    device: int
+    source: str
+    complete: bool
+    """Whether recording began before the first allocation."""
+    events: int
+    requests: int
+    baseline_requests: int
+    """Live before recording."""
+    distinct_sizes: int
+    lower_bound_bytes: int
+    """The allocated peak, below which no plan can be."""
+    allocated_peak_bytes: int
+    allocated_peak_event: int | None
+    allocated_peak_requested_bytes: int
+    """The same without rounding."""
+    reserved_peak_bytes: int | None
+    reserved_peak_event: int | None
+    """-1: before the first event."""
+    fragmentation: float | None
+    """1 - allocated/reserved when the most is reserved."""
+    streams: int
+    period_requests: int | None
+    """Of the period in which the whole sequence of requests repeats at the end of the record."""
+    period_repeats: int | None
+    step_requests: int | None
+    """Of the step that the runtime would plan."""
+    step_repeats: int | None
+    classes: dict[str, Total]
+    """By the lower-case name of the class."""
+    notes: list[str]
+
+
+def summarize(trace: Trace, alignment: int = 512) -> Summary:
+    """Describe one device, with sizes rounded up to `alignment` bytes."""
+    size = trace.aligned_size(alignment)
+    peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size, _unseen_bytes(trace))
+    everything = sequence_keys(trace, sequence_rows(trace, 0))
+    period = find_period(everything, _MIN_REPEATS, _MIN_PERIOD, at_end=True)
+    step = find_step_period(trace)
+    return Summary(
+        device=trace.device,
+        source=str(trace.info.get("source", "")),
+        complete=bool(trace.info.get("complete", False)),
+        events=len(trace.action) or 2 * trace.num_requests,
+        requests=trace.num_requests,
+        baseline_requests=trace.num_baseline_requests,
+        distinct_sizes=len(np.unique(trace.size)),
+        lower_bound_bytes=peak.num_bytes,
+        allocated_peak_bytes=peak.num_bytes,
+        allocated_peak_event=peak.event if trace.num_requests else None,
+        allocated_peak_requested_bytes=allocated_peak(trace, trace.size).num_bytes,
+        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
+        reserved_peak_event=reserved.event if reserved else None,
+        fragmentation=round(1 - reserved.allocated_bytes / reserved.reserved_bytes, 6) if reserved else None,
+        streams=len(trace.streams),
+        period_requests=period.length if period else None,
+        period_repeats=period.repeats if period else None,
+        step_requests=step.length if step else None,
+        step_repeats=step.repeats if step else None,
+        classes=classify(trace, fold(trace, period=step) if step else None).totals(trace.size),
+        notes=list(trace.info.get("notes", [])),
+    )
+
+
+def _unseen_bytes(trace: Trace) -> int:
+    """What a profiler's trace gives only as a total: live throughout, and no request stands for it."""
+    unseen = trace.info.get("unseen_bytes", 0)
+    return unseen if isinstance(unseen, int) and 0 <= unseen < 1 << 62 else 0

@@ -1,0 +1,23 @@
+"""Columns: what every table here is made of, with names for what their numbers mean.
+
+A column is one-dimensional. The aliases say nothing to NumPy; they tell a reader whether a number is bytes, a place or
+a moment.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[Any]
+"""Of any type of number."""
+Ints = NDArray[np.int64]
+"""Numbers of no special meaning."""
+Sizes = NDArray[np.int64]
+"""Bytes."""
+Offsets = NDArray[np.int64]
+"""Bytes from the begin of an arena or a packing; -1 where there is none."""
+Times = NDArray[np.int64]
+"""Moments on one clock: event indices of a trace, tape time, or epochs of a problem."""
+Rows = NDArray[np.int64]
+"""Rows of another table."""

@@ -1,0 +1,288 @@
+"""Blocks and segments: what the compiled models share, and the bookkeeping around every event.
+
+Contract: the blocks of a segment are a doubly linked list in the order of their addresses, without gaps:
+`address + size` of a block is the `address` of its `next`. Row 0 of either table means none. Segments get addresses
+that were never used before, two granules apart at least, so that blocks of different segments never touch. A driver
+stops before an event for which the tables might be too small; Python makes them larger and goes on. Requests without
+bytes hold no block.
+"""
+
+import numpy as np
+
+from stalloc.compiled import njit
+from stalloc.core.record_types import Record, record_at, row_of, table
+from stalloc.core.records import Word
+from stalloc.replay.protocol import Kind
+from stalloc.replay.records import Owner
+from stalloc.replay.sizes import GRANULE
+
+FIRST_ADDRESS = 1 << 44
+ROWS_AHEAD = 8  # rows that one event may need at most, of blocks and of segments
+
+FREE, LIVE, WAITING, UNMAPPED, HEADER, UNUSED = range(6)
+"""States of a block. WAITING: given up, but a stream may still use it. UNMAPPED: addresses without memory. HEADER: the
+row stands for a tree."""
+
+
+class Block(Record):
+    """A row of the block table. Live and free blocks of a segment: address + size = address of `next`."""
+
+    address: int
+    size: int  # bytes
+    key: int  # what orders it in its tree before the address does: its size, or 0
+    priority: int  # in its tree; of a header, the state of the tree's random numbers
+    left: int  # in its tree; of a header, the root
+    right: int
+    previous: int  # block in front of it in its segment
+    next: int  # block behind it; of a row without a block, the next such row
+    tree: int  # that it is in, or was in last
+    state: int
+    request: int  # row of the request that holds it, -1 for none
+    requested: int  # bytes
+    stream: int
+    segment: int
+    extra: int  # the model's own, as is `other`
+    other: int
+
+
+class Segment(Record):
+    """Memory that came from the device in one piece."""
+
+    address: int
+    size: int  # 0: the row stands for nothing
+    first: int  # block; of a row without a segment, the next such row
+    tag: int  # the model's own
+
+
+class Store(Record):
+    """What every model has. reserved = sum of the sizes of segments; each peak >= what it is the peak of."""
+
+    reserved: int  # bytes that came from the device and did not go back
+    peak_reserved: int
+    allocated: int  # requested bytes of blocks that are not given up
+    peak_allocated: int
+    device_allocs: int
+    device_frees: int
+    retries: int
+    capacity: int  # bytes of the device, 0 for no limit
+    next_address: int
+    blocks_used: int  # rows, those given back included
+    blocks_spare: int  # first of the rows given back
+    num_spare: int
+    segments_used: int
+    segments_spare: int
+    refused: int  # whether the last request was
+    blocks: int  # (num_blocks,) of Block
+    num_blocks: int
+    segments: int  # (num_segments,) of Segment
+    num_segments: int
+    headers: int  # (num_headers,) row that stands for each tree
+    num_headers: int
+    places: int  # (n,) block that each request holds, 0 for none
+    addresses: int  # (n,) where each request was placed last, 0 for nowhere
+
+
+ROW = 16  # words of a Block: two lines of the cache
+store_at = record_at(Store)
+at = row_of("blocks", Block)
+cell_at = row_of("blocks", Word)
+segment_at = row_of("segments", Segment)
+header_at = row_of("headers", Word)
+place_at = row_of("places", Word)
+address_at = row_of("addresses", Word)
+
+
+def make_store(capacity_bytes: int) -> Owner:
+    """An empty store."""
+    numbers = {name: np.zeros(1, np.int64) for name in ("headers", "places", "addresses")}
+    store = Owner(Store, blocks=table(Block, 256), segments=table(Segment, 64), **numbers)
+    store.write(capacity=capacity_bytes, next_address=FIRST_ADDRESS, blocks_used=1, segments_used=1, num_headers=0)
+    return store
+
+
+@njit()
+def has_room(t):
+    """Whether the tables have room for any one event."""
+    return t.num_blocks - t.blocks_used >= ROWS_AHEAD and t.num_segments - t.segments_used >= ROWS_AHEAD
+
+
+@njit()
+def new_block(t):
+    """A row of the block table; what is in it is the last owner's, but it is free and holds no request."""
+    row = t.blocks_spare
+    if row != 0:
+        t.blocks_spare = at(t, row).next
+        t.num_spare -= 1
+    else:
+        row = t.blocks_used
+        t.blocks_used = row + 1
+    block = at(t, row)
+    block.state = FREE
+    block.request = -1
+    block.extra = 0
+    block.other = 0
+    return row
+
+
+@njit()
+def drop_block(t, row):
+    """Give a row back."""
+    block = at(t, row)
+    block.size = 0
+    block.state = UNUSED
+    block.next = t.blocks_spare
+    t.blocks_spare = row
+    t.num_spare += 1
+
+
+@njit()
+def count_reserved(t, change):
+    """Count bytes that came from the device, or went back where `change` is negative."""
+    t.reserved += change
+    t.peak_reserved = max(t.peak_reserved, t.reserved)
+
+
+@njit()
+def count_call(t, change):
+    """Count a call of the device that took bytes, or gave them back where `change` is negative."""
+    count_reserved(t, change)
+    if change > 0:
+        t.device_allocs += 1
+    else:
+        t.device_frees += 1
+
+
+@njit()
+def fits(t, size):
+    """Whether the device has so many bytes left."""
+    return t.capacity == 0 or t.reserved + size <= t.capacity
+
+
+@njit()
+def take_addresses(t, size):
+    """Where the device puts `size` bytes."""
+    address = t.next_address
+    t.next_address = address + (size + 3 * GRANULE - 1) // GRANULE * GRANULE
+    return address
+
+
+@njit()
+def whole_block(t, address, size):
+    """A free block, in no tree, that has no neighbours."""
+    row = new_block(t)
+    block = at(t, row)
+    block.address = address
+    block.size = size
+    block.previous = 0
+    block.next = 0
+    return row
+
+
+@njit()
+def new_segment(t, size, stream, tag):
+    """A segment of `size` bytes that is one free block in no tree: the block, or -1 if the device has no room."""
+    if not fits(t, size):
+        return -1
+    number = t.segments_spare
+    if number != 0:
+        t.segments_spare = segment_at(t, number).first
+    else:
+        number = t.segments_used
+        t.segments_used = number + 1
+    address = take_addresses(t, size)
+    block = whole_block(t, address, size)
+    at(t, block).segment = number
+    at(t, block).stream = stream
+    segment = segment_at(t, number)
+    segment.address = address
+    segment.size = size
+    segment.first = block
+    segment.tag = tag
+    count_call(t, size)
+    return block
+
+
+@njit()
+def drop_segment(t, block):
+    """Give the segment back to the device of which a free block, in no tree, is all."""
+    number = at(t, block).segment
+    segment = segment_at(t, number)
+    count_call(t, -segment.size)
+    segment.size = 0
+    segment.first = t.segments_spare
+    t.segments_spare = number
+    drop_block(t, block)
+
+
+@njit()
+def is_whole(t, block):
+    """Whether a block is all of its segment."""
+    return at(t, block).previous == 0 and at(t, block).next == 0
+
+
+@njit()
+def split(t, block, size):
+    """Cut a block after `size` bytes; the new block behind it, free and in no tree."""
+    row = new_block(t)
+    whole, rest = at(t, block), at(t, row)
+    after = whole.next
+    rest.address = whole.address + size
+    rest.size = whole.size - size
+    rest.previous = block
+    rest.next = after
+    rest.segment = whole.segment
+    rest.stream = whole.stream
+    rest.tree = whole.tree
+    if after != 0:
+        at(t, after).previous = row
+    whole.next = row
+    whole.size = size
+    return row
+
+
+@njit()
+def absorb(t, block, following):
+    """Let a block take in the one behind it; neither is in a tree."""
+    after = at(t, following).next
+    at(t, block).size += at(t, following).size
+    at(t, block).next = after
+    if after != 0:
+        at(t, after).previous = block
+    drop_block(t, following)
+
+
+@njit()
+def hold(t, row, block, requested):
+    """Note that a request holds a block; 0 for a request without bytes, below 0 for one refused: False then."""
+    if block <= 0:
+        place_at(t, row).value = 0
+        address_at(t, row).value = 0
+        t.refused = int(block < 0)
+        return block == 0
+    taken = at(t, block)
+    place_at(t, row).value = block
+    address_at(t, row).value = taken.address
+    taken.state = LIVE
+    taken.request = row
+    taken.requested = requested
+    t.allocated += requested
+    t.peak_allocated = max(t.peak_allocated, t.allocated)
+    return True
+
+
+@njit()
+def give_up(t, row, kind):
+    """A free of either kind: the block that is to become free now, 0 for none."""
+    block = place_at(t, row).value
+    if block == 0:
+        return 0
+    held = at(t, block)
+    if held.state == LIVE:
+        t.allocated -= held.requested
+        held.state = WAITING
+    if kind != Kind.FREE_COMPLETED:
+        return 0
+    place_at(t, row).value = 0
+    held.state = FREE
+    held.request = -1
+    return block

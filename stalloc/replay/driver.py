@@ -1,0 +1,93 @@
+"""The loop that feeds events to a compiled model: one source, compiled for each model with the model's own rules in it.
+
+numba compiles a function with the globals that it names, and keeps it on disk by its name and file. So `driver_of`
+makes a copy of the loop whose globals are the model's rules: nothing is looked up or called through a pointer while it
+runs, and each copy has a file of its own in the cache, which a closure over compiled functions could not have.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from stalloc.compiled import njit
+from stalloc.core.record_types import Record, record_at
+from stalloc.replay.blocks import give_up as usual_give_up
+from stalloc.replay.blocks import has_room as usual_has_room
+from stalloc.replay.blocks import hold, store_at
+from stalloc.replay.protocol import Kind
+
+
+@njit()
+def has_room(t, m, size):
+    """Whether the model's tables have room for any event, a request of `size` bytes among them."""
+    return usual_has_room(t)
+
+
+@njit()
+def empty(t, m, kind, request):
+    """Empty the cache; `kind` is EMPTY_CACHE, or what the model alone knows."""
+
+
+@njit()
+def give_up(t, m, request, kind):
+    """A free of either kind: the block that is to become free now, 0 for none."""
+    return usual_give_up(t, request, kind)
+
+
+@njit()
+def note(t, m, at, columns):
+    """Write the figures after an event: (k, m) columns, of which the first are reserved and allocated."""
+    columns[0, at] = t.reserved
+    columns[1, at] = t.allocated
+
+
+def _run(store, own, kind, request, size, stream, keep_going, start, columns):
+    """Go on from event `start`; the position of the first event that the tables have no room for, or that was refused.
+
+    With `keep_going` a request that is refused holds nothing, its frees do nothing, and all others are served.
+    """
+    t, m = store_at(store), own_at(own)
+    for at in range(start, len(kind)):
+        row, asks = request[at], kind[at] == Kind.ALLOC
+        if not has_room(t, m, size[row] if asks else 0):
+            return at
+        if asks:
+            block = allocate(t, m, row, size[row], stream[row]) if size[row] > 0 else 0
+            if not hold(t, row, block, size[row]) and not keep_going:
+                return at
+        elif kind[at] >= Kind.EMPTY_CACHE:
+            empty(t, m, kind[at], row)
+        else:
+            block = give_up(t, m, row, kind[at])
+            if block != 0:
+                free(t, m, block)
+        note(t, m, at, columns)
+    return len(kind)
+
+
+def own_at(pointer):
+    """Every model's own: the record of what it keeps beside its store."""
+    raise NotImplementedError
+
+
+def allocate(t, m, request, size, stream):
+    """Every model's own: a block for a request of `size` bytes, in no tree; -1 where memory runs out."""
+    raise NotImplementedError
+
+
+def free(t, m, block):
+    """Every model's own: a block becomes free."""
+    raise NotImplementedError
+
+
+def driver_of(name: str, own: type[Record], **rules: Callable[..., Any]) -> Callable[..., int]:
+    """The loop for one model, compiled at its first call.
+
+    `own` is the record of what the model keeps beside its store. `rules` are `allocate` and `free`, and where the model
+    differs from what is usual, `has_room`, `empty`, `give_up` and `note`: compiled functions that take what the
+    functions of these names here take.
+    """
+    copy = FunctionType(_run.__code__, _run.__globals__ | rules | {"own_at": record_at(own)}, f"run_{name}")
+    copy.__qualname__ = f"run_{name}"
+    driver: Callable[..., int] = njit(nogil=True)(copy)
+    return driver

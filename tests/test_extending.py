@@ -1,0 +1,78 @@
+"""docs/extending.md: its examples are taken from the page and run, and what it says has to be listed is listed."""
+
+import argparse
+import importlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stalloc.errors import BadInputError
+from stalloc.planner import plan, validate
+from stalloc.replay import Events, Kind
+from stalloc.replay.settings import read_settings
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Import the example of the page that belongs into a file of this name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(name):
+        blocks = re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL)
+        (code,) = [code for code, path in blocks if Path(path).stem == name]
+        (tmp_path / f"{name}.py").write_text(code.partition("\n")[2])  # the docstring is first in the real file
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_the_allocator_model_replays_a_program(example):
+    kind = example("each_its_own").EachItsOwn
+    model = kind(read_settings(kind.name, kind.settings_type, "granule:1KiB"), 16 << 10)
+    size = np.array([100, 5000, 0, 12_000])
+    events = Events(
+        kind=np.array([Kind.ALLOC, Kind.ALLOC, Kind.ALLOC, Kind.FREE_COMPLETED, Kind.ALLOC], np.int8),
+        request=np.array([0, 1, 2, 1, 3]),
+        event=np.arange(5),
+        size=size,
+        stream=np.zeros(4, np.int64),
+    )
+    fed = model.feed(events)
+    assert fed.reserved_bytes.tolist() == [1024, 6144, 6144, 1024, 1024 + 12_288]
+    assert fed.failed == -1
+    assert model.counters().more == {"largest": 12_288}
+    assert model.blocks().size_bytes.tolist() == [1024, 12_288]
+    small = kind(capacity_bytes=8 << 10)
+    assert small.feed(events).failed == 4
+    with pytest.raises(BadInputError, match="granule of each_its_own is 'x'"):
+        read_settings(kind.name, kind.settings_type, "granule:x")
+
+
+def test_the_trace_source_reads_what_can_be_planned(example, tmp_path):
+    source = example("plain_log")
+    data = b"alloc 1 1000\nalloc 2 2000\nfree 1\nalloc 3 1000\nfree 2\nfree 3\n"
+    assert source.looks_like_plain_log(data)
+    trace = source.read_plain_log(tmp_path / "a.log", data)
+    assert (trace.num_requests, trace.num_events) == (3, 6)
+    made = plan(trace)
+    assert made.peak_bytes == 1024 + 2048
+    assert validate(made, trace).ok
+    with pytest.raises(BadInputError, match=r"a\.log: line 2 is neither"):
+        source.read_plain_log(tmp_path / "a.log", b"alloc 1 1000\nfree 2\n")
+
+
+def test_the_verb_parses_calls_and_prints(example, tmp_path, capsys):
+    verb = example("largest")
+    (tmp_path / "p.csv").write_text("id,lower,upper,size\n0,0,10,1000\n1,5,10,3000\n")
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    assert verb.run(parser.parse_args([str(tmp_path / "p.csv")])) == 0
+    assert capsys.readouterr().out == "device 0: 3000 B\n"
+    assert verb.run(parser.parse_args([str(tmp_path / "p.csv"), "--json", "-"])) == 0
+    assert json.loads(capsys.readouterr().out) == {"largest_bytes": {"0": 3000}}
