@@ -118,6 +118,15 @@ def test_what_does_not_exist_is_one_sentence(csv, capsys, arguments, named):
     assert said.count("\n") == 1
 
 
+def test_more_than_any_device_holds_is_one_sentence_and_not_mapped_page_by_page(tmp_path, capsys):
+    file = tmp_path / "vast.csv"
+    file.write_text(f"id,lower,upper,size\na,0,4,{1 << 55}\nb,4,8,4096\n")
+    assert main(["simulate", str(file), "--conf", "expandable_segments:True"]) == 2
+    said = capsys.readouterr().err
+    assert str(1 << 55) in said
+    assert said.count("\n") == 1
+
+
 def test_a_snapshot_is_replayed_as_its_file_records(shared_traces, capsys):
     files = [str(shared_traces / f"{name}.pickle.gz") for name in ("tiny_transformer", "lm_fwd_ctx200")]
     devices = simulated(capsys, *files)["devices"]

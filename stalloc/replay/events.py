@@ -6,9 +6,11 @@ Upheld: what was live before recording is allocated first, in the order of its a
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.errors import BadInputError
 from stalloc.replay.protocol import Events, Kind
 from stalloc.trace.record import Action, Trace
 
+_MAX_LOAD_BYTES = 1 << 47
 _KINDS = np.full(len(Action), -1, np.int8)
 _KINDS[[Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED]] = (
     Kind.ALLOC,
@@ -31,7 +33,8 @@ def recorded_conf(trace: Trace) -> str:
 def events_of(trace: Trace) -> Events:
     """The requests of a trace as events, the baseline before all others.
 
-    A trace of bare lifespans gets its frees before the allocs of the same moment.
+    A trace of bare lifespans gets its frees before the allocs of the same moment. Raises BadInputError where more
+    lives at a time than any device holds: models map such memory page by page.
     """
     old = trace.num_baseline_requests
     if len(trace.action):
@@ -47,10 +50,19 @@ def events_of(trace: Trace) -> Events:
         order = order[(at[order] >= 0) & (is_alloc[order].astype(bool) | (at[order] < trace.num_events))]
         kinds = np.where(is_alloc[order], Kind.ALLOC, Kind.FREE_COMPLETED).astype(np.int8)
         request, event = row[order], at[order]
-    return Events(
+    events = Events(
         kind=np.concatenate([np.full(old, Kind.ALLOC, np.int8), kinds]),
         request=np.concatenate([np.arange(old), request]).astype(np.int64),
         event=np.concatenate([np.full(old, -1), event]).astype(np.int64),
         size=trace.size,
         stream=trace.stream,
     )
+    _check_load(events)
+    return events
+
+
+def _check_load(events: Events) -> None:
+    sign = (events.kind == int(Kind.ALLOC)).astype(np.int64) - (events.kind == int(Kind.FREE_COMPLETED))
+    load = int(np.cumsum(sign * events.size[events.request]).max(initial=0))
+    if load > _MAX_LOAD_BYTES:
+        raise BadInputError(f"{load} bytes live at a time, which no device holds: correct the sizes of the trace.")
