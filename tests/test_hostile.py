@@ -14,7 +14,7 @@ KINDS = {"snapshot", "kineto", "timeline", "page", "dtr", "rmm", "csv", "trace",
 
 def hostile(keep: Path, *arguments: str) -> dict[str, Any]:
     """The figures of a campaign in a process of its own, which has to find nothing."""
-    command = [sys.executable, str(BENCH / "hostile"), *arguments, "--keep", str(keep), "--json", "-"]
+    command = [sys.executable, str(BENCH / "hostile"), *arguments, "--plans", "100", "--keep", str(keep), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout, done.stderr
     figures = json.loads(done.stdout)

@@ -17,7 +17,7 @@ from stalloc.runtime.tapes import Tapes, plan_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
-from running.hostile_plans import soak_plans
+from hostility.plans import soak_plans
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -4,7 +4,9 @@ Contract: each address that the program gets lies in memory that the device gave
 byte; else the soak has a finding. A plan either ends in one sentence (PlanError, BadInputError) or the program runs.
 """
 
+import contextlib
 import dataclasses
+import io
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from running.hostile_programs import MIB, Program, make_program
+from hostility.programs import MIB, Program, make_program
 from stalloc.errors import StallocError
 from stalloc.integrations.plan_cache import PlanCache
 from stalloc.integrations.ranks import fits
@@ -117,7 +119,9 @@ def _put_in_force(controller: OfflineController, plan: Plan, tape: Tape, way: st
         controller.serving.put_in_force(admitted, plan)
         return
     save_plans(file, [plan])
-    plans = load_plans(file) if way == "file" else PlanCache(file).load()
+    with contextlib.redirect_stderr(io.StringIO()) as said:  # of kept plans that are ignored
+        plans = load_plans(file) if way == "file" else PlanCache(file).load()
+    assert said.getvalue().count("\n") == (not plans), said.getvalue()
     if not plans:
         raise StallocError("bad-file: the kept plan is ignored.")
     controller.serving.use(plans[0])
