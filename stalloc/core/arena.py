@@ -44,7 +44,7 @@ def serve_arena(device, arena, arena_bytes):
 
 @inner()
 def _end_at(state, arena_bytes):
-    """Make one more cell of what the arena has beyond the plan, so that it can be leased."""
+    """Make one more cell of the arena's bytes beyond the plan, so that they can be leased."""
     count = state.num_cells
     if cell_at(state, count).offset < arena_bytes:
         cell_at(state, count + 1).offset = arena_bytes

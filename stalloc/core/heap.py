@@ -108,7 +108,7 @@ def _is_much_too_large(state, row, size):
 
 @inner()
 def _split(state, row, size):
-    """Make a free block of what a block, which is in no free list, has beyond `size` bytes, if there is a row."""
+    """Split a block that is in no free list after `size` bytes; what is left becomes free, if a row is left for it."""
     other = allocate_block_row(state)
     if other == 0:
         return
@@ -128,7 +128,7 @@ def _split(state, row, size):
 
 @inner()
 def take_block(state, row, size, requested):
-    """Make a free block live, splitting off what it has too much; its address."""
+    """Make a free block live, and split it if it is larger than needed; its address."""
     remove_free(state, row)
     block = block_at(state, row)
     kind = pool_at(state, pool_of(state, row)).kind

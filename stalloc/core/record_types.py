@@ -81,7 +81,7 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
 
 
 def offset_of(record: type[Record], path: str) -> int:
-    """The bytes from the begin of a record to a field (`name`, or `name.name` in a record inside it)."""
+    """The bytes from the start of a record to a field (`name`, or `name.name` in a record inside it)."""
     offset, dtype = 0, dtype_of(record)
     for name in path.split("."):
         assert dtype.fields is not None

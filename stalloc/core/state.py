@@ -411,7 +411,7 @@ class DeviceState:
     def steps(self) -> list[Step]:
         """The planned steps that ended, oldest first, as far as the log reaches back.
 
-        The log's first row only marks the begin of the first planned step.
+        The log's first row only marks the start of the first planned step.
         """
         count, rows = self.record.step_count, self.tables.step_log.copy()
         order = range(max(1, count - STEP_LOG_ROWS), count)

@@ -204,7 +204,7 @@ def at_boundary(state, key):
 
 @inner()
 def _passes_start(state, position):
-    """Whether the way forward from the cursor to a position passes the begin of the ring."""
+    """Whether the way forward from the cursor to a position passes the start of the ring."""
     cursor, start = state.cursor, state.ring_start
     if position < start:
         return False

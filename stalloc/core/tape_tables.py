@@ -26,7 +26,7 @@ class TapeTables:
     entries: np.ndarray  #: of TapeEntry
     bits: Words  #: of taken cells
     slots: np.ndarray  #: of Slot, by hash
-    cells: np.ndarray  #: of Cell; one more than the plan has, for what the arena has beyond it, and where that ends
+    cells: np.ndarray  #: of Cell; two more than the plan has: for the arena's bytes beyond it, and where those end
     use_starts: Words
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray

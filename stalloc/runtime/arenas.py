@@ -186,7 +186,7 @@ class Arenas:
             self.arena = None
 
     def match(self) -> None:
-        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
+        """Make the memory that is held agree with the core's tables after an interrupted call."""
         state = self.state
         bases, sizes = (column.tolist() for column in state.segments())
         for base in bases:

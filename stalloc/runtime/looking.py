@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
-_PATIENCE = 3  # further looks that a tape gets whose lifespans are not all known
+_PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
 _MIN_PERIOD = 4  # requests; shorter repetitions are none
 
 

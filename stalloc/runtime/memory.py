@@ -28,7 +28,7 @@ class ArenaHolder(Protocol):
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
 
     def match(self) -> None:
-        """Hold the memory that the core's tables name, and no other: an error may have come between the two."""
+        """Make the memory that is held agree with the core's tables after an interrupted call."""
 
 
 class DeviceMemory:

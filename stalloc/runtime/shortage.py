@@ -38,7 +38,7 @@ class Shortage:
             if memory.take_segment(pool, least):
                 return True
         if self._arenas.use_retired() or self._arenas.lend_again():
-            return True  # the core asks again if that was in vain
+            return True  # the core asks again if that did not help
         full = state.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too

@@ -153,8 +153,9 @@ class Steps:
         self._times_seen[name] += 1
 
     def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
-        """Whether a step that is recorded for the first time is known to have occurred before there were marks, or
-        (as far as its number of requests tells) to have been the one after which the record was begun.
+        """Whether a step that is recorded for the first time has occurred before.
+
+        It may have occurred before there were marks; or, to judge by its number of requests, recording began after it.
         """
         if self._last_allocs == self._missed_allocs:
             self._missed_allocs = 0
