@@ -141,7 +141,6 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_verb_lets_text_of_a_file_steer_the_terminal(tmp_path, capsys, name):
-    print(f"seed {SEED}")
     rng = random.Random(f"{SEED} {name}")
     done = 0
     for _ in range(ROUNDS):

@@ -71,7 +71,9 @@ def collect() -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title=title, title_justify="left", show_header=False, box=None, padding=(0, 2)
+    )  # names may be strangers, and begin no line
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
