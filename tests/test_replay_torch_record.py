@@ -1,10 +1,12 @@
 """Recorded snapshots against the model: real files to the address, and files that say something else."""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stalloc.errors import BadInputError
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_caching import TorchCaching, parse_settings
 from stalloc.replay.torch_record import check_record
@@ -112,9 +114,8 @@ def test_a_start_can_be_followed_event_by_event(snapshot):
     assert Kind.EMPTY_CACHE not in events.kind
 
 
-@pytest.mark.parametrize("flag", [-106, 5, 127])
-def test_flags_of_segments_are_flags_whatever_a_file_says(tmp_path, flag):
-    """They choose a tree of free blocks in compiled code, which checks no index."""
+def small_snapshot(file: Path, *more_segments: dict) -> Trace:
+    """One small segment with one live request, and what other segments the list at the end holds."""
     address, size = 0x7F00_0000_0000, 2 * MIB
     event = {"action": "alloc", "addr": address, "size": 512, "stream": 0, "time_us": 0}
     blocks = [
@@ -122,11 +123,39 @@ def test_flags_of_segments_are_flags_whatever_a_file_says(tmp_path, flag):
         {"size": size - 512, "requested_size": 0, "state": "inactive"},
     ]
     segment = {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": blocks}
-    file = tmp_path / "s.pickle"
-    file.write_bytes(pickle.dumps({"segments": [segment | {"segment_type": "small"}], "device_traces": [[event]]}))
+    segment |= {"segment_type": "small"}
+    file.write_bytes(pickle.dumps({"segments": [segment, *more_segments], "device_traces": [[event]]}))
     (trace,) = load_traces(file)
+    return trace
+
+
+def test_a_segment_of_a_stream_that_asked_for_nothing_has_its_pool(tmp_path):
+    """Its free block goes into a tree of free blocks, which compiled code finds by the stream's number."""
+    block = {"size": 20 * MIB, "requested_size": 0, "state": "inactive"}
+    other = {"device": 0, "address": 0x7F10_0000_0000, "total_size": 20 * MIB, "stream": 7, "blocks": [block]}
+    trace = small_snapshot(tmp_path / "s.pickle", other | {"segment_type": "large"})
+    model = TorchCaching.from_record(trace)
+    assert model.counters().reserved_bytes == 22 * MIB
+    assert check_record(trace).exact
+
+
+def test_segments_that_overlap_are_not_compared(tmp_path):
+    block = {"size": 2 * MIB, "requested_size": 0, "state": "inactive"}
+    other = {"device": 0, "address": 0x7F00_0010_0000, "total_size": 2 * MIB, "stream": 0, "blocks": [block]}
+    trace = small_snapshot(tmp_path / "s.pickle", other | {"segment_type": "small"})
+    check = check_record(trace)
+    assert (check.exact, check.num_compared) == (False, 0)
+    assert check.reason
+    with pytest.raises(BadInputError):
+        TorchCaching.from_record(trace)
+
+
+@pytest.mark.parametrize("flag", [-106, 5, 127])
+def test_flags_of_segments_are_flags_whatever_a_file_says(tmp_path, flag):
+    """They choose a tree of free blocks in compiled code, which checks no index."""
+    trace = small_snapshot(tmp_path / "s.pickle")
     changed = trace.replace(extra=trace.extra | {"segment_is_small": np.array([flag], np.int8)})
     models = [TorchCaching.from_record(one) for one in (trace, changed)]
     fed = [model.feed(recorded_calls(trace, recorded_settings(trace))[0]) for model in models]
-    assert fed[0].address.tolist() == fed[1].address.tolist() == [address]
+    assert fed[0].address.tolist() == fed[1].address.tolist() == [0x7F00_0000_0000]
     assert models[0].counters() == models[1].counters()

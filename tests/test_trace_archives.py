@@ -169,6 +169,7 @@ TABLES = {
     "segment_pool": np.zeros((1, 3), np.int64),
     "segment_is_small": np.zeros(1, np.int8),
     "block_request": np.array([7]),
+    "block_address": np.array([2**64 - 1], np.uint64),
     "site": np.array([5, 5, 5]),
 }
 

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE
 from stalloc.replay.model import TableModel
 from stalloc.replay.protocol import BlockMap, Events, Fed, Kind
 from stalloc.replay.torch_blocks import OWN, TREES
 from stalloc.replay.torch_cache import run
 from stalloc.replay.torch_settings import TorchSettings, parse_settings
-from stalloc.replay.torch_start import load_blocks, recorded_calls, recorded_settings, segment_pools, starting_blocks
+from stalloc.replay.torch_start import (
+    is_whole,
+    load_blocks,
+    recorded_calls,
+    recorded_settings,
+    segment_pools,
+    starting_blocks,
+)
 from stalloc.trace.record import Trace
 
 __all__ = ["TorchBlockMap", "TorchCaching", "TorchFed", "parse_settings"]
@@ -85,15 +93,18 @@ class TorchCaching(TableModel):
         """The allocator that a snapshot recorded, as it was before the first event; `recorded_calls` follow.
 
         `settings` are the recorded ones if not given. New segments get the recorded addresses. Raises BadInputError
-        for a trace without segments or with private pools.
+        for a trace without segments or with private pools, or whose segments and blocks do not fit each other.
         """
         settings = settings or recorded_settings(trace)
         blocks = starting_blocks(trace, settings)
+        if not is_whole(blocks):
+            raise BadInputError("the segments and blocks of the recording do not fit each other: record it again.")
         small, base, added = segment_pools(trace, blocks, settings)
         given = added if settings.expandable_segments else recorded_calls(trace, settings)[1]
         model = cls(settings, device_addresses=given)
         none = np.empty(0, np.int64)
-        model._make_room(Events(none, none, none, trace.size, trace.stream))
+        streams = np.concatenate([trace.stream, blocks.stream])  # a segment may be of a stream without a request
+        model._make_room(Events(none, none, none, trace.size, streams))
         model._store.lengthen(blocks=model._store["num_blocks"] + 3 * len(blocks.address) + 64)
         requested = np.where(blocks.request >= 0, trace.size[blocks.request] if trace.num_requests else 0, 0)
         columns = blocks.address, blocks.size_bytes, blocks.request, blocks.stream, blocks.segment

@@ -12,7 +12,7 @@ from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.torch_cache import RELEASE
 from stalloc.replay.torch_caching import TorchCaching, TorchFed
 from stalloc.replay.torch_settings import TorchSettings
-from stalloc.replay.torch_start import recorded_calls, recorded_settings
+from stalloc.replay.torch_start import is_whole, recorded_calls, recorded_settings, starting_blocks
 from stalloc.trace.record import Action, Trace
 
 _SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
@@ -40,11 +40,16 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
     """
     settings = settings or recorded_settings(trace)
     events, _ = recorded_calls(trace, settings)
+    cannot = ""
     if np.any(trace.extra.get("segment_pool", 0)):
+        cannot = "the trace has private pools, which the model has not"
+    elif not is_whole(starting_blocks(trace, settings)):
+        cannot = "its segments and blocks do not fit each other"
+    if cannot:
         return RecordCheck(
             exact=False,
             first_difference=None,
-            reason="the trace has private pools, which the model has not",
+            reason=cannot,
             num_segment_events=int(np.isin(trace.action, _SEGMENT_ACTIONS).sum()),
             num_compared=0,
         )

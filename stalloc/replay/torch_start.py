@@ -135,6 +135,20 @@ def _real_ends(trace: Trace, request: Column, address: Column, end: Column, limi
     return real
 
 
+def is_whole(blocks: BlockMap) -> bool:
+    """Whether segments keep apart, and the blocks of each follow one another from its begin to its end."""
+    begin, end = blocks.segment_address, blocks.segment_address + blocks.segment_size
+    first = np.flatnonzero(np.diff(blocks.segment, prepend=-1))
+    last = np.append(first[1:], len(blocks.segment)) - 1
+    if len(blocks.segment) == 0 or not np.array_equal(blocks.segment[first], np.arange(len(begin))):
+        return len(begin) == 0
+    beyond = blocks.address + blocks.size_bytes
+    follows = blocks.address[1:] == beyond[:-1]
+    follows[last[:-1]] = True  # another segment begins
+    fits = np.array_equal(blocks.address[first], begin) and np.array_equal(beyond[last], end)
+    return bool(fits and follows.all() and (blocks.size_bytes > 0).all() and (begin[1:] >= end[:-1]).all())
+
+
 def segment_pools(trace: Trace, blocks: BlockMap, settings: TorchSettings) -> tuple[Column, Column, Column]:
     """Which segments of a map are small (s,), where the expandable segment of each begins (s,), or 0, and where those
     expandable segments begin that the recording adds, in the order of their first use."""

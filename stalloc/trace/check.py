@@ -13,6 +13,7 @@ from stalloc.errors import BadInputError
 from stalloc.trace.record import MOST_BYTES, Action, Trace
 
 _BLOCKS = ("block_address", "block_size", "block_request")
+_MAX_ADDRESS = (1 << 63) - MOST_BYTES  # so that a block ends below 2**63
 _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")
 
 
@@ -57,9 +58,11 @@ def _check_extra(trace: Trace) -> None:
         _refuse(trace, present[0], f"comes without {', '.join(set(_BLOCKS) - set(present))}")
     if present:
         columns = [_numbers(trace, name, extra[_BLOCKS[0]].shape[:1]) for name in _BLOCKS]
-        _, size, request = columns
+        address, size, request = columns
         if len(size) and (size.min() < 0 or float(size.sum(dtype=np.float64)) >= MOST_BYTES):
             _refuse(trace, "block_size", "holds what is no number of bytes")
+        if len(address) and int(address.max()) > _MAX_ADDRESS:
+            _refuse(trace, "block_address", "holds an address that no address space has")
         if len(request) and (request.min() < -1 or request.max() >= num_requests):
             _refuse(trace, "block_request", "points outside the requests")
 

@@ -117,8 +117,8 @@ class _Child:
 
     def check(self) -> Iterator[tuple[int, Outcome]]:
         """End a child that has said nothing for too long."""
-        if self.is_done or self._running is None:
-            return
+        if self.is_done or self._running is None or select.select([self.pipe], [], [], 0)[0]:
+            return  # what it has said is still to be read: whoever takes outcomes may have been busy for long
         used = _processor_seconds(self._pid) - self._began_at
         if used > PATIENCE_ON_PROCESSOR or time.monotonic() - self._heard > PATIENCE_SECONDS:
             os.kill(self._pid, signal.SIGKILL)
