@@ -91,6 +91,8 @@ def test_a_good_program_passes():
         ({"offset": column(0, -512, 0)}, "negative-offset"),
         ({"peak_bytes": 1023}, "beyond-peak"),
         ({"lower_bound_bytes": 512}, "wrong-lower-bound"),
+        ({"alignment": 0}, "bad-constraint"),
+        ({"alignment": -512}, "bad-constraint"),
         ({"size": column(512, -512, 512)}, "bad-size"),
         ({"size": column(512, 1 << 62, 512)}, "bad-size"),
         ({"size": column(512, (1 << 63) - 1, 512)}, "bad-size"),

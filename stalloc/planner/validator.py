@@ -97,6 +97,8 @@ def _tape_in_range(plan: Plan) -> Verdict:
 
 def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
     """Each entry by itself, planned or not and however short its lifespan: what builds an arena goes by all of them."""
+    if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
+        return Verdict(False, "bad-constraint", f"the alignment is {plan.alignment}, no power of two")
     for row, (start, end, offset, size, stream) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         if not 0 <= size <= _MAX_BYTES:
             return Verdict(False, "bad-size", f"{what} {row} has {size} bytes")

@@ -19,7 +19,7 @@ from stalloc.errors import StallocError
 from stalloc.integrations.plan_cache import PlanCache
 from stalloc.integrations.ranks import fits
 from stalloc.lifespans.tape import Tape
-from stalloc.planner import Plan, load_plans, plan_tape, save_plans
+from stalloc.planner import Plan, load_plans, plan_tape, plans_from_bytes, plans_to_bytes, save_plans
 from stalloc.planner.ring import ring_bound
 from stalloc.replay.planned import OfflineController, make_controller
 from stalloc.runtime.admission import admit
@@ -101,6 +101,7 @@ def _one(
 
 def _put_in_force(controller: OfflineController, plan: Plan, tape: Tape, way: str, file: Path) -> None:
     if way == "rank":
+        (plan,) = plans_from_bytes(plans_to_bytes([plan]), "the job's store")
         # whoever writes the store of a job knows the tape that is asked for
         claimed = Tape(
             **{name.removeprefix("tape_"): getattr(plan, name) for name in _TAPE_COLUMNS[:-1]},
