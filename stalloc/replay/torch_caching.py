@@ -89,14 +89,17 @@ class TorchCaching(TableModel):
         self._own.write(allowed=allowed, collect_above=collect_above, space_bytes=space)
 
     @classmethod
-    def from_record(cls, trace: Trace, settings: TorchSettings | None = None) -> "TorchCaching":
+    def from_record(
+        cls, trace: Trace, settings: TorchSettings | None = None, blocks: BlockMap | None = None
+    ) -> "TorchCaching":
         """The allocator that a snapshot recorded, as it was before the first event; `recorded_calls` follow.
 
-        `settings` are the recorded ones if not given. New segments get the recorded addresses. Raises BadInputError
+        `settings` are the recorded ones if not given, `blocks` those that `starting_blocks` finds. New segments get the
+        recorded addresses. Raises BadInputError
         for a trace without segments or with private pools, or whose segments and blocks do not fit each other.
         """
         settings = settings or recorded_settings(trace)
-        blocks = starting_blocks(trace, settings)
+        blocks = blocks if blocks is not None else starting_blocks(trace, settings)
         if not is_whole(blocks):
             raise BadInputError("the segments and blocks of the recording do not fit each other: record it again.")
         small, base, added = segment_pools(trace, blocks, settings)

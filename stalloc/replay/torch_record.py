@@ -40,10 +40,10 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
     """
     settings = settings or recorded_settings(trace)
     events, _ = recorded_calls(trace, settings)
-    cannot = ""
+    cannot, blocks = "", None
     if np.any(trace.extra.get("segment_pool", 0)):
         cannot = "the trace has private pools, which the model has not"
-    elif not is_whole(starting_blocks(trace, settings)):
+    elif not is_whole(blocks := starting_blocks(trace, settings)):
         cannot = "its segments and blocks do not fit each other"
     if cannot:
         return RecordCheck(
@@ -53,7 +53,7 @@ def check_record(trace: Trace, settings: TorchSettings | None = None) -> RecordC
             num_segment_events=int(np.isin(trace.action, _SEGMENT_ACTIONS).sum()),
             num_compared=0,
         )
-    fed = TorchCaching.from_record(trace, settings).feed(events)
+    fed = TorchCaching.from_record(trace, settings, blocks).feed(events)
     wrong_place = (events.kind == Kind.ALLOC) & (fed.address != trace.address[events.event].astype(np.int64))
     recorded = trace.reserved_bytes()[events.event]
     wrong_reserved = fed.reserved_bytes != recorded
