@@ -136,6 +136,17 @@ def test_a_failed_request_stops_the_replay_unless_told_otherwise():
     assert (on.failed, on.num_out_of_memory, on.reserved_bytes.tolist()[-1]) == (1, 1, 80 * MIB)
 
 
+def test_a_refused_request_does_not_end_the_replay_when_the_tables_grow_afterwards():
+    num_requests = 2000
+    sizes = np.full(num_requests, 3 * MIB)
+    sizes[0] = 2 << 40
+    kinds, requests = np.zeros(num_requests, np.int8), np.arange(num_requests)
+    events = Events(kinds, requests, requests, sizes, np.zeros(num_requests, np.int64))
+    fed = TorchCaching(capacity_bytes=1 << 40).feed(events, keep_going=True)
+    assert (fed.failed, fed.num_out_of_memory) == (0, 1)
+    assert (fed.address[1:] > 0).all()
+
+
 def test_blocks_above_the_limit_are_not_split():
     play = Play("max_split_size_mb:32")
     number, _ = play.take(100 * MIB)

@@ -92,7 +92,7 @@ class TableModel:
         while True:
             store.write(refused=0)
             at = int(type(self).driver(store.pointer, self._own.pointer, *given, keep_going, at, columns))
-            if at == num_events or store["refused"]:
+            if at == num_events or (store["refused"] and not keep_going):
                 break
             self._grow()
         if at == num_events:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
-_DEARER, _DEARER_BYTES = 1.5, 64 << 20  # times, and bytes, by which a switch may hold more than what came before it
+_DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
 
 
 @dataclass(frozen=True)
