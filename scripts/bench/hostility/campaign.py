@@ -241,9 +241,13 @@ class Campaign:
 
 
 def _compile_search() -> None:
-    """Plan a problem that is small, and hard enough that the planner searches; most seeds are planned without."""
+    """Plan problems that are small, and hard enough that the planner searches; most seeds are planned without."""
     rng = random.Random(0)
     start = [rng.randrange(60) for _ in range(80)]
-    plan(
-        (start, [first + rng.randrange(1, 30) for first in start], [rng.randrange(1, 100) for _ in start]), alignment=1
-    )
+    end = [first + rng.randrange(1, 30) for first in start]
+    lifespans = start, end, [rng.randrange(1, 100) for _ in start]
+    alignments = [rng.choice((1, 2, 8)) for _ in start]
+    plan(lifespans, alignment=1)
+    for fixed in (None, {0: 0, 7: 4_000}):
+        for forbidden in ((), [(100, 300)]):
+            plan(lifespans, alignment=alignments, fixed=fixed, forbidden=forbidden, time_budget_seconds=20)
