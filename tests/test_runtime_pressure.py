@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from stalloc.replay.planned import make_controller
+from stalloc.replay.offline import make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime.controller import MARK_STEP

@@ -9,7 +9,7 @@ import pytest
 from programs.core_machine import Intervals, Owners
 
 from stalloc.lifespans.units import recurring_steps
-from stalloc.replay.planned import make_controller
+from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.tapes import plan_steps

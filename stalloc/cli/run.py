@@ -65,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arena",
-        choices=("pool", "mapped"),
-        default="pool",
-        help="where the plan's memory comes from: CuPy's pool, or mapped memory, which grows and shrinks in place when "
-        "the program changes (default: pool)",
+        choices=("pages", "pool", "mapped"),
+        default="pages",
+        help="where memory comes from: pages, which move to where they are needed, or blocks of CuPy's pool (default: "
+        "pages, where the driver maps them; mapped is an older name for it)",
     )
     parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         observe_steps=args.observe_steps,
         streams=args.streams,
         handover_bytes=args.handover_bytes,
-        arena=args.arena,
+        arena="pool" if args.arena == "pool" else "pages",
     )
     cache = None
     if not args.plan and not args.save_plan and not args.observe_steps:

@@ -5,20 +5,24 @@ segment is of one stream, so cells that several streams use have to be parted fi
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.cells import cells_empty, find_cell, region_end
+from stalloc.core.cells import cells_empty, find_cell, has_page, region_end
 from stalloc.core.constants import (
     BLOCK_FREE,
+    BLOCK_UNMAPPED,
     GENERAL_KIND,
+    GRANULE,
     LEASED_KIND,
     MODE_REPLAY,
     NO_STREAM,
     STREAM_BITS,
+    UNMAPPED,
 )
-from stalloc.core.counters import count_joined, count_parted, count_resized, count_segment
+from stalloc.core.counters import count_joined, count_parted, count_segment
 from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.leases import begin_lease, end_lease, revoke, revoke_all
+from stalloc.core.leases import begin_lease, end_lease, revoke_all
+from stalloc.core.pages import insert_unmapped
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
 from stalloc.core.segments import (
@@ -37,9 +41,16 @@ from stalloc.core.step_log import begin_counting
 def serve_arena(device, arena, arena_bytes):
     """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     state = locked(device)
+    begin_serving(state, arena, arena_bytes)
+    state.arena_mapped_bytes = arena_bytes
+    unlock(state)
+
+
+@inner()
+def begin_serving(state, arena, arena_bytes):
+    """Serve the tape from an arena, all of which has memory as far as this knows."""
     _end_at(state, arena_bytes)
     _serve(state, arena, arena_bytes)
-    unlock(state)
 
 
 @inner()
@@ -55,6 +66,7 @@ def _end_at(state, arena_bytes):
 def _serve(state, arena, arena_bytes):
     state.arena = arena
     state.arena_bytes = arena_bytes
+    state.arena_pages = 0
     state.mode = MODE_REPLAY
     state.hits = 0
     state.misses = 0
@@ -76,6 +88,8 @@ def _serve(state, arena, arena_bytes):
 def _forget(state):
     state.arena = 0
     state.arena_bytes = 0
+    state.arena_mapped_bytes = 0
+    state.arena_pages = 0
     state.arena_live = 0
     state.num_cells = 0
     state.num_leases = 0
@@ -100,30 +114,10 @@ def forget_arena(device):
     if state.arena_live != 0 or state.mode == MODE_REPLAY or not revoke_all(state):
         arena_bytes = 0
     else:
+        count_segment(state, GENERAL_KIND, -state.arena_mapped_bytes)
         _forget(state)
-        count_segment(state, GENERAL_KIND, -arena_bytes)
     unlock(state)
     return arena_bytes
-
-
-@njit()
-def cut_arena(device, size):
-    """Let the arena end after `size` bytes, beyond which the plan places nothing; False if somebody is there.
-
-    For Python.
-    """
-    state = locked(device)
-    first, count, done = find_cell(state, size), state.num_cells, False
-    if state.arena_bytes > size and 0 <= first < count:
-        revoke(state, first, count)
-        done = cells_empty(state.cell_bits, first, count)
-        if done:
-            state.num_cells = first
-            count_resized(state, GENERAL_KIND, size - state.arena_bytes)
-            state.arena_bytes = size
-            state.cells_released += 1
-    unlock(state)
-    return done
 
 
 @inner()
@@ -138,18 +132,36 @@ def _link(state, segment, previous, row):
 
 @inner()
 def _append(state, segment, previous, address, size, status):
-    """Append a block to a segment that is being made, or let the free block before it grow; the last block's row."""
-    if status == BLOCK_FREE and previous != 0 and block_at(state, previous).state == BLOCK_FREE:
-        remove_free(state, previous)
+    """Append a block to a segment that is being made, or let the one before it grow if it is as free; the last row."""
+    if status in (BLOCK_FREE, BLOCK_UNMAPPED) and previous != 0 and block_at(state, previous).state == status:
+        if status == BLOCK_FREE:
+            remove_free(state, previous)
         block_at(state, previous).size_bytes += size
-        insert_free(state, previous)
+        if status == BLOCK_FREE:
+            insert_free(state, previous)
         return previous
     row = allocate_block_row(state)
     set_up_block(state, row, address, size, segment, status)
     _link(state, segment, previous, row)
     if status == BLOCK_FREE:
         insert_free(state, row)
+    elif status == BLOCK_UNMAPPED:
+        insert_unmapped(state, row)
     return row
+
+
+@inner()
+def _append_pages(state, segment, previous, begin, end):
+    """Append the bytes [begin, end) of the arena, of which some have no memory and none is used; the last row."""
+    while begin < end:
+        page = begin // GRANULE
+        following = min(end, (page + 1) * GRANULE)
+        status = BLOCK_FREE if has_page(state, page) else BLOCK_UNMAPPED
+        if status == BLOCK_UNMAPPED:
+            segment_at(state, segment).mapped_bytes -= following - begin
+        previous = _append(state, segment, previous, state.arena + begin, following - begin, status)
+        begin = following
+    return previous
 
 
 @inner()
@@ -197,6 +209,8 @@ def _num_regions(state):
         regions += 1
         i = region_end(state, i)
     rows = 2 * state.arena_live + 2 * state.num_leases + regions + 1
+    if state.arena_pages != 0:
+        rows += state.arena_bytes // GRANULE + 1
     if state.blocks_capacity - state.blocks_used < rows:
         return 0
     if state.segments_capacity - state.segments_used < regions:
@@ -221,7 +235,10 @@ def _dissolve_region(state, first, end, group):
         if i == end:
             break
         lease = cell_at(state, i).lease
-        if lease != 0:
+        if lease == UNMAPPED:
+            i += 1
+            previous = _append_pages(state, segment, previous, offset, cell_at(state, i).offset)
+        elif lease != 0:
             i, live = segment_at(state, lease).cell_high, live + segment_at(state, lease).num_live
             previous = _append_lease(state, segment, previous, lease)
         else:
@@ -229,8 +246,10 @@ def _dissolve_region(state, first, end, group):
             previous = _append_planned(state, segment, previous, slot)
             i, live = entry_at(state, slot_at(state, slot).entry).cell_high, live + 1
         gap = cell_at(state, i).offset
-    segment_at(state, segment).num_live = live
-    segment_at(state, segment).group = group
+    made = segment_at(state, segment)
+    made.num_live = live
+    made.is_paged = state.arena_pages != 0
+    made.group = group if made.is_paged == 0 else 0
 
 
 @njit()
@@ -353,6 +372,7 @@ def serve_segments(device, addresses, size):
     done = runs >= 0 and state.segments_capacity - state.segments_used > runs
     if done:
         _serve(state, arena, size)
+        state.arena_mapped_bytes = size
         for i in range(len(addresses)):
             _take_over(state, find_segment(state, addresses[i]), arena)
         count_joined(state, len(addresses))

@@ -52,6 +52,12 @@ def find_cell(state, offset):
 
 
 @inner()
+def has_page(state, page):
+    """Whether a page of the arena has memory."""
+    return state.arena_pages == 0 or (word_at(state.arena_pages, page >> 6).value >> (page & 63)) & 1 == 1
+
+
+@inner()
 def region_end(state, first):
     """The end of the cells from `first` on that are of one stream."""
     end = first + 1

@@ -4,7 +4,7 @@
 ALIGNMENT = 512  # every size is rounded up to it, as by torch and CuPy
 TINY = 512  # requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # requests up to this size share segments
-GRANULE = 2 << 20  # segments are multiples of it
+GRANULE = 2 << 20  # segments are multiples of it, and it is the size of a page
 # where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
 WASTE_SHIFT = 5
 MAX_SHARED_SEGMENT = 64 << 20
@@ -21,12 +21,13 @@ MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
-MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED = range(8)
-REASON_BITS = 3  # of what Python gets; above it is what the reason is about
+MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED, NEED_PAGES = range(9)
+REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
 
-# how far a request has come: nothing was tried; Python was asked before the tape moved; only the heap is left
-FIRST_TRY, PYTHON_WAS_ASKED, HEAP_ONLY = 0, 1, 2
+# how far a request has come: nothing was tried; Python was asked before the tape moved; only the heap is left; Python
+# was asked for the pages of its place in the arena
+FIRST_TRY, PYTHON_WAS_ASKED, HEAP_ONLY, GOT_PAGES = 0, 1, 2, 3
 
 # Pool.kind. Leased: cells of the arena. Retired: what lives there stays, nothing is served from there. Persistent: for
 # what is meant to last.
@@ -37,6 +38,8 @@ POOL_USED, POOL_PINNED, POOL_RETIRED = 1, 2, 3  # Pool.status; pinned: its memor
 # Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:
 # being freed, for another stream
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
+BLOCK_UNMAPPED = 5  # Block.state: addresses without memory, whole pages; nobody can have them
+UNMAPPED = -1  # Cell.lease: some of its memory is missing, so that nobody can have it
 
 # State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
 NO_PREVIOUS_USER = -1
@@ -44,7 +47,7 @@ UNRECORDED_USER = -2
 
 # Event.action, as in trace.record
 ACTION_ALLOC, ACTION_FREE_REQUESTED, ACTION_FREE_COMPLETED, ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_FREE = range(5)
-ACTION_OOM = 7
+ACTION_SEGMENT_MAP, ACTION_SEGMENT_UNMAP, ACTION_OOM = 5, 6, 7
 
 # lifespans are learnt for so many parts of a pass and classes of sizes
 LIFESPAN_PLACES_BITS, LIFESPAN_PLACES, LIFESPAN_SIZES = 6, 1 << 6, 64

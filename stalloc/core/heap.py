@@ -32,7 +32,8 @@ from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, pool_at, segment_at
 from stalloc.core.segments import allocate_block_row, release_block_row
 
-_SPLIT_LIMIT = 1 << 20  # bytes; a general block keeps a smaller remainder of a large request, or it would crumble
+# bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
+_SPLIT_LIMIT = 1 << 20
 
 
 class Outcome(NamedTuple):
@@ -132,7 +133,8 @@ def take_block(state, row, size, requested):
     remove_free(state, row)
     block = block_at(state, row)
     kind = pool_at(state, pool_of(state, row)).kind
-    if block.size_bytes - size > (_SPLIT_LIMIT if kind == GENERAL_KIND and size > SMALL_LIMIT else 0):
+    keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
+    if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
         _split(state, row, size)
     block.state = BLOCK_LIVE
     block.requested_bytes = requested

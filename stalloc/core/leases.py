@@ -11,7 +11,14 @@ that layer to the one of their free; here time is the place in the pass, and lif
 
 from stalloc.compiled import inner, njit
 from stalloc.core.cells import NEVER, cells_empty, flip_cells, needed_at, tape_time
-from stalloc.core.constants import LEASED_KIND, LIFESPAN_BITS, LIFESPAN_PLACES, LIFESPAN_PLACES_BITS, LIFESPAN_SIZES
+from stalloc.core.constants import (
+    LEASED_KIND,
+    LIFESPAN_BITS,
+    LIFESPAN_PLACES,
+    LIFESPAN_PLACES_BITS,
+    LIFESPAN_SIZES,
+    UNMAPPED,
+)
 from stalloc.core.free_lists import best_fit, remove_free
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
@@ -68,7 +75,7 @@ def revoke_all(state):
     i = 0
     while i < state.num_cells and state.num_leases > 0:
         row = cell_at(state, i).lease
-        if row == 0:
+        if row <= 0:
             i += 1
             continue
         segment = segment_at(state, row)
@@ -86,6 +93,8 @@ def revoke(state, low, high):
     i = low
     while i < high:
         row = cell_at(state, i).lease
+        if row == UNMAPPED:
+            return False
         if row == 0:
             i += 1
             continue

@@ -95,7 +95,7 @@ class FailedSearch(Record):
 class State(Record):
     """One device.
 
-    reserved_bytes = sum of segment bytes + arena_bytes
+    reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
     total.allocated_bytes + deferred_bytes <= reserved_bytes
     arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
     ring_start <= cursor < ring_end once the first pass has begun; [ring_start, ring_end) is the ring that is followed
@@ -120,7 +120,7 @@ class State(Record):
     ring_end: int
     cursor: int  # entry that is expected next
     arena: int  # address
-    arena_bytes: int  # 0: there is none
+    arena_bytes: int  # addresses of it; 0: there is none
     arena_live: int  # planned blocks that live
     cell_bits: int  # a bit for each cell: 1 if it is taken
     slots: int  # hash table of Slot
@@ -134,6 +134,7 @@ class State(Record):
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
 
     # the tape and the cells, set when a plan is installed
+    num_entries: int  # of the tape
     cells: int  # table of Cell
     num_cells: int
     use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
@@ -180,6 +181,10 @@ class State(Record):
     is_capturing: int
     num_waits: int  # of a stream for an event of another
 
+    # the arena's memory
+    arena_mapped_bytes: int  # those of its addresses that have memory
+    arena_pages: int  # a bit for each page: 1 if it has memory; 0: all of the arena has
+
     # the heap
     blocks: int  # table of Block
     blocks_used: int  # rows that were ever used, with row 0
@@ -204,6 +209,7 @@ class State(Record):
     allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
     memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
     expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
+    first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
     # what Python is entered for
     slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
@@ -242,7 +248,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 11]  # the counts begin at a line
+    padding: Annotated[Words, 7]  # the counts begin at a line
     total: Total
     large: Part
     small: Part
@@ -260,7 +266,7 @@ class Block(Record):
     next: int  # the neighbour above
     state: int  # BLOCK_FREE and so on
     segment: int
-    left: int  # of a free block: the one before it in its list, or those below it in its tree
+    left: int  # of a free or unmapped block: the one before it in its list, or those below it in its tree
     right: int
     requested_bytes: int = shares_word("left")  # of a block that is not free
     # of an unplanned request: tape time when it was made << LIFESPAN_BITS | its row among the lifespans; else -1
@@ -283,7 +289,9 @@ class Segment(Record):
     last_used: int  # State.steps_ever when the last block was taken from it
     size_bytes: int
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
-    padding: Annotated[Words, 6]
+    mapped_bytes: int  # those of size_bytes that have memory
+    is_paged: int  # 1: it gets and loses memory by pages
+    padding: Annotated[Words, 4]
 
 
 class Pool(Record):
@@ -349,7 +357,7 @@ class Cell(Record):
 
     offset: int
     stream: int  # NO_STREAM: several use it
-    lease: int  # segment that has borrowed it
+    lease: int  # segment that has borrowed it; UNMAPPED
     needed_at: int  # tape time when the plan needs it next; below now: not known
 
 

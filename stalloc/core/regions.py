@@ -4,11 +4,12 @@ Contract: what a plan has of a stream is moved as a whole, and only to where tha
 byte passes from one stream to another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stalloc.core.constants import ALIGNMENT
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import ALIGNMENT, GRANULE
 from stalloc.core.record_types import Words
 
 
@@ -35,3 +36,19 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
             return None
         moved[rows] = offset[rows] + (largest.begin - low)
     return moved
+
+
+def on_pages(tape: ArenaTape) -> ArenaTape:
+    """The same tape with each stream's region on pages of its own; as it is if streams share memory."""
+    if tape.cross_streams:
+        return tape
+    end, regions = 0, []
+    for index in np.unique(tape.stream[tape.offset >= 0]).tolist():
+        rows = (tape.stream == index) & (tape.offset >= 0)
+        ends = tape.offset[rows] + ((tape.size[rows] + (ALIGNMENT - 1)) & -ALIGNMENT)
+        size_bytes = int(ends.max() - tape.offset[rows].min())
+        regions.append(Region(end, size_bytes, index))
+        end += (size_bytes + GRANULE - 1) // GRANULE * GRANULE
+    moved = moved_into(regions, tape.size, tape.stream, tape.offset)
+    assert moved is not None  # each region is as large as what it is for
+    return replace(tape, offset=moved, arena_bytes=max(end, GRANULE))

@@ -14,6 +14,7 @@ the cache: those that `State` names as read by every request, its counts, the en
 """
 
 from stalloc.compiled import cfunc, inner, njit
+from stalloc.core.arena_pages import lacks_only_pages
 from stalloc.core.cells import cells_empty, flip_cells
 from stalloc.core.constants import (
     ACTION_ALLOC,
@@ -32,11 +33,13 @@ from stalloc.core.constants import (
     DEFER,
     FIRST_TRY,
     FULL_STREAMS,
+    GOT_PAGES,
     HEAP_ONLY,
     MAX_REQUEST,
     MAX_STREAMS,
     MODE_HEAP,
     MODE_REPLAY,
+    NEED_PAGES,
     POLL,
     PYTHON_WAS_ASKED,
     REASON_BITS,
@@ -71,11 +74,11 @@ def malloc(device, requested, handle):
     if requested > MAX_REQUEST:
         return _refuse(state, requested)
     size = (requested + (ALIGNMENT - 1)) & -ALIGNMENT
-    stage = FIRST_TRY
+    stage, position = FIRST_TRY, 0
     while True:
         lock(state)
         stream = stream_index(state, handle)
-        outcome = _try(state, stream, size, requested, stage)
+        outcome = _try(state, stream, size, requested, stage, position)
         if outcome.address != 0:
             _count(state, stream, outcome.address, size, requested)
             unlock(state)
@@ -84,7 +87,8 @@ def malloc(device, requested, handle):
             stage = HEAP_ONLY
         else:
             unlock(state)
-            stage = _ask(state, outcome.reason, outcome.subject, size, stage)
+            position = outcome.subject
+            stage = _ask(state, outcome.reason, position, size, stage)
             if stage < 0:
                 return _last_resort(state, stream, size, requested)
 
@@ -140,8 +144,8 @@ def finish_deferred(device, address):
 
 
 @inner(forceinline=True)
-def _try(state, stream, size, requested, stage):
-    """One try with the lock held."""
+def _try(state, stream, size, requested, stage, position):
+    """One try with the lock held; `position`: the entry that pages were asked for."""
     if stream < 0:
         return Outcome(0, REFUSED, FULL_STREAMS)
     # events must not be asked for while a graph is captured
@@ -154,9 +158,12 @@ def _try(state, stream, size, requested, stage):
             if stage == FIRST_TRY and state.ask_at_boundary != 0 and _is_asked_for(state, key):
                 state.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)
-            address = _serve_planned(state, key, requested)
-            if address != 0:
-                return Outcome(address, 0, 0)
+            if stage == GOT_PAGES:
+                outcome = _take_place(state, position, key, requested)
+            else:
+                outcome = _serve_planned(state, key, requested)
+            if outcome.address != 0 or outcome.reason != 0:
+                return outcome
             if state.excess_misses >= state.ask_after_misses > 0:
                 state.ask_after_misses = 0
                 return Outcome(0, STALE, 0)
@@ -170,27 +177,54 @@ def _try(state, stream, size, requested, stage):
 
 @inner(forceinline=True)
 def _serve_planned(state, key, requested):
-    """Serve a request from its place on the plan: its address, 0 if it has none that is free."""
+    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free."""
     position, begins = follow(state, key)
     if position < 0 or state.mode != MODE_REPLAY:
-        return 0
+        return Outcome(0, 0, 0)
     if begins:
         end_step(state)
     entry, bits = entry_at(state, position), state.cell_bits
     low, high = entry.cell_low, entry.cell_high
     if entry.offset < 0 or not (cells_empty(bits, low, high) or revoke(state, low, high)):
-        state.conflicts += 1
-        state.step_misses += 1
-        state.step_unplanned += entry.offset < 0
-        return 0
-    flip_cells(bits, low, high)
+        if entry.offset >= 0 and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+            return Outcome(0, NEED_PAGES, position)
+        _count_conflict(state, entry)
+        return Outcome(0, 0, 0)
+    return _take_cells(state, position, requested)
+
+
+@inner()
+def _count_conflict(state, entry):
+    state.conflicts += 1
+    state.step_misses += 1
+    state.step_unplanned += entry.offset < 0
+
+
+@inner()
+def _take_place(state, position, key, requested):
+    """Serve a request from the place of an entry, for which Python was asked for pages; nothing: that did not help."""
+    if state.mode != MODE_REPLAY or position >= state.num_entries:
+        return Outcome(0, 0, 0)
+    entry, bits = entry_at(state, position), state.cell_bits
+    low, high = entry.cell_low, entry.cell_high
+    if entry.key == key and entry.offset >= 0 and (cells_empty(bits, low, high) or revoke(state, low, high)):
+        return _take_cells(state, position, requested)
+    _count_conflict(state, entry)
+    return Outcome(0, 0, 0)
+
+
+@inner(forceinline=True)
+def _take_cells(state, position, requested):
+    """Serve a request from the empty cells of an entry."""
+    entry = entry_at(state, position)
+    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
     slot = slot_at(state, entry.slot)
     slot.entry = position
     slot.requested_bytes = requested
     slot.state = BLOCK_LIVE
     state.arena_live += 1
     state.hits += 1
-    return state.arena + entry.offset
+    return Outcome(state.arena + entry.offset, 0, 0)
 
 
 @njit(inline="always")
@@ -242,6 +276,8 @@ def _ask(state, reason, subject, size, stage):
     helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
     if reason in (AT_BOUNDARY, POLL, CHECK):
         return PYTHON_WAS_ASKED  # the tape has not moved yet
+    if reason == NEED_PAGES:
+        return GOT_PAGES
     if reason == STALE or (helped and (reason != REFUSED or stage != HEAP_ONLY)):
         return HEAP_ONLY  # the tape has moved past this request
     return -1

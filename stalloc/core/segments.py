@@ -15,7 +15,7 @@ from stalloc.core.constants import (
     POOL_RETIRED,
     RETIRED_KIND,
 )
-from stalloc.core.counters import count_resized, count_segment
+from stalloc.core.counters import count_segment
 from stalloc.core.event_log import record
 from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.intrinsics import locked, unlock
@@ -65,6 +65,8 @@ def allocate_segment_row(state, pool, address, size, first):
     segment.cell_high = 0
     segment.until = 0
     segment.group = 0
+    segment.mapped_bytes = size
+    segment.is_paged = 0
     segment.last_used = state.steps_ever
     return row
 
@@ -149,54 +151,6 @@ def change_kind(state, row, kind):
 
 
 @inner()
-def _last_block(state, segment):
-    """The block at the end of a segment."""
-    row = segment_at(state, segment).first
-    while block_at(state, row).next != 0:
-        row = block_at(state, row).next
-    return row
-
-
-@inner()
-def _extend(state, row, size):
-    """Add `size` free bytes to the end of a segment; False if the tables are full."""
-    last = _last_block(state, row)
-    block = block_at(state, last)
-    if block.state == BLOCK_FREE:
-        remove_free(state, last)
-        block.size_bytes += size
-    else:
-        following = allocate_block_row(state)
-        if following == 0:
-            return False
-        set_up_block(state, following, block.address + block.size_bytes, size, row, BLOCK_FREE)
-        block_at(state, following).previous = last
-        block.next = following
-        last = following
-    insert_free(state, last)
-    segment_at(state, row).size_bytes += size
-    return True
-
-
-@inner()
-def _shorten(state, row, size):
-    """Take `size` bytes off the end of a segment, of which some are left; False if they are not free."""
-    last = _last_block(state, row)
-    block = block_at(state, last)
-    if block.state != BLOCK_FREE or block.size_bytes < size:
-        return False
-    remove_free(state, last)
-    if block.size_bytes > size:
-        block.size_bytes -= size
-        insert_free(state, last)
-    else:
-        block_at(state, block.previous).next = 0
-        release_block_row(state, last)
-    segment_at(state, row).size_bytes -= size
-    return True
-
-
-@inner()
 def _group_in_use(state, group):
     for row in range(1, state.segments_used):
         segment = segment_at(state, row)
@@ -208,7 +162,7 @@ def _group_in_use(state, group):
 @inner()
 def _is_removable(state, segment, used_before):
     """Whether a segment holds nothing, was not used of late, and neither a lease nor a graph keeps it."""
-    if segment.address == 0 or segment.num_live != 0 or segment.cell_high != 0:
+    if segment.address == 0 or segment.num_live != 0 or segment.cell_high != 0 or segment.is_paged == 1:
         return False
     if segment.group != 0 and _group_in_use(state, segment.group):
         return False
@@ -255,40 +209,6 @@ def remove_free_segments(device, addresses, sizes, idle_passes):
         count += 1
     unlock(state)
     return count
-
-
-@njit()
-def resize_segment(device, address, size):
-    """Let a segment end elsewhere, `size` bytes from its begin; False if what it would lose is in use. For Python."""
-    state = locked(device)
-    row, done = find_segment(state, address), False
-    segment = segment_at(state, row)
-    if row != 0 and segment.group == 0 and size > 0:
-        more = size - segment.size_bytes
-        done = more == 0
-        if more > 0:
-            done = _extend(state, row, more)
-        elif more < 0:
-            done = _shorten(state, row, -more)
-        if done and more != 0:
-            count_resized(state, pool_at(state, segment.pool).kind, more)
-    unlock(state)
-    return done
-
-
-@njit()
-def segment_needs(device, address):
-    """Where the last block that is not free ends in a segment, bytes from its begin; 0: nowhere. For Python."""
-    state = locked(device)
-    row, needs = find_segment(state, address), 0
-    if row != 0:
-        last = _last_block(state, row)
-        if block_at(state, last).state == BLOCK_FREE:
-            last = block_at(state, last).previous
-        if last != 0:
-            needs = block_at(state, last).address + block_at(state, last).size_bytes - address
-    unlock(state)
-    return needs
 
 
 @njit()

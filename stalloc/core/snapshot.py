@@ -1,17 +1,26 @@
 """The heap of a device at one moment: the only reader for statistics, poison, compaction and replay.
 
 Contract: what it shows was true at once, under the lock; it only reads. An arena is shown as one segment, what the heap
-has borrowed of it as blocks like any other.
+has borrowed of it as blocks like any other; where memory comes by pages, each range in a row that has memory is one.
 """
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from stalloc.compiled import njit
 from stalloc.core.cells import cells_empty
-from stalloc.core.constants import BLOCK_FREE, MAX_STREAMS, PRIVATE_KINDS, SMALL_KIND, STREAM_BITS
+from stalloc.core.constants import (
+    BLOCK_FREE,
+    BLOCK_UNMAPPED,
+    GRANULE,
+    MAX_STREAMS,
+    PRIVATE_KINDS,
+    SMALL_KIND,
+    STREAM_BITS,
+)
 from stalloc.core.free_lists import pool_of
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import rounded_bytes
@@ -72,9 +81,12 @@ class Inactive:
 
 
 @njit()
-def _copy(device, words, words_to, segments, segments_to, pools, pools_to, blocks, blocks_to, slots, slots_to):
+def _copy(
+    device, words, words_to, segments, segments_to, pools, pools_to, blocks, blocks_to, slots, slots_to, pages, pages_to
+):
     """Copy tables, as words, while nobody changes them."""
     state = locked(device)
+    pages_to[:] = pages
     words_to[:] = words
     segments_to[:] = segments
     pools_to[:] = pools
@@ -88,7 +100,7 @@ def _words(rows: np.ndarray) -> Words:
 
 
 def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
-    """The record and four tables of a device, as they were at one moment."""
+    """The record and five tables of a device, as they were at one moment."""
     sources = [state.memory, *tables]
     copies = [np.empty(len(source), source.dtype) for source in sources]
     _copy(state.address, *(_words(rows) for pair in zip(sources, copies, strict=True) for rows in pair))
@@ -102,8 +114,8 @@ def segments(state: DeviceState) -> list[HeapSegment]:
     slots: np.ndarray = tape.slots if tape is not None and has_arena else table(Slot, 0)
     entries: np.ndarray = tape.entries if tape is not None and has_arena else table(TapeEntry, 0)
     used_segments, used_blocks = record.segments_used + _SLACK, record.blocks_used + _SLACK
-    memory, rows, pools, blocks, slots = _copies(
-        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots]
+    memory, rows, pools, blocks, slots, pages = _copies(
+        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena_pages]
     )
     raw_streams = tables.streams["value"].tolist()
     found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
@@ -114,13 +126,33 @@ def segments(state: DeviceState) -> list[HeapSegment]:
         if row["cell_high"]:
             leased += inside
         else:
-            found.append(HeapSegment(int(row["address"]), int(row["size_bytes"]), stream, int(pool["kind"]), inside))
+            found += _mapped_parts(inside, stream, int(pool["kind"]))
     arena, arena_bytes = int(memory["arena"][0]), int(memory["arena_bytes"][0])
     if arena_bytes:
         planned = _planned_blocks(arena, slots, entries, raw_streams)
         taken = [block for block in leased if block.state != BLOCK_FREE] + planned
-        found.append(HeapSegment(arena, arena_bytes, 0, ARENA_KIND, _filled_up(arena, arena_bytes, taken)))
+        for begin, end in _mapped_ranges(pages, arena_bytes) if memory["arena_pages"][0] else [(0, arena_bytes)]:
+            inside = _filled_up(arena + begin, end - begin, taken)
+            found.append(HeapSegment(arena + begin, end - begin, 0, ARENA_KIND, inside))
     return found
+
+
+def _mapped_ranges(pages: Words, arena_bytes: int) -> list[tuple[int, int]]:
+    """The ranges of an arena that have memory, bytes from where it begins; `pages` (w,) has a bit for each page."""
+    bits = np.unpackbits(pages.view(np.uint8), bitorder="little")[: -(-arena_bytes // GRANULE)].astype(np.int8)
+    edges = np.flatnonzero(np.diff(bits, prepend=0, append=0)) * GRANULE
+    return [(begin, min(end, arena_bytes)) for begin, end in edges.reshape(-1, 2).tolist()]
+
+
+def _mapped_parts(blocks: list[HeapBlock], stream: int, kind: int) -> list[HeapSegment]:
+    """The ranges of a segment that have memory."""
+    parts = []
+    for unmapped, group in itertools.groupby(blocks, key=lambda block: block.state == BLOCK_UNMAPPED):
+        if not unmapped:
+            inside = list(group)
+            begin, end = inside[0].address, inside[-1].address + inside[-1].size_bytes
+            parts.append(HeapSegment(begin, end - begin, stream, kind, inside))
+    return parts
 
 
 def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
@@ -129,7 +161,7 @@ def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
     while row:
         block = blocks[row]
         status = int(block["state"])
-        requested = int(block["requested_bytes"]) if status != BLOCK_FREE else 0
+        requested = int(block["requested_bytes"]) if status not in (BLOCK_FREE, BLOCK_UNMAPPED) else 0
         inside.append(HeapBlock(int(block["address"]), int(block["size_bytes"]), requested, status, stream))
         row = int(block["next"])
     return inside
@@ -147,9 +179,10 @@ def _planned_blocks(arena: int, slots: np.ndarray, entries: np.ndarray, raw_stre
 
 
 def _filled_up(address: int, size_bytes: int, taken: list[HeapBlock]) -> list[HeapBlock]:
-    """The live blocks of an arena and the free ranges between them."""
+    """The live blocks in a range of an arena, and the free ranges between them."""
     blocks, end = [], address
-    for block in sorted(taken, key=lambda block: block.address):
+    inside = (block for block in taken if address <= block.address < address + size_bytes)
+    for block in sorted(inside, key=lambda block: block.address):
         if block.address > end:
             blocks.append(HeapBlock(end, block.address - end, 0, BLOCK_FREE, 0))
         blocks.append(block)

@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.compiled import njit
-from stalloc.core import arena, counters, handovers, pools, segments, stream_table
+from stalloc.core import arena, arena_pages, counters, handovers, pages, pools, segments, stream_table
 from stalloc.core import tape as core_tape
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     ACTION_ALLOC,
     BLOCK_DEFERRED,
+    GRANULE,
     MAX_STREAMS,
     MODE_FOLLOW,
     MODE_HEAP,
+    MODE_REPLAY,
     NO_PREVIOUS_USER,
     NO_STREAM,
     STEP_LOG_ROWS,
+    STREAM_BITS,
     TINY,
 )
 from stalloc.core.host_memory import forget_pages
@@ -59,6 +62,7 @@ _LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows
 _MAX_LIVE = 1 << 22
 _EVENTS = 1 << 22
 _MAX_KEPT = 1 << 16  # blocks that may live in an arena when it is taken over
+_RANGES = 4096  # of pages that lose their memory at a time
 _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
@@ -116,6 +120,7 @@ class DeviceState:
         )
         self.tape: TapeTables | None = None
         self._arena_needs = 0  # bytes of an arena that holds the tape
+        self.arena_pages = np.zeros(0, np.int64)  #: a bit for each page of the arena, 1 if it has memory
         self._previous_users = np.zeros(0, np.int64)
         self._last_tape: tuple[TapeTables | None, Words] = (None, self._previous_users)
         self._texts: list[np.ndarray] = []
@@ -225,6 +230,7 @@ class DeviceState:
         self._write_paths(
             {
                 "tape": tables.entries.ctypes.data,
+                "num_entries": len(tables.entries),
                 "cell_bits": tables.bits.ctypes.data,
                 "cells": tables.cells.ctypes.data,
                 "num_cells": tables.num_cells,
@@ -292,6 +298,59 @@ class DeviceState:
         """Serve the tape from an arena, which holds all of it; the counting of planned steps begins."""
         assert arena_bytes >= self._arena_needs
         arena.serve_arena(self.address, address, arena_bytes)
+
+    def serve_pages(self, address: int, arena_bytes: int) -> None:
+        """Serve the tape from addresses that have no memory so far: it comes by `use_arena_pages`."""
+        assert arena_bytes >= self._arena_needs
+        self.arena_pages = np.zeros(arena_bytes // GRANULE // 64 + 1, np.int64)
+        arena_pages.serve_pages(self.address, address, arena_bytes, self.arena_pages.ctypes.data)
+
+    def planned_place(self, position: int) -> tuple[int, int]:
+        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""
+        if self.tape is None or self.record.mode != MODE_REPLAY or position >= len(self.tape.entries):
+            return 0, 0
+        entries = self.tape.entries
+        if entries["offset"][position] < 0:
+            return 0, 0
+        offset = int(entries["offset"][position])
+        return offset, offset + (int(entries["key"][position]) >> STREAM_BITS)
+
+    def use_arena_pages(self, begin: int, end: int) -> None:
+        """The pages [begin, end), bytes from where the arena begins, have memory now."""
+        arena_pages.use_arena_pages(self.address, begin, end)
+
+    def leave_arena_pages(self, wanted_bytes: int) -> list[tuple[int, int]]:
+        """Serve no more from so many bytes of idle pages of the arena, if there are: their (begin, bytes)."""
+        begins, ends = np.zeros((2, _RANGES), np.int64)
+        count = arena_pages.leave_arena_pages(self.address, wanted_bytes, begins, ends)
+        return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
+
+    def give_range(self, pool: int, address: int, size_bytes: int) -> bool:
+        """Add a segment that is addresses without memory; False if the tables are full."""
+        return bool(pages.give_range(self.address, pool, address, size_bytes))
+
+    def find_growth(self, pool: int, size_bytes: int) -> tuple[int, int]:
+        """Where pages are best mapped so that a pool can serve a request: address and bytes; 0, 0: nowhere."""
+        address, lacking = pages.find_growth(self.address, pool, size_bytes)
+        return int(address), int(lacking)
+
+    def use_pages(self, address: int, size_bytes: int) -> bool:
+        """Serve from pages of a segment that have memory now; False if the tables are full."""
+        return bool(pages.use_pages(self.address, address, size_bytes))
+
+    def leave_pages(self, wanted_bytes: int, between: tuple[int, int] = (0, 0)) -> list[tuple[int, int]]:
+        """Serve no more from so many bytes of free pages, if there are: their (address, bytes).
+
+        Free blocks that end or begin `between` two addresses stay as they are: memory is to come there.
+        """
+        addresses, sizes = np.zeros((2, _RANGES), np.int64)
+        count = pages.leave_pages(self.address, wanted_bytes, *between, addresses, sizes)
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
+
+    def remove_empty_ranges(self) -> list[int]:
+        """Take segments without any memory out of the tables: where they began."""
+        addresses = np.zeros(_RANGES, np.int64)
+        return [int(address) for address in addresses[: pages.remove_empty_ranges(self.address, addresses)]]
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
         """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
@@ -362,24 +421,11 @@ class DeviceState:
         """Serve from a segment again, if it is retired."""
         segments.reuse_segment(self.address, address)
 
-    def resize_segment(self, address: int, size_bytes: int) -> bool:
-        """Let a segment end elsewhere, where its memory has grown or is to shrink; False if a block is in the way."""
-        return bool(segments.resize_segment(self.address, address, size_bytes))
-
-    def segment_needs(self, address: int) -> int:
-        """Bytes from where a segment begins to the end of the last block in it that is not free."""
-        return int(segments.segment_needs(self.address, address))
-
-    def cut_arena(self, size_bytes: int) -> bool:
-        """Let the arena end where what its tape needs does (`take_over_segments`); False if a block is beyond."""
-        return bool(arena.cut_arena(self.address, size_bytes))
-
-    def take_over_segments(self, addresses: list[int], tape: ArenaTape, arena_bytes: int = 0) -> bool:
+    def take_over_segments(self, addresses: list[int], tape: ArenaTape) -> bool:
         """Make segments the arena of a tape, around what lives there.
 
         False if that cannot be: then they are segments still. They have to be those that `dissolve_arena` made of an
         arena, or one that came alone. What the tape has of a stream moves to where that stream's segment is.
-        `arena_bytes` are those that the tape needs; what is beyond may be cut off later.
         """
         regions = self.segment_regions(addresses)
         moved = moved_into(regions, tape.size, tape.stream, tape.offset) if regions else None
@@ -389,7 +435,7 @@ class DeviceState:
         count = segments.retire_segments(self.address, column, offsets)
         if count >= 0:
             size_bytes = regions[-1].begin + regions[-1].size_bytes
-            kept = np.append(offsets[:count], [arena_bytes, size_bytes])
+            kept = np.append(offsets[:count], size_bytes)
             self.install_tape(replace(tape, offset=moved, arena_bytes=size_bytes), 0, kept, regions)
             if arena.serve_segments(self.address, column, size_bytes):
                 return True
@@ -434,9 +480,9 @@ class DeviceState:
         return rows["requested_bytes"], rows["action"] >> 8
 
     def segments(self) -> tuple[Words, Words]:
-        """Where the heap's segments begin and their sizes (bytes), by address."""
+        """Where the heap's segments begin, and how many bytes of them have memory, by address."""
         rows = self._segment_rows()
-        return rows["address"].copy(), rows["size_bytes"].copy()
+        return rows["address"].copy(), rows["mapped_bytes"].copy()
 
     def deferred_blocks(self) -> list[int]:
         """Where blocks are that were freed while other streams used them; other threads may free more meanwhile."""

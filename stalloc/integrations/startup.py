@@ -105,10 +105,10 @@ def chosen_streams(text: str) -> "tuple[Streams, int]":
 
 def chosen_arena() -> "Arena":
     """What STALLOC_ARENA says. Raises BadInputError for anything but a setting of that name."""
-    name = os.environ.get("STALLOC_ARENA", "pool")
-    if name not in ("pool", "mapped"):
-        raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pool or mapped.")
-    return cast("Arena", name)
+    name = os.environ.get("STALLOC_ARENA", "pages")
+    if name not in ("pages", "pool", "mapped"):
+        raise BadInputError(f"STALLOC_ARENA is {name[:40]!r}: set it to pages or pool.")
+    return "pool" if name == "pool" else "pages"
 
 
 def _activate_virtual(gpu: "VirtualGPU | None") -> None:

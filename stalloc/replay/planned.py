@@ -11,30 +11,21 @@ Python is answered by the runtime's Controller; only the memory below is made up
   input gives equal figures.
 """
 
-import contextlib
-import threading
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, MAX_REQUEST, TINY
-from stalloc.core.entry import slow_entry
+from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, TINY
 from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
-from stalloc.device.mapped import MappedRange
-from stalloc.replay.blocks import FIRST_ADDRESS
 from stalloc.replay.model import check_capacity, check_rows
+from stalloc.replay.offline import make_controller
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
-from stalloc.replay.sizes import GRANULE
-from stalloc.runtime.controller import Controller
-from stalloc.runtime.segments import round_up
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.settings import Settings
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model
@@ -69,123 +60,6 @@ def _run(device, words, held, address, kind, request, size, stream, reserved, al
         words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
         allocated[i] = words[_ALLOCATED]
     return len(kind)
-
-
-@dataclass(frozen=True)
-class _Size:
-    size: int
-
-
-@dataclass(eq=False)
-class _Memory:
-    """Bytes of the made-up device, with the names that CuPy's memory has; they go back with the last reference."""
-
-    ptr: int
-    mem: _Size
-    device: "_Device"
-
-    def __del__(self) -> None:
-        self.device.taken -= self.mem.size
-        self.device.num_frees += 1
-
-
-class _Device:
-    """A device without memory, and where its memory comes from: it counts."""
-
-    kind: Literal["virtual"] = "virtual"
-    name = "a device of numbers"
-    compute_capability = (0, 0)
-    limit_bytes = 0
-
-    def __init__(self, index: int, capacity_bytes: int) -> None:
-        self.index = index
-        self.total_bytes = capacity_bytes or MAX_REQUEST
-        self.taken = 0
-        self.num_allocs = self.num_frees = 0
-        self._next = FIRST_ADDRESS
-        self.ranges: list[MappedRange] = []  # none
-
-    def new_pool(self) -> None:
-        return None
-
-    def new_range(self) -> None:
-        return None
-
-    def memory_info(self) -> tuple[int, int]:
-        return self.free_bytes(), self.total_bytes
-
-    def free_bytes(self) -> int:
-        return self.total_bytes - self.taken
-
-    def take(self, size_bytes: int, *, mapped: bool) -> _Memory | None:
-        if self.taken + size_bytes > self.total_bytes:
-            return None
-        self.taken += size_bytes
-        self.num_allocs += 1
-        address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
-        return _Memory(address, _Size(size_bytes), self)
-
-    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def collect(self) -> None:
-        """Nothing is kept."""
-
-    def forked(self) -> None:
-        """The numbers are the child's own."""
-
-
-class OfflineController(Controller):
-    """The runtime's controller over a device of numbers."""
-
-    device: Any
-
-    def close(self) -> None:
-        """Let go of the controller; it serves nothing any more."""
-        _controllers.pop(self.device.index, None)
-
-    @property
-    def held(self) -> list[_Memory]:
-        """What came from the device and was not given back."""
-        arena = self.arenas.arena
-        return [*{*self.memory.segments.values()}, *([arena] if arena is not None else [])]
-
-    def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
-        """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-        self.state.write(allocating_persistent=0, recording=0, check_at=0)
-        arena_bytes = round_up(peak_bytes)
-        memory = self.memory.malloc(arena_bytes) if arena_bytes else None
-        if memory is None:
-            self.status.phase = Phase.RESTING
-            return False
-        self.status.phase = Phase.PLANNED
-        self.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
-        self.arenas.serve_from(memory, arena_bytes)
-        return True
-
-
-_controllers: dict[int, OfflineController] = {}  # by the number of the device, for the entry that all share
-_lock = threading.Lock()
-_entry = 0
-
-
-def _help(device: int, request: int, argument: int) -> int:
-    return int(_controllers[device].help(request, argument))
-
-
-def make_controller(capacity_bytes: int, settings: Settings) -> OfflineController:
-    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for as many as any device."""
-    global _entry
-    with _lock:
-        if _entry == 0:
-            _entry = slow_entry(_help)
-        index = len(_controllers)
-        while index in _controllers:
-            index += 1
-        device = _Device(index, capacity_bytes)
-        controller = OfflineController(device, device, _entry, settings)
-        _controllers[index] = controller
-    return controller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,9 +179,9 @@ class Planned:
 
     def blocks(self) -> BlockMap:
         """Where everything is. The space of the arena that nobody uses is free, whatever the plan says of it."""
-        held = sorted(self._controller.held, key=lambda memory: memory.ptr)
-        bases = np.array([memory.ptr for memory in held], np.int64)
-        lengths = np.array([memory.mem.size for memory in held], np.int64)
+        held = sorted(segments(self._controller.state), key=lambda segment: segment.address)
+        bases = np.array([segment.address for segment in held], np.int64)
+        lengths = np.array([segment.size_bytes for segment in held], np.int64)
         taken = self._taken()
         rows: list[tuple[int, int, int, int, int, int]] = []
         k = 0

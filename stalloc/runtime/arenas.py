@@ -1,19 +1,18 @@
-"""The arena of the plan in force, and those of plans before it: taken, taken over, grown, shrunk, given up.
+"""The arena of the plan in force, and those of plans before it: taken, taken over, shrunk, given up.
 
 Contract: what lives in an arena keeps its place, whichever plan comes or goes, and no byte passes from one stream to
-another. docs/runtime.md, "Giving a plan up", says when two arenas are held.
+another. Where memory comes by pages, every plan gets addresses of its own, whose pages come as it is followed, from
+what is free elsewhere first. docs/runtime.md, "Giving a plan up", says when two arenas are held otherwise.
 """
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.regions import moved_into
-from stalloc.device.mapped import MappedRange
+from stalloc.core.regions import moved_into, on_pages
 from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.segments import round_up
 
 if TYPE_CHECKING:
     from stalloc.core.regions import Region
@@ -24,12 +23,11 @@ _CLEARLY_LESS = 0.9  # of an arena: a plan that needs no more gets a smaller one
 class Arenas:
     """The arena in force on one device, and what is left of those before it."""
 
-    def __init__(self, memory: DeviceMemory, *, mapped: bool) -> None:
-        """With `mapped`, arenas are ranges that grow and shrink, where the device has such."""
+    def __init__(self, memory: DeviceMemory) -> None:
         self.memory, self.state = memory, memory.state
         memory.arenas = self
-        self._mapped = mapped
         self.arena: Any = None  #: the memory of the arena in place
+        self._tape: ArenaTape | None = None  # what was put in force last
         self.old_arena: list[int] = []  #: bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
         self._lendable = 0  # State.cell_streams, while nothing is lent
@@ -50,36 +48,33 @@ class Arenas:
     def put_in_force(self, tape: ArenaTape) -> bool:
         """Serve a tape, or several, from now on; False if the device has no room for the arena.
 
-        While another plan is in force its arena is taken over if every stream's part of it is large enough. Else, if
-        nothing lives in it, it goes back before the new one is taken; otherwise that is taken beside it, and if there
-        is no room for both the old plan stays in force.
+        By pages there always is room: they come when they are needed. Else, while another plan is in force its arena
+        is taken over if every stream's part of it is large enough; if not, and nothing lives in it, it goes back before
+        the new one is taken; otherwise that is taken beside it, and if there is no room for both the old plan stays in
+        force.
         """
         arena_bytes, shared = tape.arena_bytes, tape.cross_streams
         state, memory = self.state, None
         expected_bytes = max(state.record.expected_peak, state.allocated_peak_bytes, arena_bytes)
+        if self.memory.source.paged:
+            return self._serve_by_pages(tape, expected_bytes)
         self.lend_again()
-        mapped = self._mapped_for(tape) if not shared else None
-        grown = mapped is not None and self._grow(mapped, arena_bytes)
-        if self.arena is not None and mapped is not None and not grown:
-            return False
-        if not grown and self.holds_twice(tape):
-            memory = self.memory.malloc(arena_bytes, mapped=self._mapped)
+        if self.holds_twice(tape):
+            memory = self.memory.malloc(arena_bytes)
             if memory is None:
                 return False
-        elif self.arena is not None and not grown and (shared or not self._fits_arena(tape)):
+        elif self.arena is not None and (shared or not self._fits_arena(tape)):
             state.drop_tape()
             self.memory.release_unused()
         self.drop_tape()
         if self.arena is not None:  # it could not be dissolved
-            if mapped is not None:
-                mapped.shrink(state.record.arena_bytes)
             return False
         self._too_large = None
         self.use_retired()
         if memory is not None and self.old_arena:
             self._retire(self.old_arena)
         if memory is not None or shared or not self._take_over(tape):
-            memory = memory if memory is not None else self.memory.malloc(arena_bytes, mapped=self._mapped)
+            memory = memory if memory is not None else self.memory.malloc(arena_bytes)
             if memory is None:
                 return False
             state.install_tape(tape)
@@ -89,6 +84,30 @@ class Arenas:
         state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
 
+    def _serve_by_pages(self, tape: ArenaTape, expected_bytes: int) -> bool:
+        """Serve a tape from addresses whose pages come as they are needed."""
+        self.drop_tape()
+        if self.arena is not None:  # it could not be dissolved
+            return False
+        tape = on_pages(tape)
+        memory = self.memory.source.reserve(round_up(tape.arena_bytes))
+        if memory is None:
+            return False
+        self.state.install_tape(tape)
+        if tape.cross_streams:
+            self._order_handovers(tape.gives)
+        self.arena = self.memory.paging.arena = memory
+        self._tape = tape
+        self.state.serve_pages(memory.ptr, memory.size_bytes)
+        self.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
+        return True
+
+    def back(self, position: int) -> None:
+        """Map what the place of a tape's entry lacks, if there is memory for it."""
+        if self.memory.paging.arena is not None:
+            begin, end = self.state.planned_place(position)
+            self.memory.paging.back(begin, end)
+
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
         self.arena = memory
@@ -97,8 +116,8 @@ class Arenas:
 
     def holds_twice(self, tape: ArenaTape) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
-        fits = not tape.cross_streams and (self._fits_arena(tape) or self._mapped_for(tape) is not None)
-        if self.arena is None or fits:
+        fits = not tape.cross_streams and self._fits_arena(tape)
+        if self.arena is None or fits or self.memory.source.paged:
             return False
         room = self.memory.source.free_bytes() + self.state.record.arena_bytes >= tape.arena_bytes
         return not (room and self.state.arena_is_idle())
@@ -115,16 +134,13 @@ class Arenas:
 
     def _take_over(self, tape: ArenaTape) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
-        mapped, bases, arena_bytes = self._mapped_for(tape), self.old_arena, tape.arena_bytes
-        if mapped is not None:
-            self._fit(mapped, arena_bytes)
+        bases, arena_bytes = self.old_arena, tape.arena_bytes
         regions, self.old_arena = self.old_regions(), []
-        needs = mapped.least_bytes(arena_bytes) if mapped is not None else 0
-        if not regions or not self.state.take_over_segments(bases, tape, needs):
+        if not regions or not self.state.take_over_segments(bases, tape):
             return False
         for base in bases:  # parts of one piece of memory
             self.arena = self.memory.segments.pop(base)
-        if mapped is not None or arena_bytes < _CLEARLY_LESS * self.state.record.arena_bytes:
+        if arena_bytes < _CLEARLY_LESS * self.state.record.arena_bytes:
             self._too_large = tape
         return True
 
@@ -151,8 +167,8 @@ class Arenas:
         for base in bases:
             self.memory.segments[base] = self.arena  # the memory goes back to the device with the last of them
         if bases:
-            self.old_arena = bases
-            self.arena = None
+            self.old_arena = [] if self.memory.source.paged else bases
+            self.arena = self.memory.paging.arena = None
 
     def _end_sharing(self) -> bool:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
@@ -174,16 +190,14 @@ class Arenas:
         assert self.arena is None
 
     def before_release(self) -> None:
-        """Give back the arena if nothing is served from it and nothing lives in it, and what mapped segments spare."""
-        for memory in self.memory.source.ranges if not self.state.record.private_kind else ():
-            if self.memory.segments.get(memory.ptr) is memory:  # it was an arena: what is free at its end may go
-                self._fit(memory, max(self.state.segment_needs(memory.ptr), 1))
+        """Give back the arena if nothing is served from it and nothing lives in it."""
         arena_bytes = self.state.forget_arena() if self.arena is not None else 0
         if arena_bytes:
             if self.memory.poison is not None:
                 self.memory.poison.returned(self.arena.ptr, arena_bytes)
-            self.memory.let_go(self.arena)
-            self.arena = None
+            memory, self.arena = self.arena, None
+            self.memory.paging.arena = None
+            self.memory.let_go(memory)
 
     def match(self) -> None:
         """Make the memory that is held agree with the core's tables after an interrupted call."""
@@ -195,13 +209,12 @@ class Arenas:
             self.arena = self.memory.segments.get(state.record.arena)
         held = {base: self.memory.segments.get(base, self.arena) for base in bases}
         self.memory.segments = held  # what is in neither goes back now
-        for base, size_bytes in zip(bases, sizes, strict=True):
-            memory = held[base]
-            if isinstance(memory, MappedRange) and memory is not self.arena and base == memory.ptr:
-                memory.shrink(size_bytes)
         if not state.record.arena_bytes:
             self.arena = None
-        state.count_arena(sum(sizes) + state.record.arena_bytes - state.record.reserved_bytes)
+        if self.memory.source.paged:
+            self.memory.paging.arena = self.arena
+            self.memory.paging.match()
+        state.count_arena(sum(sizes) + state.record.arena_mapped_bytes - state.record.reserved_bytes)
 
     def forked(self) -> None:
         """This process is a fork: the arena is used as long as anything lives in it, and never given back."""
@@ -216,7 +229,7 @@ class Arenas:
 
     def add_old(self, pool: int, size_bytes: int) -> None:
         """Take one segment for a pool, to be taken over by a plan as an old arena is."""
-        memory = self.memory.malloc(size_bytes, mapped=self._mapped)
+        memory = self.memory.malloc(size_bytes)
         if memory is None:
             return
         self.memory.segments[memory.ptr] = memory
@@ -258,51 +271,12 @@ class Arenas:
 
     # --- size
 
-    def mapped_arena(self) -> MappedRange | None:
-        """The arena in force, or the last one, if it can grow and shrink: it is mapped and of one stream."""
-        if self.arena is not None:
-            memory, regions = self.arena, len(self.state.arena_regions())
-        else:
-            memory, regions = self.memory.segments.get(next(iter(self.old_arena), 0)), len(self.old_arena)
-        fits = isinstance(memory, MappedRange) and regions == 1 and not self.state.record.private_kind
-        return memory if fits else None
-
-    def _mapped_for(self, tape: ArenaTape) -> MappedRange | None:
-        """Such an arena, if a tape is of its stream."""
-        mapped = self.mapped_arena()
-        regions = self.state.arena_regions() if self.arena is not None else self.old_regions()
-        own = {region.stream for region in regions}
-        return mapped if mapped is not None and set(np.unique(tape.stream[tape.offset >= 0]).tolist()) <= own else None
-
-    def _grow(self, memory: MappedRange, arena_bytes: int) -> bool:
-        """Have the last arena's range hold so much; False if the device lacks it. What is added is nobody's so far."""
-        if arena_bytes > memory.size_bytes:
-            if not self.memory.has_room(arena_bytes - memory.size_bytes):
-                self.memory.release_unused()  # of a range that is a segment the free end too
-            before = memory.size_bytes
-            if not self.memory.has_room(arena_bytes - before) or not memory.grow(arena_bytes):
-                return False
-            if self.memory.poison is not None:
-                self.memory.poison.taken(memory.ptr + before, arena_bytes - before)
-        return True
-
-    def _fit(self, memory: MappedRange, arena_bytes: int) -> None:
-        """Let a segment that was an arena be as large as its mapped memory, and both no larger than is needed."""
-        before, wanted = self.state.segment_regions([memory.ptr]), memory.least_bytes(arena_bytes)
-        if before and self.state.resize_segment(memory.ptr, wanted):
-            if self.memory.poison is not None and wanted < before[0].size_bytes:
-                self.memory.poison.returned(memory.ptr + wanted, before[0].size_bytes - wanted)
-            memory.shrink(wanted)
-
     def shrink(self) -> bool:
         """Change an arena that is larger than its plan needs for one that is not, if nothing lives in it now.
 
         False if there is none any more, since somebody else took its memory.
         """
         state, plan = self.state, self._too_large
-        if plan is not None and self.mapped_arena() is not None:
-            self._cut_arena(plan.arena_bytes)
-            return True
         if plan is None or self.arena is None or not state.arena_is_idle():
             return True
         begin, end, cursor = state.record.ring_start, state.record.ring_end, state.record.cursor
@@ -321,15 +295,3 @@ class Arenas:
         self.serve_from(memory, plan.arena_bytes)
         state.write(ask_after_misses=ask_after)
         return True
-
-    def _cut_arena(self, arena_bytes: int) -> None:
-        """Give back what a mapped arena has beyond its plan, if nothing of the plan before lives there."""
-        memory = self.arena
-        before, wanted = self.state.record.arena_bytes, memory.least_bytes(arena_bytes)
-        if wanted < before and not self.state.cut_arena(wanted):
-            return
-        self._too_large = None
-        if wanted < before:
-            if self.memory.poison is not None:
-                self.memory.poison.returned(memory.ptr + wanted, before - wanted)
-            memory.shrink(wanted)

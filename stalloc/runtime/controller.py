@@ -52,7 +52,7 @@ class Controller:
         self.device = device
         self.memory = DeviceMemory(device, source, slow_function, watch)
         self.state, self.lock = self.memory.state, self.memory.lock
-        self.arenas = Arenas(self.memory, mapped=settings.arena == "mapped")
+        self.arenas = Arenas(self.memory)
         self.captures = Captures(self.memory)
         self.recording = Recording(device, self.state)
         self.steps = Steps(self.state, self.recording)
@@ -81,7 +81,9 @@ class Controller:
                     return True
                 self._shortage.explain_refusal(detail, argument)
                 return False
-            if reason == constants.AT_BOUNDARY:
+            if reason == constants.NEED_PAGES:
+                self.arenas.back(detail)
+            elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == constants.CHECK:
                 self._look()
@@ -126,7 +128,7 @@ class Controller:
                     f"({type(error).__name__}: {error}): try it again.",
                     driver_status(error),
                 )
-            elif reason not in (constants.REFUSED, constants.POLL):
+            elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES):
                 self._give_up(error)
             self.arenas.match()
 

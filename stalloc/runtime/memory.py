@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.device.mapped import MappedRange
 from stalloc.runtime.deferred import Deferred
+from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class DeviceMemory:
         self.lock = threading.RLock()
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
         self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
-        self._kept_mapped: list[Any] = []  # what a capture kept from being given back
+        self.paging = Paging(self)
+        self._kept: list[Any] = []  # what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self.deferred = Deferred(self.state.address, device.index)
         self.poison = watch.add(device, self.state) if watch is not None else None
@@ -48,11 +49,8 @@ class DeviceMemory:
             self.deferred.on_end = self.poison.ending
         self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
 
-    def malloc(self, size_bytes: int, *, mapped: bool = False) -> Any:
-        """Memory from the device, None if it has no more, even after everything unused was given back.
-
-        `mapped`: as a range that can grow and shrink, if the device has such.
-        """
+    def malloc(self, size_bytes: int) -> Any:
+        """Memory from the device, None if it has no more, even after everything unused was given back."""
         capturing = self.state.record.private_kind != 0
         with self.source.at_device(capturing=capturing):
             for retry in (False, True):
@@ -64,7 +62,7 @@ class DeviceMemory:
                     self.release_unused()
                 if not self.has_room(size_bytes):
                     continue
-                memory = self.source.take(size_bytes, mapped=mapped and not capturing)
+                memory = self.source.take(size_bytes)
                 if memory is None:
                     continue
                 if retry:
@@ -109,6 +107,8 @@ class DeviceMemory:
             try:
                 self.arenas.before_release()
                 self._release_segments(idle_passes)
+                if self.source.paged and not idle_passes:
+                    self.paging.release()
             except BaseException:
                 self.arenas.match()
                 raise
@@ -121,11 +121,13 @@ class DeviceMemory:
         self.source.collect()
 
     def let_go(self, memory: Any) -> None:
-        """Memory is not used any more; what is mapped waits until no graph is captured."""
-        if not self.state.record.private_kind:
-            self._kept_mapped.clear()
-        elif isinstance(memory, MappedRange):
-            self._kept_mapped.append(memory)
+        """Memory is not used any more; it waits until no graph is captured."""
+        if self.state.record.private_kind:
+            self._kept.append(memory)
+        else:
+            if self._kept or self.source.paged:
+                self.source.wait()
+            self._kept.clear()
 
     def share(self, address: int, stream: int) -> None:
         """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
@@ -141,6 +143,6 @@ class DeviceMemory:
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
-        self._inherited = [self.segments, self._kept_mapped]
+        self._inherited = [self.segments, self._kept, self.paging.arena]
         self.source.forked()
         self.segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others

@@ -56,7 +56,10 @@ class Runtime:
         #: where memory is poisoned; None unless STALLOC_POISON asks for it
         self.watch = _start_watch()
         self.controllers = [
-            Controller(device, PoolSource(device), slow, settings, self.watch, planner) for device in devices.devices()
+            Controller(
+                device, PoolSource(device, by_pages=settings.arena == "pages"), slow, settings, self.watch, planner
+            )
+            for device in devices.devices()
         ]
         #: the addresses that torch and CuPy reach the core by: `int64 (state, bytes, stream)`, `void (state, address)`
         self.entries = entry.core_entries()

@@ -71,6 +71,8 @@ class Serving:
         state.write(allocating_persistent=0, recording=int(recording), check_at=0)
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
+        if self._memory.source.paged:
+            return False
         marked = bool(self._recording.marks or self._recording.step_times_ns)
         return self._shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
@@ -86,7 +88,8 @@ class Serving:
             self._state.forget_record()
         if self._ask_for_arena(tape.arena_bytes):
             return Refusal("", for_now=True)
-        dearer = self._dearer(tape) if self._memory.has_room(tape.arena_bytes) else None
+        has_room = not self._memory.source.paged and self._memory.has_room(tape.arena_bytes)
+        dearer = self._dearer(tape) if has_room else None  # pages move: the switch holds no more than there was
         if dearer is not None:
             return dearer
         # a plan that was just made has to be far off before it goes

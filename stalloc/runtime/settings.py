@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from stalloc.planner.sharing import Streams
 
-Arena = Literal["pool", "mapped"]
+Arena = Literal["pages", "pool"]
 
 
 class Phase(enum.Enum):
@@ -32,7 +32,7 @@ class Settings:
     keep_recording: bool = False  #: record to the end, for `stalloc record`
     streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
     handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed
-    arena: Arena = "pool"  #: "mapped": in a range of addresses whose memory grows and shrinks with the plans
+    arena: Arena = "pages"  #: where memory comes from: pages, mapped where they are needed, or blocks of CuPy's pool
 
 
 @dataclass

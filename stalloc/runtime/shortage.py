@@ -26,6 +26,8 @@ class Shortage:
         """
         state, memory = self._state, self._memory
         kind = state.pool_kind(pool)
+        if memory.source.paged and kind < constants.PRIVATE_KINDS:
+            return self._add_pages(pool, size_bytes)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
         if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
@@ -48,6 +50,23 @@ class Shortage:
             return False
         memory.lacking_bytes = max(memory.lacking_bytes, size_bytes)
         self._explain(size_bytes)
+        return False
+
+    def _add_pages(self, pool: int, size_bytes: int) -> bool:
+        """The same by pages."""
+        state, memory = self._state, self._memory
+        if memory.paging.grow(pool, size_bytes):
+            return True
+        if state.largest_free_bytes() < size_bytes:  # else the core finds that block
+            gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
+            if memory.paging.grow(pool, size_bytes):
+                return True
+        full = state.full_table()
+        if full:
+            state.set_out_of_memory_text(full_table_text(state, full, size_bytes))
+        else:
+            memory.lacking_bytes = max(memory.lacking_bytes, size_bytes)
+            self._explain(size_bytes)
         return False
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
@@ -73,12 +92,8 @@ class Shortage:
         if self._lacks_arena or not may_move:
             self._lacks_arena = False
             return False
-        mapped = self._arenas.mapped_arena()
         old_bytes = sum(region.size_bytes for region in self._arenas.old_regions())
-        if (
-            self._memory.has_room(arena_bytes - (mapped.size_bytes if mapped is not None else 0))
-            or max(old_bytes, self._state.record.arena_bytes) >= arena_bytes
-        ):
+        if self._memory.has_room(arena_bytes) or max(old_bytes, self._state.record.arena_bytes) >= arena_bytes:
             return False
         self._memory.lacking_bytes, self._lacks_arena = max(self._memory.lacking_bytes, arena_bytes), True
         return True

@@ -1,37 +1,43 @@
-"""Where a device's memory comes from: CuPy's pool, which owns it, or ranges of addresses that memory is mapped into.
+"""Where a device's memory comes from: pages of a pool of CuPy's that are mapped to ranges of addresses, or its blocks.
 
-Contract: what `take` returns has its address in `ptr` and its bytes in `mem.size`, or is a MappedRange, and goes back
-when nothing refers to it any more. Nothing here knows what the memory is for.
+Contract: what `take` and `reserve` return has its address in `ptr`, and its memory goes back when nothing refers to it
+any more. Nothing here knows what the memory is for.
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
-from stalloc.device.mapped import MappedRange
+from stalloc.device.pages import Pages
+from stalloc.notices import say
 
 
 class Source(Protocol):
     """What the runtime asks of the place that memory comes from."""
 
-    def take(self, size_bytes: int, *, mapped: bool) -> Any:
-        """Memory, None if there is no more; `mapped`: in a range that can grow and shrink, where there are such."""
+    @property
+    def paged(self) -> bool:
+        """Whether memory comes by pages."""
+
+    def reserve(self, size_bytes: int) -> Any:
+        """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
+
+    def take(self, size_bytes: int) -> Any:
+        """Memory, None if there is no more."""
 
     def free_bytes(self) -> int:
         """What can still be taken, within the limit."""
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given."""
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
         """Where calls to the driver are made from, and while a CUDA graph is captured, allowed."""
 
     def collect(self) -> None:
         """Give what is not referred to any more back to the device."""
-
-    @property
-    def ranges(self) -> list[MappedRange]:
-        """The mapped ranges that hold memory."""
 
     @property
     def limit_bytes(self) -> int:
@@ -45,42 +51,75 @@ class Source(Protocol):
 
 
 class PoolSource:
-    """The memory of a device through a pool of CuPy's, or mapped."""
+    """The memory of a device through a pool of CuPy's."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, by_pages: bool) -> None:
+        """`by_pages`: as pages, if the device maps them, which is tried at the first request."""
         self._device = device
-        self.pool = device.new_pool()
-        self._ranges: weakref.WeakSet[MappedRange] = weakref.WeakSet()
+        self._wants_pages = by_pages
+        self._pages: Pages | None = None
+        self._pool: Any = None  # made at the first request: until then the device is not touched
+        self._limit_bytes = 0
         self._inherited: list[Any] = []
 
-    def take(self, size_bytes: int, *, mapped: bool) -> Any:
-        """Memory, None if there is no more. `mapped`: a range, if the device has such and memory for it."""
+    @property
+    def pool(self) -> Any:
+        """The `cupy.cuda.MemoryPool` that has the memory: as blocks, or as pages whose pointers are handles."""
+        if self._pool is None:
+            with self.at_device(capturing=False):
+                pages = self._device.new_pages() if self._wants_pages else ""
+                if isinstance(pages, str):
+                    self._pool = self._device.new_pool()
+                    if pages:
+                        say(f"memory of device {self._device.index} comes in blocks, not by pages: {pages}.")
+                else:
+                    self._pages, self._pool = pages, pages.pool
+                self._pool.set_limit(size=self._limit_bytes)
+        return self._pool
+
+    @property
+    def paged(self) -> bool:
+        """Whether memory comes by pages."""
+        return self.pool is not None and self._pages is not None
+
+    def reserve(self, size_bytes: int) -> Any:
+        """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
+        return self._pages.reserve(size_bytes) if self.paged and self._pages is not None else None
+
+    def take(self, size_bytes: int) -> Any:
+        """Memory, None if there is no more."""
         import cupy
 
+        if self.paged:
+            memory = self.reserve(size_bytes)
+            return memory if memory is not None and memory.map(memory.ptr, size_bytes) else None
         with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-            memory = self._device.new_range() if mapped else None
-            if memory is not None and memory.grow(size_bytes):
-                self._ranges.add(memory)
-                return memory
             return self.pool.malloc(size_bytes)
         return None
 
     def free_bytes(self) -> int:
-        """What can still be taken from the device, within the limit."""
-        free, _ = self._device.memory_info()
-        limit = self.limit_bytes
-        mapped = sum(memory.size_bytes for memory in self._ranges)
-        return min(free, limit - self.pool.total_bytes() - mapped) if limit else free
+        """What can still be taken, within the limit."""
+        spare = self.pool.free_bytes() if self.paged else 0
+        free, limit = self._device.memory_info()[0] + spare, self.limit_bytes
+        return min(free, limit - self.pool.total_bytes() + spare) if limit else free
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given."""
+        import cupy
+
+        cupy.cuda.runtime.deviceSynchronize()
 
     @property
     def limit_bytes(self) -> int:
         """No more than this is taken from the device; 0: no limit."""
-        return int(self.pool.get_limit())
+        return self._limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, size_bytes: int) -> None:
-        with self.at_device(capturing=False):
-            self.pool.set_limit(size=size_bytes)
+        self._limit_bytes = size_bytes
+        if self._pool is not None:
+            with self.at_device(capturing=False):
+                self._pool.set_limit(size=size_bytes)
 
     @contextlib.contextmanager
     def at_device(self, *, capturing: bool) -> Iterator[None]:
@@ -93,16 +132,11 @@ class PoolSource:
 
     def collect(self) -> None:
         """Give what is not referred to any more back to the device."""
-        with self.at_device(capturing=False):
-            self.pool.free_all_blocks()
-
-    @property
-    def ranges(self) -> list[MappedRange]:
-        """The mapped ranges that hold memory."""
-        return [*self._ranges]
+        if self._pool is not None:
+            with self.at_device(capturing=False):
+                self._pool.free_all_blocks()
 
     def forked(self) -> None:
         """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
-        self._inherited.append(self.pool)
-        self.pool = self._device.new_pool()
-        self._ranges = weakref.WeakSet()
+        self._inherited += [self._pool, self._pages]
+        self._pool = self._pages = None

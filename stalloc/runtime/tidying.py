@@ -10,6 +10,7 @@ from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.segments import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
+_MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
 _FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
@@ -21,21 +22,43 @@ class Tidying:
         self._arenas, self._state = arenas, arenas.state
         self._boundaries = 0  # until the plan has settled; below 0: since then
         self._segments_kept = 0  # of the heap, when the plan had settled
+        self._growths_seen = 0  # of the paging, at the last boundary
+        self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
         self.settled = False  #: what steps need is held in one segment, or not to be
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
+        self._growths_seen = self._quiet_passes = 0
+        self._patience = 1
 
     def at_boundary(self) -> bool:
         """Give back what the switch left behind, then what deviations needed; whether to come again at the next."""
         arenas = self._arenas
+        if arenas.memory.source.paged:
+            return self._unmap_unused()
         self._boundaries -= 1
         arenas.memory.release_unused(0 if self._boundaries > 0 else _IDLE_PASSES)
         num_segments, kept = len(arenas.memory.segments), self._segments_kept
         if self._boundaries == 0:
             self._segments_kept = num_segments
         return self._boundaries > -_SHRINK_PASSES * arenas.too_large or num_segments > kept or arenas.retired
+
+    def _unmap_unused(self) -> bool:
+        """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
+        paging = self._arenas.memory.paging
+        self._boundaries -= 1
+        if self._boundaries > 0:
+            paging.release()
+            return True
+        if paging.num_growths != self._growths_seen:
+            self._growths_seen = paging.num_growths
+            self._patience = self._quiet_passes = min(2 * self._patience, _MAX_QUIET_PASSES)
+            return True
+        self._quiet_passes -= 1
+        if self._quiet_passes == 0:
+            paging.release()
+        return self._quiet_passes > 0
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.
@@ -46,6 +69,9 @@ class Tidying:
         if self.settled or state.record.memory_is_short:
             return
         self.settled = True
+        if arenas.memory.source.paged:
+            arenas.memory.paging.loosen()
+            return
         events = state.recorded()
         tags = events["action"]
         allocs = (tags & 0xFF) == constants.ACTION_ALLOC

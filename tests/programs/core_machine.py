@@ -8,6 +8,7 @@ import bisect
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 from numba import njit
@@ -22,6 +23,7 @@ from stalloc.runtime.segments import round_up, segment_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 FIRST_ADDRESS = 0x7000_0000_0000
+_PAGE_ROWS = 4096
 
 
 class Intervals:
@@ -64,26 +66,29 @@ class Intervals:
 
 
 class Owners:
-    """Which stream had which bytes last, by 512 bytes from FIRST_ADDRESS on; none may pass from one to another."""
+    """Which stream had which bytes last, by 512 bytes; none may pass from one to another."""
 
     def __init__(self) -> None:
-        self._owner = np.full(1 << 20, -1, np.int8)
+        self._owner: dict[int, np.ndarray] = {}  # by page of 2 MiB
 
-    def _rows(self, address: int, size_bytes: int) -> np.ndarray:
-        begin, end = (address - FIRST_ADDRESS) // 512, -(-(address - FIRST_ADDRESS + size_bytes) // 512)
-        while end > len(self._owner):
-            self._owner = np.append(self._owner, np.full_like(self._owner, -1))
-        return self._owner[begin:end]
+    def _parts(self, address: int, size_bytes: int) -> Iterator[np.ndarray]:
+        begin, end = address // 512, -(-(address + size_bytes) // 512)
+        while begin < end:
+            page, row = divmod(begin, _PAGE_ROWS)
+            rows = self._owner.setdefault(page, np.full(_PAGE_ROWS, -1, np.int8))
+            yield rows[row : row + end - begin]
+            begin += _PAGE_ROWS - row
 
     def note(self, address: int, size_bytes: int, stream: int) -> None:
         """A stream gets these bytes; an error if another one had any of them."""
-        rows = self._rows(address, size_bytes)
-        assert ((rows == -1) | (rows == stream)).all(), f"stream {stream} gets what was {np.unique(rows)}'s"
-        rows[:] = stream
+        for rows in self._parts(address, size_bytes):
+            assert ((rows == -1) | (rows == stream)).all(), f"stream {stream} gets what was {np.unique(rows)}'s"
+            rows[:] = stream
 
     def forget(self, address: int, size_bytes: int) -> None:
         """The device has these bytes again, which waits for all streams."""
-        self._rows(address, size_bytes)[:] = -1
+        for rows in self._parts(address, size_bytes):
+            rows[:] = -1
 
 
 class Machine:

@@ -21,7 +21,7 @@ from stalloc.integrations.ranks import fits
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, load_plans, plan_tape, plans_from_bytes, plans_to_bytes, save_plans
 from stalloc.planner.ring import ring_bound
-from stalloc.replay.planned import OfflineController, make_controller
+from stalloc.replay.offline import OfflineController, make_controller
 from stalloc.runtime.admission import admit
 from stalloc.runtime.settings import Settings
 

@@ -14,7 +14,7 @@ from stalloc.compiled import njit
 from stalloc.core.constants import TINY
 from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
-from stalloc.replay.planned import make_controller
+from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.settings import Phase, Settings
 

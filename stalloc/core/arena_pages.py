@@ -1,0 +1,125 @@
+"""An arena whose memory comes by pages, as the plan is followed for the first time, and can go where it is idle.
+
+Contract: the lock is held, except where Python calls. A cell of which any byte has no memory is taken (its bit is 1),
+and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pages`, and unmapped only after
+`leave_arena_pages`.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.arena import begin_serving
+from stalloc.core.cells import cells_empty, flip_cells, has_page
+from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
+from stalloc.core.counters import count_parted, count_resized
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.leases import revoke_all
+from stalloc.core.records import cell_at, segment_at, word_at
+
+
+@inner()
+def _has_pages(state, begin, end):
+    """Whether the bytes [begin, end) of the arena have memory."""
+    page, last = begin // GRANULE, (end - 1) // GRANULE
+    while page <= last and has_page(state, page):
+        page += 1
+    return page > last
+
+
+@inner()
+def lacks_only_pages(state, low, high):
+    """Whether the cells [low, high) could be had, if only all of them had memory."""
+    lacks = False
+    for index in range(low, high):
+        lease = cell_at(state, index).lease
+        if lease == UNMAPPED:
+            lacks = True
+        elif lease != 0:
+            if segment_at(state, lease).num_live != 0:
+                return False
+        elif not cells_empty(state.cell_bits, index, index + 1):
+            return False
+    return lacks
+
+
+@inner()
+def _cell_around(state, offset):
+    """The cell that holds the byte at an offset."""
+    low, high = 0, state.num_cells
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if cell_at(state, middle).offset <= offset:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit()
+def serve_pages(device, arena, arena_bytes, pages):
+    """Serve the tape from addresses that have no memory so far; `pages`: where a bit for each is. For Python."""
+    state = locked(device)
+    begin_serving(state, arena, arena_bytes)
+    state.arena_pages = pages
+    state.arena_mapped_bytes = 0
+    for index in range(state.num_cells):
+        cell_at(state, index).lease = UNMAPPED
+    flip_cells(state.cell_bits, 0, state.num_cells)
+    count_parted(state, 2)
+    unlock(state)
+
+
+@inner()
+def _set_pages(state, begin, end, mapped):
+    for page in range(begin // GRANULE, end // GRANULE):
+        word = word_at(state.arena_pages, page >> 6)
+        bit = 1 << (page & 63)
+        word.value = word.value | bit if mapped else word.value & ~bit
+    size = end - begin if mapped else begin - end
+    state.arena_mapped_bytes += size
+    count_resized(state, GENERAL_KIND, size)
+
+
+@njit()
+def use_arena_pages(device, begin, end):
+    """The pages [begin, end), bytes from where the arena begins, have memory now, and had none. For Python."""
+    state = locked(device)
+    _set_pages(state, begin, end, True)
+    index = _cell_around(state, begin)
+    while index < state.num_cells and cell_at(state, index).offset < end:
+        cell = cell_at(state, index)
+        if cell.lease == UNMAPPED and _has_pages(state, cell.offset, cell_at(state, index + 1).offset):
+            cell.lease = 0
+            flip_cells(state.cell_bits, index, index + 1)
+            state.cells_released += 1
+        index += 1
+    unlock(state)
+
+
+@njit()
+def leave_arena_pages(device, wanted, begins, ends):
+    """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
+
+    Writes where the ranges begin and end, bytes from where the arena begins, as many as the columns hold.
+    """
+    state = locked(device)
+    count, index, num_cells = 0, 0, state.num_cells if state.arena_pages != 0 else 0
+    if num_cells > 0:
+        revoke_all(state)
+    while index < num_cells and wanted > 0 and count < len(begins):
+        first = index
+        while index < num_cells and cells_empty(state.cell_bits, index, index + 1):
+            index += 1
+        begin = (cell_at(state, first).offset + (GRANULE - 1)) & -GRANULE
+        end = min(cell_at(state, index).offset & -GRANULE, begin + wanted)
+        if index > first and end > begin:
+            begins[count] = begin
+            ends[count] = end
+            count += 1
+            wanted -= end - begin
+            _set_pages(state, begin, end, False)
+            for cell in range(first, index):
+                if cell_at(state, cell).offset < end and cell_at(state, cell + 1).offset > begin:
+                    cell_at(state, cell).lease = UNMAPPED
+                    flip_cells(state.cell_bits, cell, cell + 1)
+        index += 1
+    unlock(state)
+    return count

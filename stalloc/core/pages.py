@@ -1,0 +1,293 @@
+"""Segments whose memory comes and goes by pages: a range of addresses of which a part is mapped.
+
+Contract: the lock is held, except where Python calls. What has no memory is an unmapped block of whole pages; no two of
+them are neighbours, and all are on one list. Memory is mapped before a block becomes free here, and unmapped only
+after it ceased to be: nobody is ever given addresses without memory. Nothing of a pool that belongs to a graph goes.
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.constants import (
+    ACTION_SEGMENT_MAP,
+    ACTION_SEGMENT_UNMAP,
+    BLOCK_FREE,
+    BLOCK_UNMAPPED,
+    GRANULE,
+    POOL_USED,
+)
+from stalloc.core.counters import count_joined, count_parted, count_resized
+from stalloc.core.event_log import record
+from stalloc.core.free_lists import insert_free, remove_free
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.records import block_at, pool_at, segment_at
+from stalloc.core.segments import (
+    allocate_block_row,
+    allocate_segment_row,
+    release_block_row,
+    release_segment_row,
+    set_up_block,
+)
+
+
+@inner()
+def insert_unmapped(state, row):
+    """Put a block on the list of those without memory."""
+    block, following = block_at(state, row), state.first_unmapped
+    block.state = BLOCK_UNMAPPED
+    block.left = 0
+    block.right = following
+    if following != 0:
+        block_at(state, following).left = row
+    state.first_unmapped = row
+
+
+@inner()
+def _remove_unmapped(state, row):
+    block = block_at(state, row)
+    if block.left != 0:
+        block_at(state, block.left).right = block.right
+    else:
+        state.first_unmapped = block.right
+    if block.right != 0:
+        block_at(state, block.right).left = block.left
+
+
+@inner()
+def _has_rows(state, count):
+    """Whether the table of blocks has room for so many more."""
+    return state.blocks_capacity - state.blocks_used >= count
+
+
+@inner()
+def _cut(state, row, size):
+    """Cut a block that is on no list after `size` bytes: the row of the rest, 0 if that is nothing."""
+    block = block_at(state, row)
+    if block.size_bytes == size:
+        return 0
+    other = allocate_block_row(state)
+    rest = block_at(state, other)
+    set_up_block(state, other, block.address + size, block.size_bytes - size, block.segment, block.state)
+    rest.previous = row
+    rest.next = block.next
+    if block.next != 0:
+        block_at(state, block.next).previous = other
+    block.next = other
+    block.size_bytes = size
+    return other
+
+
+@inner()
+def _join(state, row, status):
+    """Join a block that is on no list with the neighbours of this state, and put it on their list; its row then."""
+    block = block_at(state, row)
+    following, previous = block.next, block.previous
+    if following != 0 and block_at(state, following).state == status:
+        _take_off(state, following, status)
+        _swallow(state, row, following)
+    if previous != 0 and block_at(state, previous).state == status:
+        _take_off(state, previous, status)
+        _swallow(state, previous, row)
+        row = previous
+    if status == BLOCK_FREE:
+        block_at(state, row).state = BLOCK_FREE
+        insert_free(state, row)
+    else:
+        insert_unmapped(state, row)
+    return row
+
+
+@inner()
+def _take_off(state, row, status):
+    if status == BLOCK_FREE:
+        remove_free(state, row)
+    else:
+        _remove_unmapped(state, row)
+
+
+@inner()
+def _swallow(state, row, following):
+    block, gone = block_at(state, row), block_at(state, following)
+    block.size_bytes += gone.size_bytes
+    block.next = gone.next
+    if gone.next != 0:
+        block_at(state, gone.next).previous = row
+    release_block_row(state, following)
+
+
+@inner()
+def _count(state, segment, size):
+    """Count memory that a segment got, or that it lost where `size` is negative."""
+    segment_at(state, segment).mapped_bytes += size
+    count_resized(state, pool_at(state, segment_at(state, segment).pool).kind, size)
+
+
+@njit()
+def give_range(device, pool, address, size):
+    """Give a pool a range of addresses without memory, whole pages; False if the tables are full. For Python."""
+    state = locked(device)
+    block, row = allocate_block_row(state), 0
+    if block != 0:
+        row = allocate_segment_row(state, pool, address, size, block)
+        if row == 0:
+            release_block_row(state, block)
+    if row != 0:
+        set_up_block(state, block, address, size, row, BLOCK_UNMAPPED)
+        insert_unmapped(state, block)
+        segment_at(state, row).mapped_bytes = 0
+        segment_at(state, row).is_paged = 1
+        count_parted(state, 2)
+    unlock(state)
+    return row != 0
+
+
+@inner()
+def _lacks(state, row, size):
+    """What has to be mapped of an unmapped block for `size` bytes in a row, and whether at its end; -1: too small."""
+    block = block_at(state, row)
+    before = after = 0
+    if block.previous != 0 and block_at(state, block.previous).state == BLOCK_FREE:
+        before = block_at(state, block.previous).size_bytes
+    if block.next != 0 and block_at(state, block.next).state == BLOCK_FREE:
+        after = block_at(state, block.next).size_bytes
+    if before + block.size_bytes + after < size:
+        return -1, False
+    lacking = size - max(before, after)
+    if lacking > block.size_bytes:
+        return block.size_bytes, False
+    return (lacking + (GRANULE - 1)) & -GRANULE, after > before
+
+
+@njit()
+def find_growth(device, pool, size):
+    """Where memory is best mapped, so that a pool can serve `size` bytes: the address and the bytes. For Python.
+
+    The place that takes the fewest pages, among those the lowest. 0 and 0 if no range of the pool has room for it.
+    """
+    state = locked(device)
+    address, least, row = 0, 0, state.first_unmapped
+    while row != 0:
+        block = block_at(state, row)
+        if segment_at(state, block.segment).pool == pool:
+            lacking, at_end = _lacks(state, row, size)
+            begin = block.address + (block.size_bytes - lacking if at_end else 0)
+            if lacking > 0 and (least == 0 or lacking < least or (lacking == least and begin < address)):
+                address, least = begin, lacking
+        row = block.right
+    unlock(state)
+    return address, least
+
+
+@inner()
+def _find_unmapped(state, address):
+    row = state.first_unmapped
+    while row != 0:
+        block = block_at(state, row)
+        if block.address <= address < block.address + block.size_bytes:
+            return row
+        row = block.right
+    return 0
+
+
+@njit()
+def use_pages(device, address, size):
+    """Serve from pages of a segment that have memory now; False if they are none without, or a table is full.
+
+    For Python.
+    """
+    state = locked(device)
+    row = _find_unmapped(state, address)
+    block = block_at(state, row)
+    done = row != 0 and block.address + block.size_bytes >= address + size and _has_rows(state, 2)
+    if done:
+        _remove_unmapped(state, row)
+        if block.address < address:
+            rest = _cut(state, row, address - block.address)
+            insert_unmapped(state, row)
+            row = rest
+        rest = _cut(state, row, size)
+        if rest != 0:
+            insert_unmapped(state, rest)
+        segment = block_at(state, row).segment
+        _join(state, row, BLOCK_FREE)
+        _count(state, segment, size)
+        if state.recording == 1:
+            record(state, ACTION_SEGMENT_MAP, pool_at(state, segment_at(state, segment).pool).stream, address, size)
+    unlock(state)
+    return done
+
+
+@inner()
+def _leave(state, row, begin, size):
+    """Let the pages [begin, begin + size) of a free block have no memory any more."""
+    remove_free(state, row)
+    block = block_at(state, row)
+    if block.address < begin:
+        rest = _cut(state, row, begin - block.address)
+        insert_free(state, row)
+        row = rest
+    rest = _cut(state, row, size)
+    if rest != 0:
+        insert_free(state, rest)
+    segment = block_at(state, row).segment
+    _join(state, row, BLOCK_UNMAPPED)
+    _count(state, segment, -size)
+    if state.recording == 1:
+        record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
+
+
+@inner()
+def _may_leave(state, row):
+    """Whether the memory of what is free in a segment may go."""
+    segment = segment_at(state, row)
+    return segment.address != 0 and segment.is_paged == 1 and pool_at(state, segment.pool).status == POOL_USED
+
+
+@njit()
+def leave_pages(device, wanted, low, high, addresses, sizes):
+    """Serve no more from free pages of segments, at most `wanted` bytes of them; how many ranges. For Python.
+
+    Writes the ranges, at most as many as the columns hold: their memory can be unmapped once the device is done with
+    them. The free blocks that end at `low` or begin at `high` are left as they are: memory is to come between them.
+    """
+    state = locked(device)
+    count = 0
+    for number in range(1, state.segments_used):
+        row = segment_at(state, number).first if _may_leave(state, number) else 0
+        while row != 0 and wanted > 0 and count < len(addresses) and _has_rows(state, 2):
+            block = block_at(state, row)
+            begin, end = (block.address + (GRANULE - 1)) & -GRANULE, (block.address + block.size_bytes) & -GRANULE
+            size, following = min(end - begin, wanted), block.next
+            is_kept = block.address == high or block.address + block.size_bytes == low
+            if block.state == BLOCK_FREE and size > 0 and not is_kept:
+                if following != 0 and block_at(state, following).state == BLOCK_UNMAPPED:
+                    begin = end - size  # so that what has no memory stays in one piece
+                    following = block_at(state, following).next  # its row may be joined with this one's
+                addresses[count] = begin
+                sizes[count] = size
+                wanted -= size
+                count += 1
+                _leave(state, row, begin, size)
+            row = following
+    unlock(state)
+    return count
+
+
+@njit()
+def remove_empty_ranges(device, addresses):
+    """Take segments of which nothing has memory out of the heap: writes where they begin, returns how many.
+
+    For Python.
+    """
+    state = locked(device)
+    count = 0
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if count == len(addresses) or segment.address == 0 or segment.is_paged == 0 or segment.mapped_bytes != 0:
+            continue
+        addresses[count] = segment.address
+        count += 1
+        _remove_unmapped(state, segment.first)
+        release_block_row(state, segment.first)
+        release_segment_row(state, row)
+        count_joined(state, 2)
+    unlock(state)
+    return count

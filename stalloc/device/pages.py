@@ -1,0 +1,234 @@
+"""Memory by pages: ranges of addresses, and pages of a pool of CuPy's that are mapped to them and unmapped again.
+
+Contract: the addresses of a range are reserved once and stay what they are. A page is physical memory that the driver
+made (CUDA driver API, virtual memory management); CuPy's pool holds it, counts it against its limit and keeps what is
+free for the next range. The driver unmaps at once: whoever unmaps has waited for the device, and not while a graph is
+captured.
+"""
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+PAGE_BYTES = 2 << 20  # what the driver maps on every GPU so far
+_SUPPORTED, _DIRECT_ACCESS = 102, 110  # attributes: mapping; other devices on the bus (network cards) may reach it
+_PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
+_OUT_OF_MEMORY = 2
+_PROBED_BYTES = 4096
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("direct_access", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _Flags),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@cache
+def _driver() -> Any:
+    """The driver with its functions' types; None where there is none, or one without these functions."""
+    size, address = ctypes.c_size_t, ctypes.c_uint64
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuDeviceGetAttribute.argtypes = ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
+        driver.cuMemGetAllocationGranularity.argtypes = ctypes.POINTER(size), ctypes.POINTER(_Properties), ctypes.c_int
+        driver.cuMemAddressReserve.argtypes = ctypes.POINTER(address), size, size, address, ctypes.c_uint64
+        driver.cuMemAddressFree.argtypes = address, size
+        driver.cuMemCreate.argtypes = ctypes.POINTER(address), size, ctypes.POINTER(_Properties), ctypes.c_uint64
+        driver.cuMemRelease.argtypes = (address,)
+        driver.cuMemMap.argtypes = address, size, size, address, ctypes.c_uint64
+        driver.cuMemUnmap.argtypes = address, size
+        driver.cuMemSetAccess.argtypes = address, size, ctypes.POINTER(_Access), size
+    except (OSError, AttributeError):
+        return None
+    return driver
+
+
+def _attribute(device: int, number: int) -> int:
+    value = ctypes.c_int(0)
+    return value.value if _driver().cuDeviceGetAttribute(ctypes.byref(value), number, device) == 0 else 0
+
+
+def _properties(device: int) -> _Properties:
+    properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, device))
+    properties.flags.direct_access = int(_attribute(device, _DIRECT_ACCESS) != 0)
+    return properties
+
+
+def _maps_pages(device: int) -> bool:
+    """Whether the driver maps memory of a device (its index) in pages of ours."""
+    if _driver() is None or not _attribute(device, _SUPPORTED):
+        return False
+    granularity, properties = ctypes.c_size_t(0), _properties(device)
+    status = _driver().cuMemGetAllocationGranularity(ctypes.byref(granularity), ctypes.byref(properties), 0)
+    return status == 0 and granularity.value > 0 and PAGE_BYTES % granularity.value == 0
+
+
+class Pages:
+    """The pages of one device."""
+
+    def __init__(self, device: int) -> None:
+        """Raises MemoryError if the driver maps no memory of this device, or what is mapped does not keep its bytes."""
+        import cupy
+
+        self.device = device
+        if not _maps_pages(device):
+            raise MemoryError(f"the driver maps no memory of device {device}")
+        self._properties = _properties(device)
+        self._access = _access(device)
+        #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
+        self.pool = cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(self._create, _release).malloc)
+        _probe(self)
+
+    def _create(self, size_bytes: int, device: int) -> int:
+        from cupy.cuda.runtime import CUDARuntimeError
+
+        handle = ctypes.c_uint64(0)
+        status = _driver().cuMemCreate(ctypes.byref(handle), size_bytes, ctypes.byref(self._properties), 0)
+        if status:
+            raise CUDARuntimeError(_OUT_OF_MEMORY if status == _OUT_OF_MEMORY else status)
+        return handle.value
+
+    def reserve(self, size_bytes: int) -> "PageRange | None":
+        """Addresses for so many bytes (whole pages), without memory; None if the driver has none."""
+        address = ctypes.c_uint64(0)
+        if _driver().cuMemAddressReserve(ctypes.byref(address), size_bytes, PAGE_BYTES, 0, 0):
+            return None
+        return PageRange(self, address.value, size_bytes)
+
+    def free_addresses(self, address: int, size_bytes: int) -> None:
+        """Give back a range of addresses without memory."""
+        _driver().cuMemAddressFree(address, size_bytes)
+
+    def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
+        """Map pages from an address on, which `held` has by address then; False, and none, if the device lacks them."""
+        import cupy
+
+        end = address + count * PAGE_BYTES
+        try:
+            with cupy.cuda.Stream.null:  # CuPy's pool keeps what is free apart by stream
+                for at in range(address, end, PAGE_BYTES):
+                    page = held[at] = self.pool.malloc(PAGE_BYTES)
+                    if _driver().cuMemMap(at, PAGE_BYTES, 0, page.ptr, 0):
+                        break
+                else:
+                    if _driver().cuMemSetAccess(address, end - address, self._access, len(self._access)) == 0:
+                        return True
+        except cupy.cuda.memory.OutOfMemoryError:
+            pass
+        self.unmap(address, count, held)
+        self.pool.free_all_blocks()
+        return False
+
+    def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
+        """Unmap those of so many pages that `held` has; the device must be done with them."""
+        end, at = address + count * PAGE_BYTES, address
+        while at < end:
+            begin = at
+            while at < end and at in held:
+                at += PAGE_BYTES
+            if begin < at:
+                _driver().cuMemUnmap(begin, at - begin)
+                for one in range(begin, at, PAGE_BYTES):
+                    del held[one]
+            else:
+                at += PAGE_BYTES
+
+
+class PageRange:
+    """A range of addresses, from `ptr` on, of which pages have memory."""
+
+    def __init__(self, pages: Any, address: int, size_bytes: int) -> None:
+        self._pages, self.ptr, self.size_bytes = pages, address, size_bytes
+        self._held: dict[int, Any] = {}  # page by address
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and self.ptr:  # then the driver takes everything back
+            self._pages.unmap(self.ptr, self.size_bytes // PAGE_BYTES, self._held)
+            self._pages.free_addresses(self.ptr, self.size_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of it has memory."""
+        return len(self._held) * PAGE_BYTES
+
+    def map(self, address: int, size_bytes: int) -> bool:
+        """Give whole pages memory that have none; False if the device lacks it, and all is as before."""
+        return bool(self._pages.map(address, size_bytes // PAGE_BYTES, self._held))
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Take the memory of whole pages away; the device must be done with them."""
+        self._pages.unmap(address, size_bytes // PAGE_BYTES, self._held)
+
+    def lacking(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """What of the addresses [begin, end) has no memory, in whole pages: address and bytes of each range."""
+        found: list[tuple[int, int]] = []
+        for page in range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES):
+            if page in self._held:
+                continue
+            if found and sum(found[-1]) == page:
+                found[-1] = found[-1][0], found[-1][1] + PAGE_BYTES
+            else:
+                found.append((page, PAGE_BYTES))
+        return found
+
+    def mapped(self) -> list[int]:
+        """The addresses of the pages that have memory, ascending."""
+        return sorted(self._held)
+
+
+def _release(handle: int, device: int) -> None:
+    if not sys.is_finalizing():
+        _driver().cuMemRelease(handle)
+
+
+def _access(device: int) -> Any:
+    """Who may use the pages: the device, and those that can reach it."""
+    from cupy.cuda import runtime
+
+    others = range(runtime.getDeviceCount())
+    able = [i for i in others if i == device or runtime.deviceCanAccessPeer(i, device)]
+    return (_Access * len(able))(*(_Access(_Location(_ON_DEVICE, i), _READ_AND_WRITE) for i in able))
+
+
+def _probe(pages: Pages) -> None:
+    """Raise MemoryError unless bytes that are written to mapped pages are read again."""
+    from cupy.cuda import runtime
+
+    memory = pages.reserve(2 * PAGE_BYTES)
+    if memory is None or not memory.map(memory.ptr, 2 * PAGE_BYTES):
+        raise MemoryError(f"the driver mapped no pages of device {pages.device}")
+    wanted = ctypes.create_string_buffer(bytes(range(256)) * (_PROBED_BYTES // 256), _PROBED_BYTES)
+    read = ctypes.create_string_buffer(_PROBED_BYTES)
+    for at in (memory.ptr, memory.ptr + PAGE_BYTES - _PROBED_BYTES // 2):
+        runtime.memcpy(at, ctypes.addressof(wanted), _PROBED_BYTES, runtime.memcpyHostToDevice)
+        runtime.memcpy(ctypes.addressof(read), at, _PROBED_BYTES, runtime.memcpyDeviceToHost)
+        if read.raw != wanted.raw:
+            raise MemoryError(f"mapped pages of device {pages.device} do not keep what is written to them")
+    del memory
+    pages.pool.free_all_blocks()

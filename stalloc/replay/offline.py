@@ -1,0 +1,164 @@
+"""The runtime's controller over a device of numbers: its pages and blocks are counted, and nobody can touch them.
+
+Contract: what serves requests is the code that serves torch and CuPy; only the memory is made up.
+"""
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stalloc.columns import Column
+from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import MAX_REQUEST
+from stalloc.core.entry import slow_entry
+from stalloc.device.pages import PAGE_BYTES, PageRange
+from stalloc.replay.blocks import FIRST_ADDRESS
+from stalloc.replay.sizes import GRANULE
+from stalloc.runtime.controller import Controller
+from stalloc.runtime.segments import round_up
+from stalloc.runtime.settings import Phase, Settings
+
+
+@dataclass(frozen=True)
+class _Size:
+    size: int
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Bytes of the made-up device, with the names that CuPy's memory has; they go back with the last reference."""
+
+    ptr: int
+    mem: _Size
+    device: "NumbersDevice"
+
+    def __del__(self) -> None:
+        self.device.taken -= self.mem.size
+        self.device.num_frees += 1
+
+
+class NumbersDevice:
+    """A device without memory, and where its memory comes from: it counts."""
+
+    kind: Literal["virtual"] = "virtual"
+    name = "a device of numbers"
+    compute_capability = (0, 0)
+    limit_bytes = 0
+
+    def __init__(self, index: int, capacity_bytes: int, *, paged: bool) -> None:
+        self.index = index
+        self.paged = paged
+        self.total_bytes = capacity_bytes or MAX_REQUEST
+        self.taken = 0
+        self.num_allocs = self.num_frees = 0
+        self._next = FIRST_ADDRESS
+
+    def new_pool(self) -> None:
+        return None
+
+    def new_pages(self) -> str:
+        return "it has none"
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.free_bytes(), self.total_bytes
+
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.taken
+
+    def _addresses(self, size_bytes: int) -> int:
+        address, self._next = self._next, self._next + (size_bytes + 3 * GRANULE - 1) // GRANULE * GRANULE
+        return address
+
+    def take(self, size_bytes: int) -> Any:
+        if self.taken + size_bytes > self.total_bytes:
+            return None
+        if self.paged:
+            memory = self.reserve(size_bytes)
+            memory.map(memory.ptr, size_bytes)
+            return memory
+        self.taken += size_bytes
+        self.num_allocs += 1
+        return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
+
+    def reserve(self, size_bytes: int) -> PageRange:
+        return PageRange(self, self._addresses(size_bytes), size_bytes)
+
+    def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
+        """As `Pages` does."""
+        if self.taken + count * PAGE_BYTES > self.total_bytes:
+            return False
+        self.taken += count * PAGE_BYTES
+        self.num_allocs += 1
+        held.update(dict.fromkeys(range(address, address + count * PAGE_BYTES, PAGE_BYTES)))
+        return True
+
+    def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
+        """As `Pages` does."""
+        pages = [at for at in range(address, address + count * PAGE_BYTES, PAGE_BYTES) if at in held]
+        self.taken -= len(pages) * PAGE_BYTES
+        self.num_frees += bool(pages)
+        for at in pages:
+            del held[at]
+
+    def free_addresses(self, address: int, size_bytes: int) -> None:
+        """There are more."""
+
+    def wait(self) -> None:
+        """Nothing is queued."""
+
+    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def collect(self) -> None:
+        """Nothing is kept."""
+
+    def forked(self) -> None:
+        """The numbers are the child's own."""
+
+
+class OfflineController(Controller):
+    """The runtime's controller over a device of numbers."""
+
+    device: Any
+
+    def close(self) -> None:
+        """Let go of the controller; it serves nothing any more."""
+        _controllers.pop(self.device.index, None)
+
+    def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
+        """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
+        self.state.write(allocating_persistent=0, recording=0, check_at=0)
+        arena_bytes = round_up(peak_bytes)
+        memory = self.memory.malloc(arena_bytes) if arena_bytes else None
+        if memory is None:
+            self.status.phase = Phase.RESTING
+            return False
+        self.status.phase = Phase.PLANNED
+        self.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
+        self.arenas.serve_from(memory, arena_bytes)
+        return True
+
+
+_controllers: dict[int, OfflineController] = {}  # by the number of the device, for the entry that all share
+_lock = threading.Lock()
+_entry = 0
+
+
+def _help(device: int, request: int, argument: int) -> int:
+    return int(_controllers[device].help(request, argument))
+
+
+def make_controller(capacity_bytes: int, settings: Settings) -> OfflineController:
+    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for as many as any device."""
+    global _entry
+    with _lock:
+        if _entry == 0:
+            _entry = slow_entry(_help)
+        index = len(_controllers)
+        while index in _controllers:
+            index += 1
+        device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
+        controller = OfflineController(device, device, _entry, settings)
+        _controllers[index] = controller
+    return controller

@@ -1,0 +1,159 @@
+"""Which pages the segments and the arena of one device have: mapped where they are needed, unmapped where free.
+
+Contract: no more is held than the program had allocated at its peak, and a little, as long as pages lie free: those
+move first. Memory is mapped before the core serves from it, and unmapped after the core has ceased to and the device is
+done with it; never while a graph is captured. `match` repairs what an interruption left half done.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from stalloc.core.constants import GRANULE
+from stalloc.core.snapshot import segments
+from stalloc.runtime.segments import round_up
+
+if TYPE_CHECKING:
+    from stalloc.runtime.memory import DeviceMemory
+
+_ALL = 1 << 60
+_SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
+_TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
+_RANGE_SHARE = 8  # a range of addresses is for at least this part of the device's memory
+
+
+class Paging:
+    """The pages of one device's segments and arena."""
+
+    def __init__(self, memory: "DeviceMemory") -> None:
+        self._memory, self._state, self._source = memory, memory.state, memory.source
+        self.arena: Any = None  #: the PageRange of the arena in place
+        self.num_growths = 0  #: how often segments got pages
+        self._shift = _TIGHT_SHIFT
+        self._peak_bytes = 0
+        self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
+
+    def loosen(self) -> None:
+        """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
+        self._shift = _LOOSE_SHIFT
+
+    def grow(self, pool: int, size_bytes: int) -> bool:
+        """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
+        self.num_growths += 1
+        address, lacking = self._state.find_growth(pool, size_bytes)
+        if not lacking:
+            if not self._add_range(pool, size_bytes):
+                return False
+            address, lacking = self._state.find_growth(pool, size_bytes)
+        if not self._make_room(lacking, size_bytes, (address, address + lacking)):
+            return False
+        memory = next(one for one in self._ranges() if one.ptr <= address < one.ptr + one.size_bytes)
+        if not self._map(memory, address, lacking):
+            return False
+        if self._state.use_pages(address, lacking):
+            return True
+        memory.unmap(address, lacking)
+        return False
+
+    def _add_range(self, pool: int, size_bytes: int) -> bool:
+        span = max(round_up(size_bytes), round_up(self._memory.device.total_bytes // _RANGE_SHARE))
+        memory = self._source.reserve(span) or self._source.reserve(round_up(size_bytes))
+        if memory is None:
+            return False
+        self._memory.segments[memory.ptr] = memory
+        if self._state.give_range(pool, memory.ptr, memory.size_bytes):
+            return True
+        del self._memory.segments[memory.ptr]
+        return False
+
+    def back(self, begin: int, end: int) -> None:
+        """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
+        memory = self.arena
+        for address, size_bytes in memory.lacking(memory.ptr + begin, memory.ptr + end):
+            if not self._make_room(size_bytes, end - begin) or not self._map(memory, address, size_bytes):
+                return
+            self._state.use_arena_pages(address - memory.ptr, address - memory.ptr + size_bytes)
+
+    def release(self) -> None:
+        """Give every page of segments that is free back to the device; none while a graph is captured."""
+        if self._state.record.private_kind:
+            return
+        while ranges := self._state.leave_pages(_ALL):
+            self._unmap(ranges)
+        for base in self._state.remove_empty_ranges():
+            del self._memory.segments[base]
+        self._source.collect()
+
+    def match(self) -> None:
+        """Unmap what the core does not serve from: an interruption kept it from being unmapped, or served."""
+        if self._state.record.private_kind:
+            return
+        served = [(one.address, one.address + one.size_bytes) for one in segments(self._state)]
+        covered = {page for begin, end in served for page in range(begin // GRANULE, -(-end // GRANULE))}
+        self._source.wait()
+        for memory in self._ranges():
+            for page in memory.mapped():
+                if page // GRANULE not in covered:
+                    memory.unmap(page, GRANULE)
+
+    def _ranges(self) -> list[Any]:
+        """All ranges of addresses whose memory comes by pages."""
+        found = {id(one): one for one in (*self._memory.segments.values(), self.arena) if hasattr(one, "lacking")}
+        return list(found.values())
+
+    def _allowed_bytes(self, size_bytes: int) -> int:
+        """What may be held for a request before pages that are free move."""
+        record = self._state.record
+        now = record.total.allocated_bytes + record.deferred_bytes + size_bytes
+        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, record.step_allocated_peak)
+        return self._peak_bytes + max(_SPARE_BYTES, self._peak_bytes >> self._shift)
+
+    def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
+        """Have so many bytes to be mapped, for a request; whether there are. What lies `between` is not given up."""
+        if self._state.record.private_kind:
+            return self._has_room(size_bytes)
+        excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
+        if excess > 0:
+            self._unmap(self._state.leave_pages(round_up(excess), between))
+        if self._has_room(size_bytes):
+            return True
+        self._state.record.num_retries += 1
+        self._memory.find_deferred()
+        self._memory.deferred.wait()
+        self._unmap(self._state.leave_pages(_ALL, between))
+        lacking = size_bytes - self._source.free_bytes()
+        if lacking > 0 and self.arena is not None:
+            ranges = self._state.leave_arena_pages(round_up(lacking))
+            self._unmap([(self.arena.ptr + begin, size) for begin, size in ranges])
+        self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
+        return self._source.free_bytes() >= size_bytes
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether the device has so many bytes; asking it takes long, so it is not asked each time."""
+        if size_bytes > self._sure_bytes:
+            free = self._source.free_bytes()
+            self._sure_bytes = free // 2
+            if size_bytes > free:
+                return False
+        self._sure_bytes -= size_bytes
+        return True
+
+    def _map(self, memory: Any, address: int, size_bytes: int) -> bool:
+        with self._source.at_device(capturing=self._state.record.private_kind != 0):
+            done: bool = memory.map(address, size_bytes)
+        self._source.collect()  # pages that were given up and not needed
+        if done and self._memory.poison is not None:
+            self._memory.poison.taken(address, size_bytes)
+        return done
+
+    def _unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Unmap what the core has ceased to serve from: (address, bytes) of each range."""
+        ranges = list(ranges)
+        if not ranges:
+            return
+        held = self._ranges()
+        with self._source.at_device(capturing=False):
+            self._source.wait()
+            for address, size_bytes in ranges:
+                if self._memory.poison is not None:
+                    self._memory.poison.returned(address, size_bytes)
+                next(one for one in held if one.ptr <= address < one.ptr + one.size_bytes).unmap(address, size_bytes)
