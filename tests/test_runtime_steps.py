@@ -11,7 +11,7 @@ from programs.core_machine import Intervals, Owners
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.settings import Arena, Phase, Settings
 from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20
@@ -25,9 +25,15 @@ class Program:
     """
 
     def __init__(
-        self, *, plan: bool = True, capacity_bytes: int = 0, keeps_batch: bool = False, streams: int = 1
+        self,
+        *,
+        plan: bool = True,
+        capacity_bytes: int = 0,
+        keeps_batch: bool = False,
+        streams: int = 1,
+        arena: Arena = "pages",
     ) -> None:
-        settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan)
+        settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan, arena=arena)
         self.controller: Controller = make_controller(capacity_bytes, settings)
         self.controller.watching.expects_marks = True
         self.state = self.controller.state
@@ -373,7 +379,7 @@ def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -> None:
     """Although gradients live there, and streams have regions."""
-    program = Program(streams=streams)
+    program = Program(streams=streams, arena="pool")
     for width in in_rounds(1, 2, 8):
         program.step(lambda width=width: program.train(40_000 + 1000 * width))
     plans, reserved, arena = (
@@ -400,7 +406,7 @@ def drift(program: Program, widths: list[int], until: Callable[[], bool]) -> Non
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: int) -> None:
-    program = Program(streams=streams)
+    program = Program(streams=streams, arena="pool")
     controller, state = program.controller, program.state
     drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
     large, arena = state.record.arena_bytes, state.record.arena

@@ -22,7 +22,7 @@ from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import begin_lease, end_lease, revoke_all
-from stalloc.core.pages import insert_unmapped
+from stalloc.core.pages import insert_unmapped, remove_unmapped
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
 from stalloc.core.segments import (
@@ -171,11 +171,15 @@ def _append_lease(state, segment, previous, lease):
     while row != 0:
         block = block_at(state, row)
         following = block.next
-        if block.state == BLOCK_FREE:
-            address, size = block.address, block.size_bytes
-            remove_free(state, row)
+        if block.state in (BLOCK_FREE, BLOCK_UNMAPPED):
+            address, size, status = block.address, block.size_bytes, block.state
+            if status == BLOCK_FREE:
+                remove_free(state, row)
+            else:
+                remove_unmapped(state, row)
+                segment_at(state, segment).mapped_bytes -= size
             release_block_row(state, row)
-            previous = _append(state, segment, previous, address, size, BLOCK_FREE)
+            previous = _append(state, segment, previous, address, size, status)
         else:
             block.segment = segment
             block.next = 0

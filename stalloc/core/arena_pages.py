@@ -7,21 +7,13 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 
 from stalloc.compiled import inner, njit
 from stalloc.core.arena import begin_serving
-from stalloc.core.cells import cells_empty, flip_cells, has_page
+from stalloc.core.cells import cells_empty, flip_cells, has_memory
 from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
-from stalloc.core.records import cell_at, segment_at, word_at
-
-
-@inner()
-def _has_pages(state, begin, end):
-    """Whether the bytes [begin, end) of the arena have memory."""
-    page, last = begin // GRANULE, (end - 1) // GRANULE
-    while page <= last and has_page(state, page):
-        page += 1
-    return page > last
+from stalloc.core.pages import free_pages, has_rows, unmap_part
+from stalloc.core.records import block_at, cell_at, segment_at, word_at
 
 
 @inner()
@@ -86,7 +78,7 @@ def use_arena_pages(device, begin, end):
     index = _cell_around(state, begin)
     while index < state.num_cells and cell_at(state, index).offset < end:
         cell = cell_at(state, index)
-        if cell.lease == UNMAPPED and _has_pages(state, cell.offset, cell_at(state, index + 1).offset):
+        if cell.lease == UNMAPPED and has_memory(state, index):
             cell.lease = 0
             flip_cells(state.cell_bits, index, index + 1)
             state.cells_released += 1
@@ -94,16 +86,10 @@ def use_arena_pages(device, begin, end):
     unlock(state)
 
 
-@njit()
-def leave_arena_pages(device, wanted, begins, ends):
-    """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
-
-    Writes where the ranges begin and end, bytes from where the arena begins, as many as the columns hold.
-    """
-    state = locked(device)
-    count, index, num_cells = 0, 0, state.num_cells if state.arena_pages != 0 else 0
-    if num_cells > 0:
-        revoke_all(state)
+@inner()
+def _leave_idle_cells(state, wanted, begins, ends):
+    """Let pages of empty cells go, at most `wanted` bytes of them; how many ranges were written."""
+    count, index, num_cells = 0, 0, state.num_cells
     while index < num_cells and wanted > 0 and count < len(begins):
         first = index
         while index < num_cells and cells_empty(state.cell_bits, index, index + 1):
@@ -121,5 +107,42 @@ def leave_arena_pages(device, wanted, begins, ends):
                     cell_at(state, cell).lease = UNMAPPED
                     flip_cells(state.cell_bits, cell, cell + 1)
         index += 1
+    return count
+
+
+@inner()
+def _leave_leases(state, wanted, count, begins, ends):
+    """The same of leases, where `count` ranges were written before; how many were written then."""
+    for number in range(1, state.segments_used):
+        segment = segment_at(state, number)
+        row = segment.first if segment.address != 0 and segment.cell_high != 0 else 0
+        while row != 0 and wanted > 0 and count < len(begins) and has_rows(state, 2):
+            begin, end = free_pages(state, row)
+            size = min(end - begin, wanted)
+            if size > 0:
+                row = unmap_part(state, row, begin, size)
+                begins[count] = begin - state.arena
+                ends[count] = begin - state.arena + size
+                _set_pages(state, begins[count], ends[count], False)
+                count += 1
+                wanted -= size
+            row = block_at(state, row).next
+    return count
+
+
+@njit()
+def leave_arena_pages(device, wanted, begins, ends):
+    """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
+
+    Writes where the ranges begin and end, bytes from where the arena begins, as many as the columns hold.
+    """
+    state = locked(device)
+    count = 0
+    if state.arena_pages != 0:
+        revoke_all(state)
+        count = _leave_idle_cells(state, wanted, begins, ends)
+        for i in range(count):
+            wanted -= ends[i] - begins[i]
+        count = _leave_leases(state, wanted, count, begins, ends)
     unlock(state)
     return count

@@ -5,6 +5,7 @@ lease; nobody else gets it then. What the arena has beyond the plan is one more 
 """
 
 from stalloc.compiled import inner, njit
+from stalloc.core.constants import GRANULE
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import cell_at, use_at, use_start_at, word_at
 
@@ -55,6 +56,15 @@ def find_cell(state, offset):
 def has_page(state, page):
     """Whether a page of the arena has memory."""
     return state.arena_pages == 0 or (word_at(state.arena_pages, page >> 6).value >> (page & 63)) & 1 == 1
+
+
+@inner()
+def has_memory(state, index):
+    """Whether all of a cell has memory."""
+    page, last = cell_at(state, index).offset // GRANULE, (cell_at(state, index + 1).offset - 1) // GRANULE
+    while page <= last and has_page(state, page):
+        page += 1
+    return page > last
 
 
 @inner()

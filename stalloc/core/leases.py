@@ -10,8 +10,9 @@ that layer to the one of their free; here time is the place in the pass, and lif
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.cells import NEVER, cells_empty, flip_cells, needed_at, tape_time
+from stalloc.core.cells import NEVER, cells_empty, flip_cells, has_memory, needed_at, tape_time
 from stalloc.core.constants import (
+    BLOCK_FREE,
     LEASED_KIND,
     LIFESPAN_BITS,
     LIFESPAN_PLACES,
@@ -23,6 +24,7 @@ from stalloc.core.free_lists import best_fit, remove_free
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
 from stalloc.core.intrinsics import last_bit
+from stalloc.core.pages import remove_unmapped
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
 from stalloc.core.segments import add_segment, release_block_row, release_segment_row
@@ -55,6 +57,9 @@ def end_lease(state, row):
     state.cells_released += 1
     for index in range(low, high):
         cell_at(state, index).lease = 0
+        if state.arena_pages != 0 and not has_memory(state, index):
+            cell_at(state, index).lease = UNMAPPED
+            flip_cells(state.cell_bits, index, index + 1)
     state.num_leases -= 1
     state.leased_bytes -= segment.size_bytes
     release_segment_row(state, row)
@@ -64,8 +69,14 @@ def end_lease(state, row):
 def _revoke(state, row):
     """End a lease in which nothing lives."""
     block = segment_at(state, row).first
-    remove_free(state, block)
-    release_block_row(state, block)
+    while block != 0:
+        following = block_at(state, block).next
+        if block_at(state, block).state == BLOCK_FREE:
+            remove_free(state, block)
+        else:
+            remove_unmapped(state, block)
+        release_block_row(state, block)
+        block = following
     end_lease(state, row)
 
 

@@ -41,7 +41,8 @@ def insert_unmapped(state, row):
 
 
 @inner()
-def _remove_unmapped(state, row):
+def remove_unmapped(state, row):
+    """Take a block off that list."""
     block = block_at(state, row)
     if block.left != 0:
         block_at(state, block.left).right = block.right
@@ -52,7 +53,7 @@ def _remove_unmapped(state, row):
 
 
 @inner()
-def _has_rows(state, count):
+def has_rows(state, count):
     """Whether the table of blocks has room for so many more."""
     return state.blocks_capacity - state.blocks_used >= count
 
@@ -100,7 +101,7 @@ def _take_off(state, row, status):
     if status == BLOCK_FREE:
         remove_free(state, row)
     else:
-        _remove_unmapped(state, row)
+        remove_unmapped(state, row)
 
 
 @inner()
@@ -196,9 +197,9 @@ def use_pages(device, address, size):
     state = locked(device)
     row = _find_unmapped(state, address)
     block = block_at(state, row)
-    done = row != 0 and block.address + block.size_bytes >= address + size and _has_rows(state, 2)
+    done = row != 0 and block.address + block.size_bytes >= address + size and has_rows(state, 2)
     if done:
-        _remove_unmapped(state, row)
+        remove_unmapped(state, row)
         if block.address < address:
             rest = _cut(state, row, address - block.address)
             insert_unmapped(state, row)
@@ -216,8 +217,17 @@ def use_pages(device, address, size):
 
 
 @inner()
-def _leave(state, row, begin, size):
-    """Let the pages [begin, begin + size) of a free block have no memory any more."""
+def free_pages(state, row):
+    """The whole pages of a block, if it is free: where they begin and end; as much as nothing otherwise."""
+    block = block_at(state, row)
+    if block.state != BLOCK_FREE:
+        return 0, 0
+    return (block.address + (GRANULE - 1)) & -GRANULE, (block.address + block.size_bytes) & -GRANULE
+
+
+@inner()
+def unmap_part(state, row, begin, size):
+    """Make the pages [begin, begin + size) of a free block an unmapped block; its row. Needs up to two spare rows."""
     remove_free(state, row)
     block = block_at(state, row)
     if block.address < begin:
@@ -227,8 +237,14 @@ def _leave(state, row, begin, size):
     rest = _cut(state, row, size)
     if rest != 0:
         insert_free(state, rest)
+    return _join(state, row, BLOCK_UNMAPPED)
+
+
+@inner()
+def _leave(state, row, begin, size):
+    """Let the pages [begin, begin + size) of a free block have no memory any more."""
     segment = block_at(state, row).segment
-    _join(state, row, BLOCK_UNMAPPED)
+    unmap_part(state, row, begin, size)
     _count(state, segment, -size)
     if state.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
@@ -252,12 +268,12 @@ def leave_pages(device, wanted, low, high, addresses, sizes):
     count = 0
     for number in range(1, state.segments_used):
         row = segment_at(state, number).first if _may_leave(state, number) else 0
-        while row != 0 and wanted > 0 and count < len(addresses) and _has_rows(state, 2):
+        while row != 0 and wanted > 0 and count < len(addresses) and has_rows(state, 2):
             block = block_at(state, row)
-            begin, end = (block.address + (GRANULE - 1)) & -GRANULE, (block.address + block.size_bytes) & -GRANULE
+            begin, end = free_pages(state, row)
             size, following = min(end - begin, wanted), block.next
             is_kept = block.address == high or block.address + block.size_bytes == low
-            if block.state == BLOCK_FREE and size > 0 and not is_kept:
+            if size > 0 and not is_kept:
                 if following != 0 and block_at(state, following).state == BLOCK_UNMAPPED:
                     begin = end - size  # so that what has no memory stays in one piece
                     following = block_at(state, following).next  # its row may be joined with this one's
@@ -285,9 +301,28 @@ def remove_empty_ranges(device, addresses):
             continue
         addresses[count] = segment.address
         count += 1
-        _remove_unmapped(state, segment.first)
+        remove_unmapped(state, segment.first)
         release_block_row(state, segment.first)
         release_segment_row(state, row)
         count_joined(state, 2)
     unlock(state)
     return count
+
+
+@njit()
+def keep_ranges(device):
+    """Leave every range as it is for good: this process is a fork, the pages are its parent's. For Python."""
+    state = locked(device)
+    for row in range(1, state.segments_used):
+        segment = segment_at(state, row)
+        if segment.address != 0 and segment.is_paged == 1:
+            segment.is_paged = 0
+            segment.num_live += 1  # it is never given back
+    row = state.first_unmapped
+    while row != 0:
+        following = block_at(state, row).right
+        block_at(state, row).left = 0
+        block_at(state, row).right = 0
+        row = following
+    state.first_unmapped = 0
+    unlock(state)

@@ -352,6 +352,10 @@ class DeviceState:
         addresses = np.zeros(_RANGES, np.int64)
         return [int(address) for address in addresses[: pages.remove_empty_ranges(self.address, addresses)]]
 
+    def keep_ranges(self) -> None:
+        """Leave what has its memory by pages as it is for good: they are a parent's of this process."""
+        pages.keep_ranges(self.address)
+
     def begin_step(self, begin: int, end: int, position: int) -> None:
         """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
         core_tape.begin_step(self.address, begin, end, position)

@@ -161,7 +161,7 @@ class Arenas:
     def drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
         self.state.drop_tape()
-        if self.arena is None or not self._end_sharing():
+        if self.arena is None or self.arena is self._inherited or not self._end_sharing():
             return
         bases = self.state.dissolve_arena()
         for base in bases:

@@ -145,4 +145,6 @@ class DeviceMemory:
         self.lock = threading.RLock()
         self._inherited = [self.segments, self._kept, self.paging.arena]
         self.source.forked()
+        self.state.keep_ranges()
+        self.paging.arena = None
         self.segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
