@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from stalloc.device.driver import gpus
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.pages import Pages
+from stalloc.device.pages import PageEntries, Pages
 from stalloc.errors import SetupError
 
 __all__ = [
@@ -47,8 +47,8 @@ class Device(Protocol):
     def new_pool(self) -> Any:
         """A fresh `cupy.cuda.MemoryPool`; use it under `with cupy.cuda.Device(index)`."""
 
-    def new_pages(self) -> Pages | str:
-        """A fresh pool of pages; use it under `with cupy.cuda.Device(index)`. Why there is none, if there is none."""
+    def new_pages(self, entries: PageEntries) -> Pages | str:
+        """A fresh pool of pages, `entries` as of `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, as the driver reports them."""
@@ -70,10 +70,10 @@ class CupyDevice:
 
         return cupy.cuda.MemoryPool()
 
-    def new_pages(self) -> Pages | str:
-        """A fresh pool of pages; use it under `with cupy.cuda.Device(index)`. Why there is none, if there is none."""
+    def new_pages(self, entries: PageEntries) -> Pages | str:
+        """A fresh pool of pages, `entries` as of `Pages`; used under `with cupy.cuda.Device(index)`. Else why not."""
         try:
-            return Pages(self.index)
+            return Pages(self.index, entries)
         except MemoryError as error:
             return str(error)
 

@@ -1,20 +1,20 @@
 """Memory by pages: ranges of addresses, and pages of a pool of CuPy's that are mapped to them and unmapped again.
 
-Contract: the addresses of a range are reserved once and stay what they are. A page is physical memory that the driver
-made (CUDA driver API, virtual memory management); CuPy's pool holds it, counts it against its limit and keeps what is
-free for the next range. The driver unmaps at once: whoever unmaps has waited for the device, and not while a graph is
-captured.
+Contract: the addresses of a range are reserved once and stay what they are until it is closed. A page is physical memory
+that the driver made (CUDA driver API, virtual memory management); CuPy's pool holds it, counts it against its limit and
+keeps what is free for the next range. The driver unmaps at once: whoever unmaps has waited for the device, and not
+while a graph is captured.
 """
 
 import ctypes
-import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+PageEntries = Callable[[ctypes.CDLL], tuple[int, int]]
 PAGE_BYTES = 2 << 20  # what the driver maps on every GPU so far
 _SUPPORTED, _DIRECT_ACCESS = 102, 110  # attributes: mapping; other devices on the bus (network cards) may reach it
 _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
-_OUT_OF_MEMORY = 2
 _PROBED_BYTES = 4096
 
 
@@ -89,41 +89,44 @@ def _maps_pages(device: int) -> bool:
     return status == 0 and granularity.value > 0 and PAGE_BYTES % granularity.value == 0
 
 
+def _call(name: str, *arguments: Any) -> int:
+    """Call a function of the driver; its status."""
+    try:
+        return int(getattr(_driver(), name)(*arguments))
+    except ctypes.ArgumentError as error:  # the arguments are right, so this is what ctypes makes of a RecursionError
+        raise RecursionError(str(error)) from error
+
+
 class Pages:
     """The pages of one device."""
 
-    def __init__(self, device: int) -> None:
-        """Raises MemoryError if the driver maps no memory of this device, or what is mapped does not keep its bytes."""
+    def __init__(self, device: int, entries: PageEntries) -> None:
+        """`entries` gives the C functions that make and release a page with a driver: see `core.entry.page_entries`.
+
+        Raises MemoryError if the driver maps no memory of this device, or what is mapped does not keep its bytes.
+        """
         import cupy
 
         self.device = device
         if not _maps_pages(device):
             raise MemoryError(f"the driver maps no memory of device {device}")
-        self._properties = _properties(device)
         self._access = _access(device)
+        properties = _properties(device)
+        allocator = cupy.cuda.CFunctionAllocator(ctypes.addressof(properties), *entries(_driver()), properties)
         #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
-        self.pool = cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(self._create, _release).malloc)
+        self.pool = cupy.cuda.MemoryPool(allocator.malloc)
         _probe(self)
-
-    def _create(self, size_bytes: int, device: int) -> int:
-        from cupy.cuda.runtime import CUDARuntimeError
-
-        handle = ctypes.c_uint64(0)
-        status = _driver().cuMemCreate(ctypes.byref(handle), size_bytes, ctypes.byref(self._properties), 0)
-        if status:
-            raise CUDARuntimeError(_OUT_OF_MEMORY if status == _OUT_OF_MEMORY else status)
-        return handle.value
 
     def reserve(self, size_bytes: int) -> "PageRange | None":
         """Addresses for so many bytes (whole pages), without memory; None if the driver has none."""
         address = ctypes.c_uint64(0)
-        if _driver().cuMemAddressReserve(ctypes.byref(address), size_bytes, PAGE_BYTES, 0, 0):
+        if _call("cuMemAddressReserve", ctypes.byref(address), size_bytes, PAGE_BYTES, 0, 0):
             return None
         return PageRange(self, address.value, size_bytes)
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
         """Give back a range of addresses without memory."""
-        _driver().cuMemAddressFree(address, size_bytes)
+        _call("cuMemAddressFree", address, size_bytes)
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
         """Map pages from an address on, which `held` has by address then; False, and none, if the device lacks them."""
@@ -134,10 +137,10 @@ class Pages:
             with cupy.cuda.Stream.null:  # CuPy's pool keeps what is free apart by stream
                 for at in range(address, end, PAGE_BYTES):
                     page = held[at] = self.pool.malloc(PAGE_BYTES)
-                    if _driver().cuMemMap(at, PAGE_BYTES, 0, page.ptr, 0):
+                    if not page.ptr or _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
                         break
                 else:
-                    if _driver().cuMemSetAccess(address, end - address, self._access, len(self._access)) == 0:
+                    if _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
                         return True
         except cupy.cuda.memory.OutOfMemoryError:
             pass
@@ -153,7 +156,7 @@ class Pages:
             while at < end and at in held:
                 at += PAGE_BYTES
             if begin < at:
-                _driver().cuMemUnmap(begin, at - begin)
+                _call("cuMemUnmap", begin, at - begin)
                 for one in range(begin, at, PAGE_BYTES):
                     del held[one]
             else:
@@ -167,10 +170,15 @@ class PageRange:
         self._pages, self.ptr, self.size_bytes = pages, address, size_bytes
         self._held: dict[int, Any] = {}  # page by address
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and self.ptr:  # then the driver takes everything back
-            self._pages.unmap(self.ptr, self.size_bytes // PAGE_BYTES, self._held)
-            self._pages.free_addresses(self.ptr, self.size_bytes)
+    def close(self) -> None:
+        """Give the memory and the addresses back; the device must be done with them. Once closed it does nothing.
+
+        There is no finaliser: what a signal's handler raises in one would never be heard of.
+        """
+        self._pages.unmap(self.ptr, self.size_bytes // PAGE_BYTES, self._held)
+        size_bytes, self.size_bytes = self.size_bytes, 0
+        if size_bytes:
+            self._pages.free_addresses(self.ptr, size_bytes)
 
     @property
     def mapped_bytes(self) -> int:
@@ -202,11 +210,6 @@ class PageRange:
         return sorted(self._held)
 
 
-def _release(handle: int, device: int) -> None:
-    if not sys.is_finalizing():
-        _driver().cuMemRelease(handle)
-
-
 def _access(device: int) -> Any:
     """Who may use the pages: the device, and those that can reach it."""
     from cupy.cuda import runtime
@@ -230,5 +233,5 @@ def _probe(pages: Pages) -> None:
         runtime.memcpy(ctypes.addressof(read), at, _PROBED_BYTES, runtime.memcpyDeviceToHost)
         if read.raw != wanted.raw:
             raise MemoryError(f"mapped pages of device {pages.device} do not keep what is written to them")
-    del memory
+    memory.close()
     pages.pool.free_all_blocks()

@@ -49,6 +49,7 @@ class NumbersDevice:
     def __init__(self, index: int, capacity_bytes: int, *, paged: bool) -> None:
         self.index = index
         self.paged = paged
+        self.ranges: list[PageRange] = []
         self.total_bytes = capacity_bytes or MAX_REQUEST
         self.taken = 0
         self.num_allocs = self.num_frees = 0
@@ -57,7 +58,7 @@ class NumbersDevice:
     def new_pool(self) -> None:
         return None
 
-    def new_pages(self) -> str:
+    def new_pages(self, entries: Any) -> str:
         return "it has none"
 
     def memory_info(self) -> tuple[int, int]:
@@ -82,7 +83,8 @@ class NumbersDevice:
         return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
 
     def reserve(self, size_bytes: int) -> PageRange:
-        return PageRange(self, self._addresses(size_bytes), size_bytes)
+        self.ranges.append(PageRange(self, self._addresses(size_bytes), size_bytes))
+        return self.ranges[-1]
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
         """As `Pages` does."""

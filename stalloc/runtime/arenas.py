@@ -110,7 +110,7 @@ class Arenas:
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
-        self.arena = memory
+        self.arena = self.memory.paging.arena = memory
         self.state.count_arena(arena_bytes)
         self.state.serve_arena(memory.ptr, arena_bytes)
 

@@ -41,7 +41,7 @@ class DeviceMemory:
         self.segments: dict[int, Any] = {}  #: base address -> what keeps it
         self.arenas: ArenaHolder  #: who uses this memory; to be set before any of it is asked for
         self.paging = Paging(self)
-        self._kept: list[Any] = []  # what a capture kept from being given back
+        self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
         self.deferred = Deferred(self.state.address, device.index)
         self.poison = watch.add(device, self.state) if watch is not None else None
@@ -123,11 +123,12 @@ class DeviceMemory:
     def let_go(self, memory: Any) -> None:
         """Memory is not used any more; it waits until no graph is captured."""
         if self.state.record.private_kind:
-            self._kept.append(memory)
-        else:
-            if self._kept or self.source.paged:
-                self.source.wait()
-            self._kept.clear()
+            self.kept.append(memory)
+            return
+        self.kept.clear()
+        if self.source.paged:
+            self.source.wait()
+            self.paging.sweep()
 
     def share(self, address: int, stream: int) -> None:
         """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
@@ -143,7 +144,7 @@ class DeviceMemory:
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
-        self._inherited = [self.segments, self._kept, self.paging.arena]
+        self._inherited = [self.segments, self.kept, self.paging.arena]
         self.source.forked()
         self.state.keep_ranges()
         self.paging.arena = None

@@ -46,7 +46,7 @@ class Paging:
             address, lacking = self._state.find_growth(pool, size_bytes)
         if not self._make_room(lacking, size_bytes, (address, address + lacking)):
             return False
-        memory = next(one for one in self._ranges() if one.ptr <= address < one.ptr + one.size_bytes)
+        memory = self._range_of(address)
         if not self._map(memory, address, lacking):
             return False
         if self._state.use_pages(address, lacking):
@@ -81,7 +81,15 @@ class Paging:
             self._unmap(ranges)
         for base in self._state.remove_empty_ranges():
             del self._memory.segments[base]
+        self.sweep()
         self._source.collect()
+
+    def sweep(self) -> None:
+        """Close the ranges of addresses that nobody uses any more; the device must be done with them."""
+        used = {id(one) for one in (*self._memory.segments.values(), *self._memory.kept, self.arena)}
+        for memory in [one for one in self._source.ranges if id(one) not in used]:
+            memory.close()
+            self._source.ranges.remove(memory)
 
     def match(self) -> None:
         """Unmap what the core does not serve from: an interruption kept it from being unmapped, or served."""
@@ -90,15 +98,15 @@ class Paging:
         served = [(one.address, one.address + one.size_bytes) for one in segments(self._state)]
         covered = {page for begin, end in served for page in range(begin // GRANULE, -(-end // GRANULE))}
         self._source.wait()
-        for memory in self._ranges():
+        self.sweep()
+        for memory in self._source.ranges:
             for page in memory.mapped():
                 if page // GRANULE not in covered:
                     memory.unmap(page, GRANULE)
 
-    def _ranges(self) -> list[Any]:
-        """All ranges of addresses whose memory comes by pages."""
-        found = {id(one): one for one in (*self._memory.segments.values(), self.arena) if hasattr(one, "lacking")}
-        return list(found.values())
+    def _range_of(self, address: int) -> Any:
+        """The range that an address is of."""
+        return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
     def _allowed_bytes(self, size_bytes: int) -> int:
         """What may be held for a request before pages that are free move."""
@@ -150,10 +158,9 @@ class Paging:
         ranges = list(ranges)
         if not ranges:
             return
-        held = self._ranges()
         with self._source.at_device(capturing=False):
             self._source.wait()
             for address, size_bytes in ranges:
                 if self._memory.poison is not None:
                     self._memory.poison.returned(address, size_bytes)
-                next(one for one in held if one.ptr <= address < one.ptr + one.size_bytes).unmap(address, size_bytes)
+                self._range_of(address).unmap(address, size_bytes)

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from stalloc.core.entry import page_entries
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
 from stalloc.device.pages import Pages
@@ -23,6 +24,10 @@ class Source(Protocol):
 
     def reserve(self, size_bytes: int) -> Any:
         """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
+
+    @property
+    def ranges(self) -> list[Any]:
+        """All such ranges that are not closed; whoever closes one takes it off."""
 
     def take(self, size_bytes: int) -> Any:
         """Memory, None if there is no more."""
@@ -60,6 +65,7 @@ class PoolSource:
         self._pages: Pages | None = None
         self._pool: Any = None  # made at the first request: until then the device is not touched
         self._limit_bytes = 0
+        self.ranges: list[Any] = []  #: all that were reserved and are not closed
         self._inherited: list[Any] = []
 
     @property
@@ -67,7 +73,7 @@ class PoolSource:
         """The `cupy.cuda.MemoryPool` that has the memory: as blocks, or as pages whose pointers are handles."""
         if self._pool is None:
             with self.at_device(capturing=False):
-                pages = self._device.new_pages() if self._wants_pages else ""
+                pages = self._device.new_pages(page_entries) if self._wants_pages else ""
                 if isinstance(pages, str):
                     self._pool = self._device.new_pool()
                     if pages:
@@ -77,6 +83,12 @@ class PoolSource:
                 self._pool.set_limit(size=self._limit_bytes)
         return self._pool
 
+    @pool.setter
+    def pool(self, pool: Any) -> None:
+        self._pool = pool
+        if self._pages is not None:
+            self._pages.pool = pool
+
     @property
     def paged(self) -> bool:
         """Whether memory comes by pages."""
@@ -84,7 +96,12 @@ class PoolSource:
 
     def reserve(self, size_bytes: int) -> Any:
         """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
-        return self._pages.reserve(size_bytes) if self.paged and self._pages is not None else None
+        if self.paged and self._pages is not None:
+            self.ranges += [self._pages.reserve(size_bytes)]  # at once: an interruption loses none
+            if self.ranges[-1] is not None:
+                return self.ranges[-1]
+            del self.ranges[-1]
+        return None
 
     def take(self, size_bytes: int) -> Any:
         """Memory, None if there is no more."""
@@ -138,5 +155,6 @@ class PoolSource:
 
     def forked(self) -> None:
         """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
-        self._inherited += [self._pool, self._pages]
+        self._inherited += [self._pool, self._pages, self.ranges]
+        self.ranges = []
         self._pool = self._pages = None

@@ -108,3 +108,9 @@ def cupy_entries(states: int, entries: tuple[int, int] | None = None) -> tuple[i
     set_to = {"states": states, "core_malloc": malloc, "core_free": free}
     allocate, release = link(__package__, "cupy.ll", "allocate", "free", set_to=set_to)
     return allocate, release
+
+
+def page_entries(driver: ctypes.CDLL) -> tuple[int, int]:
+    """For `cupy.cuda.CFunctionAllocator`: addresses of `handle create(properties, bytes, device)` and `release`."""
+    create, release = link(__package__, "pages.ll", "create", "release", set_to={}, libraries=(driver,))
+    return create, release
