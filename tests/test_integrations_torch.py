@@ -82,9 +82,9 @@ for size in (300, 500, 700, 900, 1100, 1300, 1500, 1700):
     del_me = new(size * MIB)
     del del_me
 whole = new(1900 * MIB)
-show(STATE.record.num_ooms, torch.cuda.memory_reserved() // MIB)
+show(STATE.record.num_ooms, torch.cuda.memory_reserved() <= 1908 * MIB)
 """
-    ) == [0, 1900]
+    ) == [0, True]
 
 
 @pytest.mark.slow
@@ -707,7 +707,7 @@ show(before, names, sorted(alive) == [b.data_ptr()], nbytes, after)
 """
     )
     assert before == after == 0
-    assert {"alloc", "free_completed", "segment_alloc"} <= set(names)
+    assert {"alloc", "free_completed", "segment_map"} <= set(names)
     assert alive
     assert nbytes == [7 * MIB, 1000]
 

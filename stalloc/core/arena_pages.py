@@ -68,6 +68,8 @@ def _set_pages(state, begin, end, mapped):
     size = end - begin if mapped else begin - end
     state.arena_mapped_bytes += size
     count_resized(state, GENERAL_KIND, size)
+    state.num_segment_allocs += mapped
+    state.num_segment_frees += not mapped
 
 
 @njit()

@@ -210,6 +210,7 @@ def use_pages(device, address, size):
         segment = block_at(state, row).segment
         _join(state, row, BLOCK_FREE)
         _count(state, segment, size)
+        state.num_segment_allocs += 1
         if state.recording == 1:
             record(state, ACTION_SEGMENT_MAP, pool_at(state, segment_at(state, segment).pool).stream, address, size)
     unlock(state)
@@ -246,6 +247,7 @@ def _leave(state, row, begin, size):
     segment = block_at(state, row).segment
     unmap_part(state, row, begin, size)
     _count(state, segment, -size)
+    state.num_segment_frees += 1
     if state.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
 
@@ -272,7 +274,8 @@ def leave_pages(device, wanted, low, high, addresses, sizes):
             block = block_at(state, row)
             begin, end = free_pages(state, row)
             size, following = min(end - begin, wanted), block.next
-            is_kept = block.address == high or block.address + block.size_bytes == low
+            is_kept = block.address == high and block.previous != 0
+            is_kept = is_kept or (block.address + block.size_bytes == low and block.next != 0)
             if size > 0 and not is_kept:
                 if following != 0 and block_at(state, following).state == BLOCK_UNMAPPED:
                     begin = end - size  # so that what has no memory stays in one piece

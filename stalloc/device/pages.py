@@ -1,6 +1,6 @@
 """Memory by pages: ranges of addresses, and pages of a pool of CuPy's that are mapped to them and unmapped again.
 
-Contract: the addresses of a range are reserved once and stay what they are until it is closed. A page is physical memory
+Contract: the addresses of a range are reserved once and stay what they are until it is closed. A page is memory
 that the driver made (CUDA driver API, virtual memory management); CuPy's pool holds it, counts it against its limit and
 keeps what is free for the next range. The driver unmaps at once: whoever unmaps has waited for the device, and not
 while a graph is captured.

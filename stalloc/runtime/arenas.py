@@ -90,7 +90,8 @@ class Arenas:
         if self.arena is not None:  # it could not be dissolved
             return False
         tape = on_pages(tape)
-        memory = self.memory.source.reserve(round_up(tape.arena_bytes))
+        most_bytes = self.memory.source.free_bytes() + self.state.record.reserved_bytes
+        memory = self.memory.source.reserve(round_up(tape.arena_bytes)) if tape.arena_bytes <= most_bytes else None
         if memory is None:
             return False
         self.state.install_tape(tape)
