@@ -23,6 +23,10 @@ _OBSERVE = Path(__file__).with_name("observe.py")
 _OURS = ("STALLOC", "PYTORCH_", "CUPY_GPU_MEMORY")
 
 
+class RunError(Exception):
+    """A program failed that is to run through; the text says under which setting, and how."""
+
+
 class Setting(Enum):
     """Whose allocator: torch's two and stalloc, or CuPy's two and stalloc."""
 
@@ -120,15 +124,19 @@ def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, 
     return Outcome(done.returncode, lines[-1][:200] if done.returncode and lines else "", seen)
 
 
-def processor_ratio(program: Program, num_pairs: int) -> float | None:
-    """Processor time of a step under stalloc by that under the library's default; the median of alternating pairs."""
+def processor_ratio(program: Program, num_pairs: int) -> float:
+    """Processor time of a step under stalloc by that under the library's default; the median of alternating pairs.
+
+    Raises RunError if one of the runs fails.
+    """
     ratios = []
     for number in range(num_pairs):
         order = [Setting.DEFAULT, Setting.STALLOC]
         if number % 2:
             order.reverse()
         took = {setting: run(program, setting, only_time=True) for setting in order}
-        if not all(outcome.is_complete for outcome in took.values()):
-            return None
+        for setting, outcome in took.items():
+            if not outcome.is_complete:
+                raise RunError(f"ends with {outcome.code} under {setting.value}: {outcome.last_line}")
         ratios.append(took[Setting.STALLOC].worked_ms / took[Setting.DEFAULT].worked_ms)
     return statistics.median(ratios)
