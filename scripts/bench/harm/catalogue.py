@@ -1,11 +1,11 @@
-"""Which programs there are: our own of scripts/bench/harm_programs, and those of tests/programs/real."""
+"""Which programs there are: our own of scripts/bench/harm_programs, those of tests/programs/real, examples."""
 
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-OWN, REAL = Path("scripts/bench/harm_programs"), Path("tests/programs/real")
+OWN, REAL, EXAMPLES = Path("scripts/bench/harm_programs"), Path("tests/programs/real"), Path("examples")
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,21 @@ _QUICK = (
     *("snapshots", "best_weights", "random_lengths", "odd_evaluation", "forward_raises", "growing_model"),
     *("training_then_inference", "gan", "two_gpus", "elementwise"),
 )
-_REAL = {
-    "resnet": ("resnet", "20"),
-    "diffusion_unet": ("diffusion_unet", "20"),
-    "fsdp2": ("fsdp2", "30"),
-    "fsdp2_two_lengths": ("fsdp2", "30", "512,384"),
-    "pipeline": ("pipeline", "1F1B", "20"),
-    "pipeline_interleaved": ("pipeline", "Interleaved1F1B", "20"),
-    "llama": ("llama", "15"),
-    "mixture_of_experts": ("mixture_of_experts", "15"),
-}
-_NEEDS_TRANSFORMERS = ("llama", "mixture_of_experts")
+_OTHERS = (
+    Program("resnet", REAL / "resnet.py", ("20",)),
+    Program("diffusion_unet", REAL / "diffusion_unet.py", ("20",)),
+    Program("fsdp2", REAL / "fsdp2.py", ("30",)),
+    Program("fsdp2_two_lengths", REAL / "fsdp2.py", ("30", "512,384")),
+    Program("pipeline", REAL / "pipeline.py", ("1F1B", "20")),
+    Program("pipeline_interleaved", REAL / "pipeline.py", ("Interleaved1F1B", "20")),
+    Program("train_gpt_7b", EXAMPLES / "train_gpt.py", ("--size", "7b", "--steps", "12")),
+    Program("train_gpt_124m", EXAMPLES / "train_gpt.py", ("--size", "124m", "--batch", "4", "--accumulate", "2")),
+    Program("cupy_fft", REAL / "cupy_fft.py", ("30",), is_cupy=True),
+)
+_WITH_TRANSFORMERS = (
+    Program("llama", REAL / "llama.py", ("15",)),
+    Program("mixture_of_experts", REAL / "mixture_of_experts.py", ("15",)),
+)
 
 
 def programs() -> list[Program]:
@@ -71,8 +75,7 @@ def programs() -> list[Program]:
         for file, names in _OWN.items()
         for name in names.split()
     ]
-    has_transformers = importlib.util.find_spec("transformers") is not None
-    for name, (file, *arguments) in _REAL.items():
-        if has_transformers or name not in _NEEDS_TRANSFORMERS:
-            found.append(Program(name, REAL / f"{file}.py", tuple(arguments)))
+    found += _OTHERS
+    if importlib.util.find_spec("transformers") is not None:
+        found += _WITH_TRANSFORMERS
     return sorted(found, key=lambda program: program.is_cupy)

@@ -3,6 +3,7 @@
 Contract: a row is judged by figures of the virtual driver and of processes only; what could not be measured is no pass.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +57,11 @@ def judge(row: Row, program: Program, peers: list[Peer], ours: Outcome) -> None:
     steps = ours.seen["steps"]
     row.hit_rate, row.known_hit_rate = hit_rates(steps)
     _judge_peak(row, ours.peak_bytes)
-    planned = [step for step in steps if step["planned"] and step["hits"]]
+    planned = [step for before, step in itertools.pairwise(steps) if before["planned"] and step["planned"]]
     if planned and "allocated" in planned[0]:
         held, allocated = peak(planned, "held"), peak(planned, "allocated")
         _at_most(row, "held once planned", held, int(1.01 * allocated) + 8 * MIB)
-    if "allocated" in steps[-1] and row.kinds > IRREGULAR * row.steps and row.steps > 10:
+    if steps and "allocated" in steps[-1] and row.kinds > IRREGULAR * row.steps and row.steps > 10:
         _at_most(row, "held after step 10", peak(steps[10:], "held"), int(1.10 * peak(steps, "allocated")))
     if row.known_hit_rate is not None and row.known_hit_rate < 0.99:
         row.missed.append(f"hit rate {100 * row.known_hit_rate:.1f} % of steps seen three times before, not 99 %")
