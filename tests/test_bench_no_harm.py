@@ -95,6 +95,12 @@ def test_steps_without_a_plan_count_as_misses() -> None:
     assert known == 1.0  # the fourth and the fifth time that it was seen
 
 
+def test_counts_that_begin_anew_with_a_plan_are_no_loss() -> None:
+    counts = [("a", 0, 0), ("a", 100, 0), ("a", 200, 0), ("a", 100, 0), ("a", 150, 50)]
+    steps = [{"kind": kind, "hits": hits, "misses": missed, "conflicts": 0} for kind, hits, missed in counts]
+    assert hit_rates(steps) == (pytest.approx(350 / 500), pytest.approx(150 / 200))
+
+
 def test_a_program_without_plan_has_no_hits() -> None:
     steps = [{"kind": "a", "hits": 0, "misses": 0, "conflicts": 0}] * 6
     assert hit_rates(steps) == (0.0, 0.0)

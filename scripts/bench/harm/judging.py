@@ -94,13 +94,15 @@ def hit_rates(steps: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     """The share of requests that the plan served: over all steps, and over those of a kind seen three times before.
 
     Reports do not count the requests of steps without a plan: such a step counts as one without a hit, with as many
-    requests as a later step of its kind had, or else the median step.
+    requests as other steps of its kind had, or else the median step. They may count from zero with a new plan.
     """
     asked_of_kind: dict[str, int] = {}
     counts = []
     before = 0, 0
     for step in steps:
         now = step["hits"], step["hits"] + step["misses"] + step["conflicts"]
+        if now[0] < before[0] or now[1] < before[1]:
+            before = 0, 0
         hits, asked = now[0] - before[0], now[1] - before[1]
         before = now
         counts.append((step["kind"], hits, asked))
