@@ -7,8 +7,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from harm.catalogue import Program
-from harm.peers import Peer
 from harm.running import Outcome, peak
 
 MIB = 1 << 20
@@ -46,7 +44,7 @@ class Row:
         return min(self.default_bytes, self.other_bytes)
 
 
-def judge(row: Row, program: Program, peers: list[Peer], ours: Outcome) -> None:
+def judge(row: Row, ours: Outcome) -> None:
     """Fill in what the run under stalloc was like, and what it missed."""
     row.code = ours.code
     if not ours.is_complete:

@@ -88,17 +88,12 @@ def peak(steps: list[dict[str, Any]], name: str) -> int:
 
 def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, only_time: bool = False) -> Outcome:
     """Run it once."""
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    variables = variables_of(program, setting, memory_bytes)
     options = ["--devices", str(program.num_devices)]
     if only_time:
         options.append("--only-time")
-    if setting is Setting.STALLOC:
-        devices = f"virtual:{program.num_devices}x{memory_bytes}"
-        variables |= {"STALLOC": "1", "STALLOC_DEVICE": devices, "STALLOC_CACHE": "off"}
-    else:
+    if setting is not Setting.STALLOC:
         options += ["--memory", str(memory_bytes)]
-    if setting is Setting.EXPANDABLE:
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if setting is Setting.ASYNC:
         options.append("--cupy-async")
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
@@ -122,6 +117,17 @@ def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, 
         seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     lines = done.stderr.strip().splitlines()
     return Outcome(done.returncode, lines[-1][:200] if done.returncode and lines else "", seen)
+
+
+def variables_of(program: Program, setting: Setting, memory_bytes: int) -> dict[str, str]:
+    """The environment of a program; for stalloc it is all that switches it on."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    if setting is Setting.STALLOC:
+        devices = f"virtual:{program.num_devices}x{memory_bytes}"
+        variables |= {"STALLOC": "1", "STALLOC_DEVICE": devices, "STALLOC_CACHE": "off"}
+    if setting is Setting.EXPANDABLE:
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return variables
 
 
 def processor_ratio(program: Program, num_pairs: int) -> float:

@@ -30,9 +30,11 @@ def end_of_step(kind: str = "") -> None:
 
 
 def run() -> None:
-    """Run the program that the command line names: python FILE NAME [STEPS]."""
+    """Run the program that the command line names: python FILE NAME [STEPS [EXIT CODE]]."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in _programs:
         sys.exit(f"give one of: {', '.join(_programs)}, and a number of steps if you like.")
     function, num_steps = _programs[name]
     function(int(sys.argv[2]) if len(sys.argv) > 2 else num_steps)
+    if len(sys.argv) > 3:
+        sys.exit(int(sys.argv[3]))
