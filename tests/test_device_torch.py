@@ -255,6 +255,38 @@ def test_expandable_segments_grow_in_place(run_checks):
     assert last == [0, 0, 8 << 30]
 
 
+_PEAKS = (
+    _PROLOGUE
+    + """
+MIB = 1 << 20
+def peak():
+    return [virtual.peak_bytes(0) // MIB, virtual.used_bytes(0) // MIB]
+
+x = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
+y = torch.empty(500 * MIB, dtype=torch.uint8, device="cuda")
+del y
+torch.cuda.empty_cache()
+seen = [peak()]
+virtual.restart_peak(0)
+seen.append(peak())
+z = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+seen += [peak(), virtual.peak_bytes(1), [virtual.statistics()[name] > 0 for name in ("maps", "unmaps")]]
+print(json.dumps(seen))
+"""
+)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_peak_is_what_the_driver_gave_and_can_begin_anew(run_checks, expandable):
+    conf = f"expandable_segments:{expandable}"
+    whole, restarted, later, other, mapped = run_checks(_PEAKS, PYTORCH_ALLOC_CONF=conf, PYTORCH_CUDA_ALLOC_CONF=None)
+    assert whole == [800, 300]
+    assert restarted == [300, 300]
+    assert later == [400, 400]
+    assert other == 0
+    assert mapped == [expandable, expandable]
+
+
 _LARGE = """
 import json, resource
 from stalloc.device import virtual

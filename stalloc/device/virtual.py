@@ -31,13 +31,14 @@ __all__ = [
     "find_gpu",
     "parse_memory",
     "peak_bytes",
+    "restart_peak",
     "statistics",
     "used_bytes",
 ]
 
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
-    *("event_records", "event_waits"),
+    *("event_records", "event_waits", "maps", "unmaps"),
 )
 
 _library: ctypes.CDLL | None = None
@@ -155,5 +156,13 @@ def used_bytes(device: int = 0) -> int:
 
 
 def peak_bytes(device: int = 0) -> int:
-    """The most bytes that were allocated on the virtual device at once."""
+    """The most bytes that were allocated on the virtual device at once, since the last `restart_peak` if there was one.
+
+    Bytes count from the driver's call that gives them (cudaMalloc, cuMemCreate), whoever serves requests from them.
+    """
     return int(_active_library().stalloc_virtual_peak_bytes(device))
+
+
+def restart_peak(device: int = 0) -> None:
+    """Let `peak_bytes` begin anew from what is allocated now."""
+    _active_library().stalloc_virtual_restart_peak(device)

@@ -61,6 +61,8 @@ enum {
     COUNT_OOM,
     COUNT_RECORD, // events recorded through the driver's interface
     COUNT_WAIT,   // waits of a stream for an event, through the same
+    COUNT_MAP,    // calls that map memory at an address
+    COUNT_UNMAP,
     NUM_COUNTS
 };
 void count(int which);

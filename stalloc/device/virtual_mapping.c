@@ -82,6 +82,7 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     *bucket = mapping;
     mapping->physical->num_mapped++;
     pthread_mutex_unlock(&mapping_lock);
+    count(COUNT_MAP);
     return SUCCESS;
 }
 Result cuMemUnmap(Address address, size_t size) {
@@ -101,6 +102,7 @@ Result cuMemUnmap(Address address, size_t size) {
     }
     pthread_mutex_unlock(&mapping_lock);
     memory_drop_pages((void *)address, size);
+    count(COUNT_UNMAP);
     return SUCCESS;
 }
 Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num) { return SUCCESS; }

@@ -32,6 +32,9 @@ void memory_refund(int device, size_t size_bytes) { atomic_fetch_sub(&used_bytes
 
 size_t stalloc_virtual_used_bytes(int device) { return memory_used_bytes(device); }
 size_t stalloc_virtual_peak_bytes(int device) { return device >= 0 && device < MAX_DEVICES ? peak_bytes[device] : 0; }
+void stalloc_virtual_restart_peak(int device) {
+    if (device >= 0 && device < MAX_DEVICES) peak_bytes[device] = used_bytes[device];
+}
 
 static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t scratch_lock = PTHREAD_MUTEX_INITIALIZER; // taken before memory_lock

@@ -4,6 +4,7 @@ Contract: what a program asks for goes through the core exactly as torch's and C
 core's own counters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +52,14 @@ class Machine:
     """One device and one program."""
 
     def __init__(
-        self, standing: Column | None = None, *, marked: bool = True, settings: Settings | None = None
+        self,
+        standing: Column | None = None,
+        *,
+        marked: bool = True,
+        settings: Settings | None = None,
+        capacity_bytes: int = 0,
     ) -> None:
-        self.controller = make_controller(0, settings or Settings(plan_wait_seconds=1e6))
+        self.controller = make_controller(capacity_bytes, settings or Settings(plan_wait_seconds=1e6))
         self.controller.watching.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked
@@ -69,10 +75,7 @@ class Machine:
         address = np.zeros(step.num_requests, np.int64)
         assert _run(self.state.address, step.size, step.events, address, peaks), "the device has no end"
         if self.marked:
-            self.controller.mark(MARK_STEP, "")
-            search = self.controller.steps.search
-            if search is not None:  # equal runs give equal figures: what runs beside the program is waited for
-                search.done.wait()
+            self._mark()
         planned = (
             began_planned
             and self.controller.status.phase is Phase.PLANNED
@@ -83,6 +86,23 @@ class Machine:
         else:
             hits, missed = 0, int((step.size > TINY).sum())
         return Figures(hits, missed, int(peaks[0]), int(peaks[1]), self.state.record.reserved_bytes, planned)
+
+    def follow(self, size: Column, events: Column, step_ends: Sequence[int]) -> bool:
+        """Run a program whose requests may outlive its steps, and mark their ends; False if it runs out of memory."""
+        address, peaks = np.zeros(len(size), np.int64), np.zeros(2, np.int64)
+        start = 0
+        for end in step_ends:
+            if not _run(self.state.address, size, events[start:end], address, peaks):
+                return False
+            self._mark()
+            start = end
+        return True
+
+    def _mark(self) -> None:
+        self.controller.mark(MARK_STEP, "")
+        search = self.controller.steps.search
+        if search is not None:  # equal runs give equal figures: what runs beside the program is waited for
+            search.done.wait()
 
     def _counts(self) -> tuple[int, int]:
         state = self.state

@@ -1,0 +1,1 @@
+"""What scripts/bench/no_harm runs and how it judges: programs beside their own allocators' best settings."""

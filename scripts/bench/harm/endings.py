@@ -1,0 +1,59 @@
+"""Short programs with several kinds of steps, more of them at a time than there are processors: how they end.
+
+Contract: a program that ends while plans are looked for, made or put in force ends with its own exit code.
+"""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from harm.catalogue import OWN, ROOT, Program, programs
+from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, variables_of
+
+_FILES = ("lasting", "lengths", "failures", "changing", "phases", "streams")
+_MOST_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one program ended."""
+
+    command: str
+    expected: int
+    code: int
+    said: str  #: the last line on standard error
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the program's."""
+        return self.code == self.expected
+
+
+def endings(num_programs: int, seed: int, jobs: int) -> Iterator[Ending]:
+    """Programs drawn at random, each with a random number of steps and an exit code of its own."""
+    rng = random.Random(seed)
+    own = [one for one in programs() if one.script.parent == OWN and one.script.stem in _FILES]
+    drawn = [(rng.choice(own), rng.randrange(3, _MOST_STEPS), rng.choice([0, 0, 3])) for _ in range(num_programs)]
+    with ThreadPoolExecutor(2 * jobs) as pool:
+        yield from pool.map(lambda one: _end(*one), drawn)
+
+
+def _end(program: Program, num_steps: int, code: int) -> Ending:
+    command = [str(program.script), *program.arguments, str(num_steps), str(code)]
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=variables_of(program, Setting.STALLOC, AMPLE_BYTES),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Ending(" ".join(command), code, 124, f"no end within {LIMIT_SECONDS} s")
+    lines = done.stderr.strip().splitlines()
+    return Ending(" ".join(command), code, done.returncode, lines[-1][:200] if lines else "")

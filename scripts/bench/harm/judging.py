@@ -1,0 +1,125 @@
+"""The targets: what stalloc may need where a library's own allocator needs what it needs.
+
+Contract: a row is judged by figures of the virtual driver and of processes only; what could not be measured is no pass.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from harm.running import Outcome, peak
+
+MIB = 1 << 20
+FEW_KINDS = 12  #: of steps: programs with more are allowed 2 % beyond the better peer
+IRREGULAR = 0.5  #: kinds by steps, above which the lengths are ever new
+SEEN_BEFORE = 3  #: times, after which a kind of step is to be served from the plan
+
+
+@dataclass
+class Row:
+    """One program: bytes held at most, natively, with the other setting, under stalloc; and the rest of the table."""
+
+    name: str
+    default_bytes: int
+    other_bytes: int
+    stalloc_bytes: int | None = None
+    allocated_bytes: int | None = None
+    default_least_bytes: int | None = None
+    other_least_bytes: int | None = None
+    completes_in_bytes: int | None = None  #: the memory that stalloc was tried with
+    completes: bool | None = None
+    hit_rate: float | None = None  #: over all steps
+    known_hit_rate: float | None = None  #: over steps of a kind that was seen three times before
+    processor_ratio: float | None = None
+    maps: int | None = None
+    plans: int | None = None
+    kinds: int = 0
+    steps: int = 0
+    code: int | None = None
+    missed: list[str] = field(default_factory=list)
+
+    @property
+    def better_bytes(self) -> int:
+        """The peak of the better of the two."""
+        return min(self.default_bytes, self.other_bytes)
+
+
+def judge(row: Row, ours: Outcome) -> None:
+    """Fill in what the run under stalloc was like, and what it missed."""
+    row.code = ours.code
+    if not ours.is_complete:
+        row.missed.append(f"ends with {ours.code} under stalloc: {ours.last_line}")
+        return
+    row.stalloc_bytes, row.allocated_bytes = ours.peak_bytes, ours.allocated_peak_bytes
+    row.maps, row.plans = ours.seen["statistics"]["maps"], ours.seen["plans_made"]
+    steps = ours.seen["steps"]
+    row.hit_rate, row.known_hit_rate = hit_rates(steps)
+    _judge_peak(row, ours.peak_bytes)
+    planned = [step for before, step in itertools.pairwise(steps) if before["planned"] and step["planned"]]
+    if planned and "allocated" in planned[0]:
+        held, allocated = peak(planned, "held"), peak(planned, "allocated")
+        _at_most(row, "held once planned", held, int(1.01 * allocated) + 8 * MIB)
+    if steps and "allocated" in steps[-1] and row.kinds > IRREGULAR * row.steps and row.steps > 10:
+        _at_most(row, "held after step 10", peak(steps[10:], "held"), int(1.10 * peak(steps, "allocated")))
+    if row.known_hit_rate is not None and row.known_hit_rate < 0.99:
+        row.missed.append(f"hit rate {100 * row.known_hit_rate:.1f} % of steps seen three times before, not 99 %")
+
+
+def judge_processor(row: Row, ratio: float) -> None:
+    """The same for the processor time."""
+    row.processor_ratio = ratio
+    if ratio > 1.05:
+        row.missed.append(f"processor time {ratio:.2f} of native's, not 1.05")
+
+
+def _judge_peak(row: Row, held: int) -> None:
+    _at_most(row, "peak against the other setting", held, row.other_bytes + max(4 * MIB, row.other_bytes // 200))
+    factor = 1.0 if row.kinds <= FEW_KINDS else 1.02
+    _at_most(row, "peak against the better", held, int(factor * row.better_bytes) + 4 * MIB)
+
+
+def _at_most(row: Row, what: str, value: int, limit: int) -> None:
+    if value > limit:
+        row.missed.append(f"{what}: {value / MIB:,.0f} MiB, not {limit / MIB:,.0f}")
+
+
+def allowed_bytes(least: int) -> int:
+    """The memory in which stalloc has to complete what completes in `least` natively."""
+    return least + max(least // 100, 4 * MIB)
+
+
+def hit_rates(steps: list[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """The share of requests that the plan served: over all steps, and over those of a kind seen three times before.
+
+    Reports do not count the requests of steps without a plan: such a step counts as one without a hit, with as many
+    requests as other steps of its kind had, or else the median step. They may count from zero with a new plan.
+    """
+    asked_of_kind: dict[str, int] = {}
+    counts = []
+    before = 0, 0
+    for step in steps:
+        now = step["hits"], step["hits"] + step["misses"] + step["conflicts"]
+        if now[0] < before[0] or now[1] < before[1]:
+            before = 0, 0
+        hits, asked = now[0] - before[0], now[1] - before[1]
+        before = now
+        counts.append((step["kind"], hits, asked))
+        if asked:
+            asked_of_kind[step["kind"]] = max(asked, asked_of_kind.get(step["kind"], 0))
+    if not asked_of_kind:
+        return (0.0 if steps else None), None if _always_new(steps) else 0.0
+    usual = sorted(asked_of_kind.values())[len(asked_of_kind) // 2]
+    times_seen: dict[str, int] = {}
+    served, total, known_served, known_total = 0, 0, 0, 0
+    for kind, hits, asked in counts:
+        asked = max(asked, asked_of_kind.get(kind, usual))
+        served, total = served + hits, total + asked
+        if times_seen.get(kind, 0) >= SEEN_BEFORE:
+            known_served, known_total = known_served + hits, known_total + asked
+        times_seen[kind] = times_seen.get(kind, 0) + 1
+    return served / total, known_served / known_total if known_total else None
+
+
+def _always_new(steps: list[dict[str, Any]]) -> bool:
+    kinds = [step["kind"] for step in steps]
+    return all(kinds.count(kind) <= SEEN_BEFORE for kind in set(kinds))

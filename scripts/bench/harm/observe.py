@@ -1,0 +1,131 @@
+"""One program in this process, looked at from outside its allocator: python observe.py OPTIONS PROGRAM ARGS.
+
+Contract: bytes held are those that the virtual driver handed out (cudaMalloc, cuMemCreate), never an allocator's own
+count. The peaks are those of each step, so that the parts of a run can be judged; nothing else is asked at the end of a
+step where only processor time is wanted (--only-time). Under STALLOC=1 stalloc's hook has chosen the device before this
+begins; natively --memory and --devices choose it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from stalloc.cli.program import run_program
+
+FOLDER = Path(__file__).resolve().parents[1] / "harm_programs"
+
+
+class Observer:
+    """Listens to the ends of steps and keeps one row a step."""
+
+    def __init__(self, num_devices: int, only_time: bool) -> None:
+        self._devices, self._only_time = range(num_devices), only_time
+        self._worked_ns: list[int] = []
+        self._rows: list[dict[str, Any]] = []
+        self._before = 0, 0
+
+    def __call__(self, kind: str) -> None:
+        self._worked_ns.append(time.process_time_ns())
+        if not self._only_time:
+            self._look(kind)
+
+    def _look(self, kind: str) -> None:
+        from stalloc.device import virtual
+
+        held = [virtual.peak_bytes(device) for device in self._devices]
+        for device in self._devices:
+            virtual.restart_peak(device)
+        row: dict[str, Any] = {"kind": kind, "held": held, "maps": virtual.statistics()["maps"]}
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            statistics = [torch.cuda.memory_stats(device) for device in self._devices]
+            requests = sum(entry.get("allocation.all.allocated", 0) for entry in statistics)
+            num_bytes = sum(entry.get("requested_bytes.all.allocated", 0) for entry in statistics)
+            row["allocated"] = [entry.get("allocated_bytes.all.peak", 0) for entry in statistics]
+            row["kind"] = kind or f"{requests - self._before[0]} requests, {num_bytes - self._before[1]} bytes"
+            self._before = requests, num_bytes
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+        reports = _reports()
+        for name in ("hits", "misses", "conflicts"):
+            row[name] = sum(getattr(report, name) for report in reports)
+        row["planned"] = any(report.plan_peak_bytes is not None for report in reports)
+        self._rows.append(row)
+
+    def result(self, code: int) -> dict[str, Any]:
+        """What is written once the program is over."""
+        from stalloc.device import virtual
+
+        if not self._only_time:
+            self._look("after the last step")
+        return {
+            "exit_code": code,
+            "worked_ns": self._worked_ns,
+            "steps": self._rows[:-1],
+            "end": self._rows[-1] if self._rows else None,
+            "plans_made": sum(report.plans_made for report in _reports()),
+            "statistics": virtual.statistics(),
+        }
+
+
+def _reports() -> list[Any]:
+    from stalloc.errors import SetupError
+    from stalloc.integrations import statistics
+
+    try:
+        return statistics()
+    except SetupError:
+        return []  # stalloc is not in this process
+
+
+def _watch_optimizers(observer: Observer) -> None:
+    """For programs that are not ours and say nothing: a step is over when an optimizer's is."""
+    from stalloc.integrations.imports import after_import
+
+    def register() -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: observer(""))
+
+    after_import("torch", register)
+
+
+def main() -> int:
+    """Run the program, write what was seen; the program's exit code."""
+    parser = argparse.ArgumentParser(prog="observe.py", allow_abbrev=False)
+    parser.add_argument("--result", required=True)
+    parser.add_argument("--memory", type=int, help="run natively on devices of so many bytes")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--only-time", action="store_true")
+    parser.add_argument("--cupy-async", action="store_true", help="CuPy allocates by its MemoryAsyncPool")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    observer = Observer(args.devices, args.only_time)
+    if args.memory is not None:
+        from stalloc import device
+
+        gpu = device.VirtualGPU(name="of no harm", total_bytes=args.memory, num_devices=args.devices)
+        device.activate("virtual", gpu)
+    elif "stalloc.integrations.startup" not in sys.modules:
+        sys.exit("stalloc's hook is not in this environment: python -m stalloc.integrations.hook puts it there.")
+    if args.cupy_async:
+        import cupy
+
+        cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+    if Path(args.program[0]).resolve().parent == FOLDER:
+        sys.path.insert(0, str(FOLDER))
+        import steps  # type: ignore[import-not-found]
+
+        steps.listeners.append(observer)
+    else:
+        _watch_optimizers(observer)
+    code = run_program(args.program)
+    Path(args.result).write_text(json.dumps(observer.result(code)), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

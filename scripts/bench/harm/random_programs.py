@@ -1,0 +1,158 @@
+"""Random programs whose sizes and lifespans are drawn from recordings of real ones.
+
+Contract: a program is the same for the same seed and the same recordings; at some moment at least 256 MiB are live.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.errors import BadInputError
+from stalloc.trace import load_traces
+
+GRANULE, MIB = 512, 1 << 20
+LEAST_LOAD_BYTES = 256 * MIB
+_SCALED_BYTES = 64 << 10  #: smaller requests keep their size when a program is scaled to its load
+_MOST_REQUESTS = 20_000  #: of a recording
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a program is drawn from: sizes in bytes and lifespans in events, each (n,)."""
+
+    name: str
+    size: Column
+    lifespan: Column
+
+
+@dataclass(frozen=True, eq=False)
+class RandomProgram:
+    """Requests of `size` (n,) bytes; events in order: row + 1 an allocation, -(row + 1) its free."""
+
+    seed: int
+    source: str
+    size: Column
+    events: Column
+    step_ends: tuple[int, ...]  #: positions in `events`, ascending
+
+    @property
+    def load_bytes(self) -> int:
+        """The most that is live at once."""
+        return int(np.cumsum(np.sign(self.events) * self.size[np.abs(self.events) - 1]).max())
+
+
+def sources(folder: Path) -> list[Source]:
+    """The recordings of a folder that can be read, or one that is made up where there are none."""
+    found = []
+    for path in sorted(folder.glob("*.gz")) if folder.is_dir() else []:
+        try:
+            traces = load_traces(path)
+        except BadInputError:
+            continue
+        for trace in traces:
+            size, lifespan = trace.size, trace.end - np.maximum(trace.start, 0)
+            kept = (size > 0) & (lifespan > 0)
+            size, lifespan = size[kept][:_MOST_REQUESTS], lifespan[kept][:_MOST_REQUESTS]
+            if len(size) >= 100 and size.max() < 8 << 30:
+                found.append(Source(f"{path.name} {trace.device}", size, lifespan))
+    if not found:
+        rng = np.random.default_rng(0)
+        size = np.exp(rng.normal(14, 2.5, 4000)).astype(np.int64) + 1
+        found.append(Source("made up", size, np.exp(rng.normal(3, 1.5, 4000)).astype(np.int64) + 1))
+    return found
+
+
+def draw(seed: int, drawn_from: list[Source]) -> RandomProgram:
+    """The program of a seed: what stands, then steps of a few kinds in an order of some kind, and what lasts."""
+    rng = np.random.default_rng(seed)
+    source = drawn_from[rng.integers(len(drawn_from))]
+    kinds = [_Kind(rng, source, int(rng.integers(40, 300))) for _ in range(rng.integers(1, 5))]
+    order = _order(rng, len(kinds), int(rng.integers(8, 25)))
+    lasts_often = rng.random() < 0.4
+    varies = rng.random() < 0.15
+    writer = _Writer()
+    for size in rng.choice(source.size, rng.integers(5, 40)).tolist():
+        writer.allocate(size)
+    lasting: list[tuple[int, int]] = []
+    step_ends = []
+    for step, number in enumerate(order):
+        writer.play(kinds[number], rng.uniform(0.5, 1.0) if varies else 1.0)
+        for row, until in [pair for pair in lasting if pair[1] <= step]:
+            writer.free(row)
+            lasting.remove((row, until))
+        if lasts_often and rng.random() < 0.25:
+            until = int(step + rng.integers(1, 12))
+            lasting += [(writer.allocate(size), until) for size in rng.choice(source.size, rng.integers(1, 6)).tolist()]
+        step_ends.append(len(writer.events))
+    size, events = np.array(writer.size, np.int64), np.array(writer.events, np.int64)
+    wanted = LEAST_LOAD_BYTES * float(np.exp(rng.uniform(0, np.log(8))))
+    return RandomProgram(seed, source.name, _scaled(size, events, wanted), events, tuple(step_ends))
+
+
+class _Kind:
+    """A step: sizes, and its events in order."""
+
+    def __init__(self, rng: np.random.Generator, source: Source, num_requests: int) -> None:
+        rows = rng.integers(len(source.size), size=num_requests)
+        self.size = source.size[rows]
+        begin = np.sort(rng.uniform(0, 2 * num_requests, num_requests))
+        # a lifespan longer than the step ends with it, as that of an activation does
+        end = np.minimum(begin + source.lifespan[rows], 2 * num_requests + rng.uniform(0, 1, num_requests))
+        time = np.concatenate([begin, end])
+        event = np.concatenate([np.arange(num_requests) + 1, -np.arange(num_requests) - 1])
+        self.events = event[np.lexsort((event > 0, time))].tolist()
+
+
+class _Writer:
+    """Sizes and events so far."""
+
+    def __init__(self) -> None:
+        self.size: list[int] = []
+        self.events: list[int] = []
+
+    def allocate(self, size_bytes: int) -> int:
+        """A request that lives until it is freed; its row."""
+        self.size.append(size_bytes)
+        self.events.append(len(self.size))
+        return len(self.size) - 1
+
+    def free(self, row: int) -> None:
+        """The end of a request."""
+        self.events.append(-row - 1)
+
+    def play(self, kind: _Kind, factor: float) -> None:
+        """A step of this kind with its sizes times a factor."""
+        rows: dict[int, int] = {}
+        for event in kind.events:
+            if event > 0:
+                rows[event] = self.allocate(max(1, int(kind.size[event - 1] * factor)))
+            else:
+                self.free(rows[-event])
+
+
+def _order(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[int]:
+    """Which kind each step has: one after the other, the first with others now and then, in phases, or at random."""
+    way = rng.integers(4)
+    if way == 0:
+        return [step % num_kinds for step in range(num_steps)]
+    if way == 1:
+        return [int(rng.integers(num_kinds)) if rng.random() < 0.2 else 0 for _ in range(num_steps)]
+    if way == 2:
+        return [step * num_kinds // num_steps for step in range(num_steps)]
+    return rng.integers(num_kinds, size=num_steps).tolist()
+
+
+def _scaled(size: Column, events: Column, wanted_bytes: float) -> Column:
+    """Sizes in granules, the larger ones times what brings the load to what is wanted."""
+
+    def in_granules(factor: float) -> Column:
+        scaled = np.where(size > _SCALED_BYTES, np.maximum(size * factor, _SCALED_BYTES), size)
+        return -(-scaled.astype(np.int64) // GRANULE) * GRANULE
+
+    row = np.abs(events) - 1
+    live = np.cumsum(np.sign(events) * np.where(size > _SCALED_BYTES, size, 0)[row])
+    result = in_granules(wanted_bytes / max(1, int(live.max())))
+    load = int(np.cumsum(np.sign(events) * result[row]).max())
+    return result if load >= LEAST_LOAD_BYTES else in_granules(2 * wanted_bytes / max(1, int(live.max())))

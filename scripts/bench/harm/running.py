@@ -1,0 +1,148 @@
+"""A program in a process of its own, under one allocator, on virtual devices of a size.
+
+Contract: nothing that the user's environment says about allocators reaches the program, and what it did comes back even
+if it failed, with the exit code that the operating system saw.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from harm.catalogue import ROOT, Program
+
+AMPLE_BYTES = 80 << 30
+LIMIT_SECONDS = 300
+_OBSERVE = Path(__file__).with_name("observe.py")
+_OURS = ("STALLOC", "PYTORCH_", "CUPY_GPU_MEMORY")
+
+
+class RunError(Exception):
+    """A program failed that is to run through; the text says under which setting, and how."""
+
+
+class Setting(Enum):
+    """Whose allocator: torch's two and stalloc, or CuPy's two and stalloc."""
+
+    DEFAULT = "default"  #: torch's caching allocator as it is, CuPy's MemoryPool
+    EXPANDABLE = "expandable"  #: torch's with expandable segments
+    ASYNC = "async"  #: CuPy's MemoryAsyncPool
+    STALLOC = "stalloc"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run was like; bytes are sums over the devices, as the virtual driver handed them out."""
+
+    code: int  #: 124 if it had no end
+    last_line: str  #: of what it said, if it failed
+    seen: dict[str, Any]  #: what observe.py wrote; empty if it could not
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the program came to its end, its figures were written and the process ended well."""
+        return self.code == 0 and bool(self.seen)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps that were looked at, and what came after the last."""
+        return [*self.seen["steps"], self.seen["end"]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held over the whole run."""
+        return peak(self.steps, "held")
+
+    @property
+    def allocated_peak_bytes(self) -> int | None:
+        """The most that the program had allocated; None for CuPy, which does not say."""
+        return peak(self.steps, "allocated") if "allocated" in self.steps[-1] else None
+
+    def least_capacity(self, name: str) -> int:
+        """The peak of the device that had the highest one, as a capacity that all devices have."""
+        return max(max(step[name][device] for step in self.steps if name in step) for device in self._devices)
+
+    @property
+    def _devices(self) -> range:
+        return range(len(self.steps[-1]["held"]))
+
+    @property
+    def worked_ms(self) -> float:
+        """Processor time a step, over the later half of the steps."""
+        times = self.seen["worked_ns"]
+        middle = len(times) // 2
+        return (times[-1] - times[middle]) / max(1, len(times) - 1 - middle) / 1e6
+
+
+def peak(steps: list[dict[str, Any]], name: str) -> int:
+    """The highest sum over the devices' peaks; each device's is that of all the steps."""
+    rows = [step[name] for step in steps if name in step]
+    return sum(max(column) for column in zip(*rows, strict=True))
+
+
+def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, only_time: bool = False) -> Outcome:
+    """Run it once."""
+    variables = variables_of(program, setting, memory_bytes)
+    options = ["--devices", str(program.num_devices)]
+    if only_time:
+        options.append("--only-time")
+    if setting is not Setting.STALLOC:
+        options += ["--memory", str(memory_bytes)]
+    if setting is Setting.ASYNC:
+        options.append("--cupy-async")
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        result = Path(folder) / "seen.json"
+        command = [
+            sys.executable,
+            "-P",
+            str(_OBSERVE),
+            "--result",
+            str(result),
+            *options,
+            str(program.script),
+            *program.arguments,
+        ]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(124, f"no end within {LIMIT_SECONDS} s", {})
+        seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    lines = done.stderr.strip().splitlines()
+    return Outcome(done.returncode, lines[-1][:200] if done.returncode and lines else "", seen)
+
+
+def variables_of(program: Program, setting: Setting, memory_bytes: int) -> dict[str, str]:
+    """The environment of a program; for stalloc it is all that switches it on."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    if setting is Setting.STALLOC:
+        devices = f"virtual:{program.num_devices}x{memory_bytes}"
+        variables |= {"STALLOC": "1", "STALLOC_DEVICE": devices, "STALLOC_CACHE": "off"}
+    if setting is Setting.EXPANDABLE:
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return variables
+
+
+def processor_ratio(program: Program, num_pairs: int) -> float:
+    """Processor time of a step under stalloc by that under the library's default; the median of alternating pairs.
+
+    Raises RunError if one of the runs fails.
+    """
+    ratios = []
+    for number in range(num_pairs):
+        order = [Setting.DEFAULT, Setting.STALLOC]
+        if number % 2:
+            order.reverse()
+        took = {setting: run(program, setting, only_time=True) for setting in order}
+        for setting, outcome in took.items():
+            if not outcome.is_complete:
+                raise RunError(f"ends with {outcome.code} under {setting.value}: {outcome.last_line}")
+        ratios.append(took[Setting.STALLOC].worked_ms / took[Setting.DEFAULT].worked_ms)
+    return statistics.median(ratios)

@@ -1,0 +1,108 @@
+"""Training whose model or optimizer changes on the way: python changing.py NAME [STEPS]."""
+
+import torch
+from models import Block, Transformer, new_training, tokens, train_step
+from steps import end_of_step, program, run
+from torch import Tensor, nn
+
+
+@program(90)
+def growing_model(num_steps: int) -> None:
+    """Every 15th step a block is added and the optimizer is made anew."""
+    model, optimizer = new_training()
+    for step in range(num_steps):
+        if step % 15 == 14:
+            model.blocks.append(Block(256).cuda())
+            optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer, tokens())
+        end_of_step()
+
+
+@program(60)
+def optimizer_swapped(num_steps: int) -> None:
+    """A third of the steps with SGD, the others with Adam."""
+    model, _ = new_training()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        if step == num_steps // 3:
+            optimizer = torch.optim.Adam(model.parameters())
+        train_step(model, optimizer, tokens())
+        end_of_step()
+
+
+@program(60)
+def frozen_then_thawed(num_steps: int) -> None:
+    """The blocks are frozen in the first half: only the head learns."""
+    model, optimizer = new_training()
+    model.blocks.requires_grad_(False)
+    for step in range(num_steps):
+        if step == num_steps // 2:
+            model.blocks.requires_grad_(True)
+        train_step(model, optimizer, tokens())
+        end_of_step()
+
+
+@program(60)
+def pruned(num_steps: int) -> None:
+    """Every 20th step the feed-forward layers lose a quarter of their width, and the optimizer is made anew."""
+    model, optimizer = new_training(width=512)
+    for step in range(num_steps):
+        if step % 20 == 19:
+            for block in model.blocks:
+                first, last = block.feed[0], block.feed[2]
+                narrow = 3 * first.out_features // 4
+                first.weight, first.bias = (
+                    nn.Parameter(first.weight[:narrow].clone()),
+                    nn.Parameter(first.bias[:narrow]),
+                )
+                last.weight = nn.Parameter(last.weight[:, :narrow].clone())
+                first.out_features = last.in_features = narrow
+            optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer, tokens())
+        end_of_step()
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a trained product of two narrow ones beside it."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+@program(60)
+def adapters(num_steps: int) -> None:
+    """Two low-rank adapters in turn, 20 steps each, on one frozen model; what was learned is merged."""
+    model = Transformer(width=512).requires_grad_(False).cuda()
+    for start in range(0, num_steps, 20):
+        for block in model.blocks:
+            block.qkv = Adapter(block.qkv).cuda()
+        optimizer = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad)
+        for _ in range(min(20, num_steps - start)):
+            train_step(model, optimizer, tokens())
+            end_of_step()
+        for block in model.blocks:
+            adapter = block.qkv
+            with torch.no_grad():
+                adapter.inner.weight += adapter.up.weight @ adapter.down.weight
+            block.qkv = adapter.inner
+
+
+@program(60)
+def sweep(num_steps: int) -> None:
+    """Hyper-parameters are tried: every ten steps a new model of another width and a new optimizer."""
+    widths = [256, 320, 256, 384, 192, 256]
+    for trial in range(-(-num_steps // 10)):
+        model, optimizer = new_training(width=widths[trial % len(widths)])
+        for _ in range(min(10, num_steps - 10 * trial)):
+            train_step(model, optimizer, tokens())
+            end_of_step()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,153 @@
+"""The bench of doing no harm: every program is in its table, its random programs are what they say, targets judge."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+sys.path.insert(0, str(BENCH))
+
+from harm.catalogue import programs  # noqa: E402
+from harm.judging import Row, hit_rates  # noqa: E402
+from harm.peers import smallest  # noqa: E402
+from harm.random_programs import LEAST_LOAD_BYTES, draw, sources  # noqa: E402
+
+MIB = 1 << 20
+
+
+def no_harm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", str(BENCH / "no_harm"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_every_program_of_the_folder_is_in_the_table() -> None:
+    found = set()
+    for path in (BENCH / "harm_programs").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any("program(" in ast.unparse(one) for one in node.decorator_list):
+                found.add((path.name, node.name))
+    listed = [(one.script.name, *one.arguments) for one in programs() if one.script.parent.name == "harm_programs"]
+    assert set(listed) == found
+    assert len({one.name for one in programs()}) == len(programs())
+    assert sum(not one.is_cupy for one in programs()) >= 40
+    assert sum(one.is_cupy for one in programs()) >= 8
+
+
+def test_programs_import_nothing_of_ours() -> None:
+    for path in (BENCH / "harm_programs").glob("*.py"):
+        assert "import stalloc" not in path.read_text()
+        assert "from stalloc" not in path.read_text()
+
+
+def test_an_unknown_program_is_named() -> None:
+    done = no_harm("--only", "snapshots", "no_such_program")
+    assert done.returncode == 2
+    assert "no program is named no_such_program" in done.stderr
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_program_is_large_whole_and_the_same_again(seed: int, tmp_path: Path) -> None:
+    made_up = sources(tmp_path)
+    program, again = draw(seed, made_up), draw(seed, made_up)
+    assert np.array_equal(program.events, again.events)
+    assert np.array_equal(program.size, again.size)
+    assert program.load_bytes >= LEAST_LOAD_BYTES
+    assert program.step_ends == tuple(sorted(program.step_ends))
+    assert program.step_ends[-1] == len(program.events)
+    live = set()
+    for event in program.events.tolist():
+        if event > 0:
+            assert event not in live
+            live.add(event)
+        else:
+            live.remove(-event)
+
+
+def test_programs_drawn_from_recordings_reach_their_load(shared_traces: Path) -> None:
+    recorded = sources(shared_traces)
+    assert len(recorded) > 10
+    for seed in range(20):
+        assert draw(seed, recorded).load_bytes >= LEAST_LOAD_BYTES
+
+
+def test_the_least_memory_is_found_to_half_a_per_cent() -> None:
+    for needed in (600 * MIB, 601 * MIB, 731 * MIB):
+        found = smallest(lambda size, needed=needed: size >= needed, 500 * MIB, 800 * MIB)
+        assert needed <= found <= needed + max(2 * MIB, needed // 200)
+
+
+def test_what_was_enough_with_room_grows_where_it_is_not() -> None:
+    found = smallest(lambda size: size >= 900 * MIB, 500 * MIB, 800 * MIB)
+    assert 900 * MIB <= found <= 905 * MIB
+
+
+def test_steps_without_a_plan_count_as_misses() -> None:
+    counts = [("a", 0, 0), ("a", 0, 0), ("b", 0, 0), ("a", 90, 10), ("a", 190, 10), ("a", 290, 10)]
+    steps = [{"kind": kind, "hits": hits, "misses": missed, "conflicts": 0} for kind, hits, missed in counts]
+    overall, known = hit_rates(steps)
+    assert overall == pytest.approx(290 / 600)
+    assert known == 1.0  # the fourth and the fifth time that it was seen
+
+
+def test_counts_that_begin_anew_with_a_plan_are_no_loss() -> None:
+    counts = [("a", 0, 0), ("a", 100, 0), ("a", 200, 0), ("a", 100, 0), ("a", 150, 50)]
+    steps = [{"kind": kind, "hits": hits, "misses": missed, "conflicts": 0} for kind, hits, missed in counts]
+    assert hit_rates(steps) == (pytest.approx(350 / 500), pytest.approx(150 / 200))
+
+
+def test_a_program_without_plan_has_no_hits() -> None:
+    steps = [{"kind": "a", "hits": 0, "misses": 0, "conflicts": 0}] * 6
+    assert hit_rates(steps) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_the_table_has_a_row_for_each_program_and_the_others_are_measured_once(tmp_path: Path) -> None:
+    peers, rows = tmp_path / "peers.json", tmp_path / "rows.json"
+    names = ["snapshots", "two_shapes"]
+    done = no_harm("--only", *names, "--pairs", "1", "--peers", str(peers), "--json", str(rows))
+    assert done.returncode in (0, 1), done.stderr
+    first = [Row(**row) for row in json.loads(rows.read_text())["rows"]]
+    assert [row.name for row in first] == names
+    for row in first:
+        assert row.code == 0
+        assert row.default_least_bytes <= row.default_bytes + 2 * MIB
+        assert row.stalloc_bytes >= (row.allocated_bytes or 1)
+        assert row.processor_ratio > 0
+        assert row.completes is not None
+    kept = json.loads(peers.read_text())
+    kept["snapshots default"]["peer"]["peak_bytes"] = 7 * MIB
+    peers.write_text(json.dumps(kept))
+    no_harm("--only", "snapshots", "--pairs", "0", "--skip-least", "--peers", str(peers), "--json", str(rows))
+    (row,) = json.loads(rows.read_text())["rows"]
+    assert row["default_bytes"] == 7 * MIB
+    assert any("against the better" in text for text in row["missed"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_torch")
+def test_short_programs_are_asked_for_their_own_exit_codes(tmp_path: Path) -> None:
+    file = tmp_path / "endings.json"
+    done = no_harm("--endings", "6", "--seed", "2", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert len(found) == 6
+    assert {ending["expected"] for ending in found} == {0, 3}
+    num_wrong = sum(ending["code"] != ending["expected"] for ending in found)
+    assert f"6 programs, {num_wrong} of them" in done.stdout
+    assert done.returncode == int(num_wrong > 0)
+
+
+@pytest.mark.slow
+def test_random_programs_are_judged_in_torch_s_least_memory(tmp_path: Path) -> None:
+    file = tmp_path / "trials.json"
+    done = no_harm("--fuzz", "3", "--seed", "5", "--json", str(file))
+    trials = json.loads(file.read_text())
+    assert [trial["seed"] for trial in trials] == [5, 6, 7]
+    assert all(trial["least_bytes"] >= trial["load_bytes"] for trial in trials)
+    assert "3 programs" in done.stdout
