@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 _PROLOGUE = """
 import gc, json, os, sys, weakref
-import stalloc
+import stalloc, stalloc.integrations
 from stalloc.device import VirtualGPU
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=int(os.environ["MEMORY"])))
 CONTROLLER = RUNTIME.controllers[0]
@@ -25,7 +25,7 @@ def with_holes(count):
 
 # 300 MiB live in segments of 600, and a step's arena is 500: in 1,000 MiB there is room for it only after moving
 _ARENA = (
-    _PROLOGUE
+    _PROLOGUE.replace("install(", "install(settings=stalloc.integrations.Settings(arena='pool'), ")
     + """
 kept = with_holes(200)
 if sys.argv[1] == "allowed":
