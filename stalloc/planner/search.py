@@ -13,6 +13,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner import sections
+from stalloc.planner.board import board
 from stalloc.planner.portfolio import Packing
 from stalloc.planner.problem import Problem
 
@@ -116,7 +117,7 @@ class _Hunt:
         self.goal = target // self.unit
         self.num_nodes = 0
         self.room = 1
-        self.board = sections.board(self.problem, seed)
+        self.board = board(self.problem, seed)
         self.num_restarts: dict[int, int] = {}  #: by height
         self.learnt = np.zeros(len(problem.floor))  #: failures by epoch
         self.slice = max(1, SLICE // (len(problem.size) + len(problem.floor)))
@@ -205,7 +206,7 @@ class _Hunt:
         """A board with more space for the way back."""
         if self.room < 64:
             self.room *= 4
-            self.board = sections.board(self.problem, self.seed, room=self.room)
+            self.board = board(self.problem, self.seed, room=self.room)
 
 
 def _hottest(problem: Problem) -> Column:
