@@ -8,9 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stalloc.compaction.adopting import Relocation, adopt, compact, compact_when_full, contiguous_buffers
+    from stalloc.compaction.adopting import adopt, compact, compact_when_full, contiguous_buffers
     from stalloc.compaction.arena import ArenaRun, run_in_arena
     from stalloc.compaction.automatic import Allowance, allow_compaction
+    from stalloc.compaction.emptying import Relocation
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.ordering import order_moves
@@ -21,7 +22,7 @@ _LAZY: dict[str, str] = {
     "ArenaRun": "stalloc.compaction.arena",
     "BOUNCE": "stalloc.compaction.schedule",
     "Layout": "stalloc.compaction.layouts",
-    "Relocation": "stalloc.compaction.adopting",
+    "Relocation": "stalloc.compaction.emptying",
     "Schedule": "stalloc.compaction.schedule",
     "allow_compaction": "stalloc.compaction.automatic",
     "adopt": "stalloc.compaction.adopting",
