@@ -7,7 +7,7 @@ them. Wall time is an attribute, never the clock.
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,15 @@ DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(_NARROW.get(name, "int64")
 def empty_columns(*tables: tuple[str, ...]) -> dict[str, Column]:
     """Columns of length zero for the given tables, to be handed to Trace."""
     return {name: np.empty(0, DTYPES[name]) for table in tables for name in table}
+
+
+def mark_columns(marks: Sequence[tuple[int, int, str]]) -> tuple[tuple[str, ...], dict[str, Column]]:
+    """The distinct names of marks (event index, mark kind, name), and the columns for Trace."""
+    names = tuple(dict.fromkeys(name for _, _, name in marks))
+    index = {name: number for number, name in enumerate(names)}
+    rows = [(event, kind, index[name]) for event, kind, name in marks]
+    values = np.array(rows, np.int64).reshape(-1, len(MARK_COLUMNS)).T
+    return names, {column: part.astype(DTYPES[column]) for column, part in zip(MARK_COLUMNS, values, strict=True)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
