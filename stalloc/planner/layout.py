@@ -20,7 +20,7 @@ from stalloc.planner.constraints import Constraints, Ranges, check_places, const
 from stalloc.planner.intervals import Layout, place_line
 from stalloc.planner.problem import load_curve
 from stalloc.planner.ring import place_ring, ring_bound
-from stalloc.trace.record import MOST_BYTES
+from stalloc.trace.record import MAX_BYTES
 
 
 def plan_arrays(
@@ -105,7 +105,7 @@ def _checked(start: Column, end: Column, size: Column, given: Constraints, ring:
     for wrong, sentence in (
         (size < 0, "has a negative size"),
         (end < start, "ends before it starts"),
-        (size > MOST_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
+        (size > MAX_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
     ):
         if wrong.any():
             row = int(wrong.argmax())
@@ -113,8 +113,8 @@ def _checked(start: Column, end: Column, size: Column, given: Constraints, ring:
     rounded = (size + (granule - 1)) & -granule
     most = np.maximum(rounded, (size + (given.alignment - 1)) & -given.alignment)
     total = np.cumsum(most.astype(np.float64))
-    if len(total) and total[-1] >= MOST_BYTES:
-        row = int((total >= MOST_BYTES).argmax())
+    if len(total) and total[-1] >= MAX_BYTES:
+        row = int((total >= MAX_BYTES).argmax())
         raise BadInputError(f"the sizes up to row {row} add up to more than 2**61 bytes: plan fewer requests at once.")
     if ring is not None:
         _check_ring(start, end, *ring)

@@ -18,7 +18,7 @@ from stalloc.planner.portfolio import Packing
 from stalloc.planner.problem import Problem
 
 #: pairs of a request and an epoch beyond which a node costs too much
-MOST_MEMBERS = 3_000_000
+MAX_MEMBERS = 3_000_000
 #: nodes of the first round at the bound, by request
 FIRST_NODES = 64
 #: nodes of the first restart, by request
@@ -69,7 +69,7 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
     bound = problem.bound
     if packing.peak_bytes <= max(target, bound) or len(problem.size) == 0:
         return
-    if int((problem.end - problem.start).sum()) > MOST_MEMBERS:
+    if int((problem.end - problem.start).sum()) > MAX_MEMBERS:
         return
     hunt = _Hunt(problem, packing, target, seed)
     quota, begun_at = FIRST_NODES * len(problem.size), hunt.low

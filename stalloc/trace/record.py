@@ -31,9 +31,9 @@ class Action(enum.IntEnum):
     SNAPSHOT = 8
 
 
-MOST_BYTES = 1 << 61
+MAX_BYTES = 1 << 61
 """Sums of sizes stay below this, so that no sum that is made of them overflows."""
-_MOST_ROUNDING_BYTES = 32 << 20
+_MAX_ROUNDING_BYTES = 32 << 20
 """What an allocator adds to a request at most: torch's segments are of up to 20 MiB."""
 _LATEST_US = 1 << 62
 
@@ -181,13 +181,13 @@ class Trace:
         failed = self.action == int(Action.OOM)
         sums = {"requests": self.size, "events": self.event_size[~failed], "segments": self.segment_size}
         for name, column in sums.items():
-            total = float(column.sum(dtype=np.float64)) + len(column) * _MOST_ROUNDING_BYTES
-            if total >= MOST_BYTES:
+            total = float(column.sum(dtype=np.float64)) + len(column) * _MAX_ROUNDING_BYTES
+            if total >= MAX_BYTES:
                 raise BadInputError(
                     f"{where}: the sizes of its {name} add up to more than 2**61 bytes, which no device holds: "
                     f"correct them, or record fewer steps."
                 )
-        if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MOST_BYTES:
+        if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MAX_BYTES:
             raise BadInputError(f"{where}: it names more than 2**61 bytes, which no device holds: the file is damaged.")
 
     @property
@@ -207,7 +207,7 @@ class Trace:
 
     def aligned_size(self, alignment: int) -> Column:
         """(n,) requested bytes rounded up to a multiple of `alignment` bytes. BadInputError if that is too large."""
-        if alignment * max(self.num_requests, 1) >= MOST_BYTES:
+        if alignment * max(self.num_requests, 1) >= MAX_BYTES:
             raise BadInputError(f"an alignment of {alignment} bytes makes sums of more than 2**61 bytes: take 512.")
         return (self.size + alignment - 1) // alignment * alignment
 
