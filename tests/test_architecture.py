@@ -16,11 +16,10 @@ BELOW_ALL = ("device", "kernels")  #: the last rows
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 LONGER_FILES = {
     "stalloc/core/arena.py",
+    "stalloc/core/pages.py",
     "stalloc/core/records.py",
     "stalloc/core/requests.py",
-    "stalloc/core/segments.py",
     "stalloc/core/state.py",
-    "stalloc/runtime/arenas.py",
     "stalloc/runtime/poison.py",
 }
 
