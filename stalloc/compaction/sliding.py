@@ -15,7 +15,7 @@ import numpy as np
 
 from stalloc.compaction.execution import Copy, execute
 from stalloc.compaction.heap_view import HeapView
-from stalloc.compaction.ordering import order_moves
+from stalloc.compaction.move_order import order_moves
 from stalloc.compaction.relocation import (
     copy_for,
     free_memory,
