@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.columns import Column
-from stalloc.compiled import BORROWING, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.planner.problem import Problem
 
 NEVER = np.int64(1) << 62
@@ -157,7 +157,7 @@ def _set_up(b: Any) -> None:
         _set_floor(b, t)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _set_floor(b: Any, t: int) -> None:
     """The floor of an epoch as the least offset of its unplaced requests, and how many of them have it."""
     lowest, count = NEVER, 0
@@ -173,7 +173,7 @@ def _set_floor(b: Any, t: int) -> None:
     b.flush[t] = count
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _remember(b: Any, t: int) -> None:
     """Put an epoch on the trail, once a step."""
     if b.stamp[t] != b.control[0].step:
@@ -183,7 +183,7 @@ def _remember(b: Any, t: int) -> None:
         b.control[0].trail = top + 1
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _lift(b: Any, i: int, level: int) -> None:
     """Request i cannot be below `level` any more."""
     top = b.control[0].trail
@@ -197,7 +197,7 @@ def _lift(b: Any, i: int, level: int) -> None:
             b.flush[t] -= 1
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def take(b: Any, i: int, offset: int) -> None:
     """Request i is placed: no longer among what its epochs wait for."""
     b.placed[i] = 1
@@ -221,7 +221,7 @@ def take(b: Any, i: int, offset: int) -> None:
         b.crossing[t] -= 1
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def settle(b: Any, begin: int, stop: int, height: int) -> bool:
     """New floors where nothing can lie on the old one; False if what is unplaced exceeds the height somewhere."""
     for t in range(begin, stop):
@@ -234,7 +234,7 @@ def settle(b: Any, begin: int, stop: int, height: int) -> bool:
     return True
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def lay(b: Any, i: int, level: int, height: int) -> bool:
     """Lay request i on the floor; what overlaps it in time goes above it."""
     b.control[0].step += 1
@@ -256,7 +256,7 @@ def lay(b: Any, i: int, level: int, height: int) -> bool:
     return settle(b, begin, stop, height)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def waste(b: Any, epoch: int, level: int, height: int) -> bool:
     """Nothing lies below `level` in this epoch."""
     b.control[0].step += 1
@@ -271,7 +271,7 @@ def waste(b: Any, epoch: int, level: int, height: int) -> bool:
     return settle(b, begin, stop, height)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def take_back(b: Any, trail: int, placed: int) -> None:
     """Undo down to the given marks."""
     for k in range(b.control[0].placed - 1, placed - 1, -1):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.compiled import BORROWING, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.planner.board import NEVER, Board, lay, settle, take, take_back, waste
 
 FOUND, NONE, PAUSED, NO_ROOM = 1, 0, -1, -2
@@ -29,7 +29,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ODD2 = np.uint64(0xD6E8FEB86659FD93)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _state(b: Any, begin: int, stop: int, height: int) -> np.uint64:
     """Hash of what decides whether the range can be packed below the height: what is unplaced, and the floor."""
     num_epochs = len(b.floor)
@@ -41,7 +41,7 @@ def _state(b: Any, begin: int, stop: int, height: int) -> np.uint64:
     return key | np.uint64(1)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _choose(b: Any, begin: int, stop: int, height: int, rule: int) -> int:
     """The epoch to branch on: in a valley of the floor; the lowest one unless the rule is VALLEYS."""
     lowest = NEVER
@@ -73,7 +73,7 @@ def _choose(b: Any, begin: int, stop: int, height: int, rule: int) -> int:
     return chosen
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _next_level(b: Any, epoch: int, level: int) -> int:
     """The lowest height above the floor on which a request of this epoch can come to rest if none lies on the floor.
 
@@ -150,7 +150,7 @@ def search(b: Any, rule: int, num_nodes: int) -> int:
             return int(now.result)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _is_full(b: Any) -> bool:
     """Whether the next node may need more room than there is for the way back."""
     now, count = b.control[0], len(b.size)
@@ -161,7 +161,7 @@ def _is_full(b: Any) -> bool:
     )
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _enter(b: Any, rule: int) -> None:
     """A new node: what can be said of its range at once, and what there is to branch on."""
     now = b.control[0]
@@ -186,7 +186,7 @@ def _enter(b: Any, rule: int) -> None:
     now.mode = _BRANCH
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _top_off(b: Any, f: Any) -> bool:
     """Place what lives through the whole range at its top; whether there is any such."""
     b.control[0].step += 1
@@ -205,7 +205,7 @@ def _top_off(b: Any, f: Any) -> bool:
     return bool(lowered)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _gather(b: Any, f: Any) -> None:
     """The candidates of a frame: what can lie on the floor of its epoch, by rank."""
     top = f.candidates
@@ -223,7 +223,7 @@ def _gather(b: Any, f: Any) -> None:
     b.control[0].candidates = top
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _branch(b: Any) -> None:
     """The next branch: a candidate on the floor, then none of them, then there is no packing."""
     now = b.control[0]
@@ -253,7 +253,7 @@ def _branch(b: Any) -> None:
         take_back(b, f.trail, f.placed)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _split(b: Any) -> None:
     """Enter the next part of a range that no unplaced lifespan leaves; FOUND behind the last."""
     now = b.control[0]
@@ -274,7 +274,7 @@ def _split(b: Any) -> None:
     now.mode = _ENTER
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _leave(b: Any) -> None:
     """Back to the frame above with the result of this one."""
     now = b.control[0]
