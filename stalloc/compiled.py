@@ -26,6 +26,9 @@ from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
 
+#: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
+#: half the time where many arrays are passed on
+BORROWING = {"_nrt": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 

@@ -1,4 +1,7 @@
-"""docs/architecture.md: the folders are those that there are, and imports point the way the page says."""
+"""docs/architecture.md: the folders are those that there are, and imports point the way the page says.
+
+Files and functions stay short enough to be read at one go; those that are longer are named, and the list only shrinks.
+"""
 
 import ast
 import re
@@ -9,6 +12,30 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = re.findall(r"^\| `(?:stalloc/)?(\w+)/` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
 BELOW_ALL = ("device", "kernels")  #: the last rows
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+LONGER_FILES = {
+    "stalloc/core/arena.py",
+    "stalloc/core/pages.py",
+    "stalloc/core/records.py",
+    "stalloc/core/requests.py",
+    "stalloc/core/state.py",
+    "stalloc/runtime/poison.py",
+}
+
+
+def sources() -> dict[str, Path]:
+    """All modules by their path in the repository."""
+    found = [*(ROOT / "stalloc").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix(): path for path in found}
+
+
+def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its docstring."""
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node) is not None:
+        lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+    return lines
 
 
 def imported(folder: str) -> set[str]:
@@ -36,3 +63,18 @@ def test_imports_point_to_rows_above_or_to_the_last_two(folder):
     if folder not in BELOW_ALL:
         allowed |= set(FOLDERS[: FOLDERS.index(folder)])
     assert imported(folder) <= allowed
+
+
+def test_files_are_short_and_the_list_of_longer_ones_only_shrinks():
+    longer = {name for name, path in sources().items() if path.read_text().count("\n") > MAX_FILE_LINES}
+    assert longer == LONGER_FILES, "split a file that has become too long; strike one that is short again off the list"
+
+
+def test_functions_are_short():
+    longer = {
+        f"{name}: {node.name}"
+        for name, path in sources().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and function_lines(node) > MAX_FUNCTION_LINES
+    }
+    assert longer == set()

@@ -241,6 +241,96 @@ print(json.dumps([texts, [unmoved, allocated], counts]))
     assert counts == [0, 0, 0]
 
 
+# a full device whose bytes are real: every tensor is told by what is in it
+_FULL_DEVICE = """
+import gc, json, os, random, sys
+import stalloc
+from stalloc.device import VirtualGPU
+from stalloc.runtime.settings import Settings
+MIB = 1 << 20
+RUNTIME = stalloc.install(
+    device="virtual", gpu=VirtualGPU(total_bytes=160 * MIB, copy_limit_bytes=None), settings=Settings(arena="pool")
+)
+STATE = RUNTIME.controllers[0].state
+import numpy as np
+import torch
+from stalloc import kernels
+seed = int(sys.argv[1])
+generator = random.Random(seed)
+tensors, expected = [], []
+while True:
+    size = generator.choice([3 * MIB, 5 * MIB + 512 * generator.randrange(1 << 10), 2 * MIB, 1500 * 1024 + 7])
+    try:
+        tensors.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        break
+order = sorted(range(len(tensors)), key=lambda nth: tensors[nth].data_ptr())
+kept = [nth for at, nth in enumerate(order) if at % 3 == generator.randrange(3) or at % 7 == 0]
+tensors = [tensors[nth] for nth in kept]
+for tensor in tensors:
+    expected.append(torch.from_numpy(np.random.default_rng(len(expected)).integers(0, 256, len(tensor), np.uint8)))
+    tensor.copy_(expected[-1])
+torch.cuda.empty_cache()
+left = RUNTIME.controllers[0].memory.source.free_bytes()
+others = torch.empty(left, dtype=torch.uint8, device="cuda") if left >= 10 * MIB else None
+views = [tensor[100:] for tensor in tensors]
+def whole():
+    return all(torch.equal(t.cpu(), e) and torch.equal(v.cpu(), e[100:]) for t, e, v in zip(tensors, expected, views))
+assert whole()
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_there_is_no_room_for_a_copy_blocks_slide_inside_their_segments(run_checks: Any, seed: int) -> None:
+    intact, again, result, live, held, counts = run_checks(
+        _FULL_DEVICE
+        + """
+result = stalloc.compact(tensors, copy=kernels.host_copy)
+intact, live, held = whole(), STATE.record.total.allocated_bytes, STATE.record.reserved_bytes
+rest = torch.empty(160 * MIB - held, dtype=torch.uint8, device="cuda")
+rest.copy_(torch.full((len(rest),), 7, dtype=torch.uint8))
+again, num_tensors = whole(), len(tensors)
+del rest, tensor, tensors, views, others
+gc.collect()
+torch.cuda.empty_cache()
+counts = [STATE.record.total.allocated_bytes, STATE.record.reserved_bytes, STATE.record.num_unknown_frees]
+moved = [result.num_moved, result.slid_bytes, result.through_host_bytes, result.reserved_before_bytes]
+print(json.dumps([intact, again, [num_tensors, *moved], live, held, counts]))
+""",
+        str(seed),
+    )
+    assert intact
+    assert again
+    num_tensors, num_moved, slid, through_host, before = result
+    assert 0 < num_moved <= num_tensors
+    assert slid > 0
+    assert through_host == 0
+    assert held < before
+    assert held <= 1.1 * live + 20 * MIB
+    assert counts == [0, 0, 0]
+
+
+def test_blocks_whose_segment_somebody_else_is_served_from_meanwhile_go_through_host_memory(run_checks: Any) -> None:
+    intact, result = run_checks(
+        _FULL_DEVICE
+        + """
+intruders = []
+def copy(source, target, size):
+    if not intruders:  # in a hole of a segment that is to be packed
+        intruders.append(torch.empty(1200 * 1024, dtype=torch.uint8, device="cuda"))
+    kernels.host_copy(source, target, size)
+result = stalloc.compact(tensors, copy=copy)
+intruders[0].copy_(torch.zeros(len(intruders[0]), dtype=torch.uint8))
+print(json.dumps([whole(), [result.slid_bytes, result.through_host_bytes]]))
+""",
+        "0",
+    )
+    assert intact
+    slid, through_host = result
+    assert slid == 0
+    assert through_host > 0
+
+
 def test_nothing_to_move_an_exact_fit_and_one_byte_more(run_checks: Any) -> None:
     nothing, texts, refused, moved, exact, full = run_checks(
         _PROLOGUE

@@ -8,20 +8,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stalloc.compaction.adopting import Relocation, adopt, compact, compact_when_full, contiguous_buffers
-    from stalloc.compaction.arena import ArenaRun, run_in_arena
+    from stalloc.compaction.adopting import adopt, compact, compact_when_full, contiguous_buffers
     from stalloc.compaction.automatic import Allowance, allow_compaction
+    from stalloc.compaction.capped_arena import ArenaRun, run_in_arena
+    from stalloc.compaction.emptying import Relocation
     from stalloc.compaction.execution import execute
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
-    from stalloc.compaction.ordering import order_moves
+    from stalloc.compaction.move_order import order_moves
     from stalloc.compaction.schedule import BOUNCE, Schedule
 
 _LAZY: dict[str, str] = {
     "Allowance": "stalloc.compaction.automatic",
-    "ArenaRun": "stalloc.compaction.arena",
+    "ArenaRun": "stalloc.compaction.capped_arena",
     "BOUNCE": "stalloc.compaction.schedule",
     "Layout": "stalloc.compaction.layouts",
-    "Relocation": "stalloc.compaction.adopting",
+    "Relocation": "stalloc.compaction.emptying",
     "Schedule": "stalloc.compaction.schedule",
     "allow_compaction": "stalloc.compaction.automatic",
     "adopt": "stalloc.compaction.adopting",
@@ -30,8 +31,8 @@ _LAZY: dict[str, str] = {
     "contiguous_buffers": "stalloc.compaction.adopting",
     "execute": "stalloc.compaction.execution",
     "largest_hole": "stalloc.compaction.layouts",
-    "order_moves": "stalloc.compaction.ordering",
-    "run_in_arena": "stalloc.compaction.arena",
+    "order_moves": "stalloc.compaction.move_order",
+    "run_in_arena": "stalloc.compaction.capped_arena",
     "slide": "stalloc.compaction.layouts",
     "to_plan": "stalloc.compaction.layouts",
 }

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stalloc.compaction.adopting import Relocation, compact_device
+from stalloc.compaction.adopting import compact_device
+from stalloc.compaction.emptying import Relocation
 from stalloc.compaction.execution import Copy
 from stalloc.errors import BadInputError, SetupError, StallocError
 

@@ -22,6 +22,8 @@ class HeapView:
     controller: Controller
     segment_base: Column  #: (s,) addresses, ascending; leases are no segments, but parts of the arena
     segment_bytes: Column  #: (s,)
+    segment_kind: Column  #: (s,) kind of the pool
+    segment_stream: Column  #: (s,) raw stream of the pool
     address: Column  #: (b,) of live blocks, ascending
     block_bytes: Column  #: (b,) rounded
     free_to_move: np.ndarray  #: (b,) False: other streams use it, it waits for them, or a CUDA graph owns it
@@ -57,6 +59,8 @@ def heap_view(device: Any) -> HeapView | None:
         controller,
         np.array([segment.address for segment in found], np.int64),
         np.array([segment.size_bytes for segment in found], np.int64),
+        np.array([segment.kind for segment in found], np.int64),
+        np.array([segment.stream for segment in found], np.uint64),
         np.array([block.address for block, _ in live], np.int64),
         (np.array([block.requested_bytes for block, _ in live], np.int64) + (ALIGNMENT - 1)) & -ALIGNMENT,
         np.array([block.state == BLOCK_LIVE and kind < PRIVATE_KINDS for block, kind in live], bool),

@@ -102,7 +102,7 @@ def largest_hole(
 
 
 def _reordered(blocks: "_Blocks", needed_bytes: int) -> Layout | None:
-    from stalloc.planner.moving import plan_moving_least
+    from stalloc.planner.least_moves import plan_moving_least
 
     try:
         moves = plan_moving_least(

@@ -51,19 +51,19 @@ def move_together(
     total = max(total, least_bytes)
     if through_host:
         return _through_host(group, offset, total, unwanted)
-    arena = _buffer(total, device, unwanted)
+    arena = new_buffer(total, device, unwanted)
     wait_for(device)
     source = np.array([member.address for member in group], np.int64)
     size = np.array([member.size_bytes for member in group], np.int64)
     target = arena.data_ptr() + offset
     with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        (copy or _copy_for(device))(source, target, size)
+        (copy or copy_for(device))(source, target, size)
     wait_for(device)
-    _point_into(group, arena, offset)
+    point_into(group, arena, offset)
     return arena
 
 
-def _buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
+def new_buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
     """A new uint8 tensor, not in a place that is to be emptied: those that are offered are held until one is not."""
     import torch
 
@@ -75,7 +75,7 @@ def _buffer(total: int, device: Any, unwanted: Callable[[int], bool]) -> Any:
         held.append(buffer)
 
 
-def _point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
+def point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
     """Give each storage its part of a buffer; their old memory goes with the storages that had the parts."""
     remember_arena(arena)
     for member, at in zip(group, offset.tolist(), strict=True):
@@ -84,24 +84,43 @@ def _point_into(group: Sequence[Candidate], arena: Any, offset: Column) -> None:
 
 def _through_host(group: Sequence[Candidate], offset: Column, total: int, unwanted: Callable[[int], bool]) -> Any:
     """The same with the bytes in host memory meanwhile: all old memory is let go of before the new one is asked for."""
+    device = group[0].storage.device
+    wait_for(device)
+    host = read_to_host([member.storage for member in group], offset, total)
+    free_memory(group)
+    release(device)
+    return write_from_host(group, host, offset, unwanted)
+
+
+def read_to_host(storages: Sequence[Any], offset: Column, total: int) -> Any:
+    """The bytes of storages of one device in host memory, at these offsets of a uint8 tensor."""
+    import torch
+
+    host = torch.empty(total, dtype=torch.uint8)
+    for storage, at in zip(storages, offset.tolist(), strict=True):
+        host[at : at + storage.nbytes()].copy_(_bytes(storage))
+    wait_for(storages[0].device)
+    return host
+
+
+def free_memory(group: Sequence[Candidate]) -> None:
+    """Let go of the memory of storages; nothing may read them until they have other memory."""
+    for member in group:
+        exchange(member.storage, empty_storage(member.size_bytes, member.storage.device))
+
+
+def write_from_host(group: Sequence[Candidate], host: Any, offset: Column, unwanted: Callable[[int], bool]) -> Any:
+    """Give storages without memory a new buffer with bytes that wait in host memory."""
     import torch
 
     device = group[0].storage.device
-    wait_for(device)
-    host = torch.empty(total, dtype=torch.uint8)
-    for member, at in zip(group, offset.tolist(), strict=True):
-        host[at : at + member.size_bytes].copy_(_bytes(member.storage))
-    wait_for(device)
-    for member in group:
-        exchange(member.storage, empty_storage(member.size_bytes, device))
-    release(device)
     try:
-        arena = _buffer(total, device, unwanted)
+        arena = new_buffer(len(host), device, unwanted)
     except torch.OutOfMemoryError:
-        arena = torch.empty(total, dtype=torch.uint8, device=device)  # anywhere is better than nowhere
+        arena = torch.empty(len(host), dtype=torch.uint8, device=device)  # anywhere is better than nowhere
     arena.copy_(host)
     wait_for(device)
-    _point_into(group, arena, offset)
+    point_into(group, arena, offset)
     return arena
 
 
@@ -121,7 +140,7 @@ def release(device: Any) -> None:
         runtime.controllers[device.index].memory.release_unused()
 
 
-def _copy_for(device: Any) -> Copy:
+def copy_for(device: Any) -> Copy:
     """The kernel on a GPU, the reference in host memory."""
     from stalloc import kernels
 

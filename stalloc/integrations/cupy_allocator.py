@@ -30,15 +30,11 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     """
     from cupy.cuda import get_current_stream
     from cupy.cuda.device import get_device_id
-    from cupy.cuda.memory import CFunctionAllocatorMemory, Memory, MemoryPointer, OutOfMemoryError
-    from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
-    from cupy.cuda.runtime import CUDARuntimeError
+    from cupy.cuda.memory import Memory, MemoryPointer
+    from cupy.cuda.memory_hook import _has_memory_hooks
 
     malloc, free = cupy_entries(runtime.states.ctypes.data, runtime.entries)
-    free_now = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(free)
-
-    def rounded(nbytes: int) -> int:
-        return (nbytes + constants.ALIGNMENT - 1) & -constants.ALIGNMENT
+    pool_memory = _memory_class(free)
 
     def current_stream() -> int:
         """The current stream's handle; for the default stream of a thread, whose handle all threads share, a name.
@@ -48,9 +44,38 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         handle = get_current_stream().ptr
         return threading.get_ident() << 4 | handle if handle == _PER_THREAD else handle
 
-    class PoolMemory(CFunctionAllocatorMemory):
-        """Memory as of CuPy's pool: it knows its rounded size, it can be freed by hand, and hooks hear of its end."""
+    def allocate(nbytes: int, heard: bool = False) -> Any:
+        if _has_memory_hooks() and not heard:
+            return _allocate_with_hooks(runtime, allocate, operator.index(nbytes))
+        memory = pool_memory(nbytes, current_stream(), malloc, free, get_device_id())
+        if memory.ptr == 0:
+            if nbytes == 0:
+                return MemoryPointer(Memory(0), 0)
+            raise _out_of_memory(runtime, nbytes)
+        if nbytes & (constants.ALIGNMENT - 1):
+            memory.size = _rounded(nbytes)
+        return MemoryPointer(memory, 0)
 
+    def allocate_and_tell(nbytes: int) -> Any:
+        if runtime.watch is not None:
+            runtime.watch.raise_found()
+        return allocate(nbytes)
+
+    return allocate if runtime.watch is None else allocate_and_tell
+
+
+def _rounded(nbytes: int) -> int:
+    return (nbytes + constants.ALIGNMENT - 1) & -constants.ALIGNMENT
+
+
+def _memory_class(free: int) -> Any:
+    """Memory as of CuPy's pool: it knows its rounded size, it can be freed by hand, and hooks hear of its end."""
+    from cupy.cuda.memory import CFunctionAllocatorMemory
+    from cupy.cuda.memory_hook import _has_memory_hooks, get_memory_hooks
+
+    free_now = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(free)
+
+    class PoolMemory(CFunctionAllocatorMemory):
         __slots__ = ()
 
         def free(self) -> None:
@@ -74,66 +99,61 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         PoolMemory.__del__ = lambda memory: memory.free() if _has_memory_hooks() else None
 
     before_first_hook(tell_hooks)
+    return PoolMemory
 
-    def allocate(nbytes: int, heard: bool = False) -> Any:
-        if _has_memory_hooks() and not heard:
-            return allocate_with_hooks(operator.index(nbytes))
-        memory = PoolMemory(nbytes, current_stream(), malloc, free, get_device_id())
-        if memory.ptr == 0:
-            if nbytes == 0:
-                return MemoryPointer(Memory(0), 0)
-            raise out_of_memory(nbytes)
-        if nbytes & (constants.ALIGNMENT - 1):
-            memory.size = rounded(nbytes)
-        return MemoryPointer(memory, 0)
 
-    def out_of_memory(nbytes: int) -> Exception:
-        controller = runtime.controllers[get_device_id()]
-        status = controller.state.record.driver_error
-        if status:
-            return CUDARuntimeError(status)
-        error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.memory.source.limit_bytes)
-        error.args = (controller.state.out_of_memory_text,)
-        return error
+def _out_of_memory(runtime: Runtime, nbytes: int) -> Exception:
+    from cupy.cuda.device import get_device_id
+    from cupy.cuda.memory import OutOfMemoryError
+    from cupy.cuda.runtime import CUDARuntimeError
 
-    @contextlib.contextmanager
-    def without_hooks() -> Iterator[None]:
-        """The pool below, which gives segments, has the same hooks; they are to hear of each allocation once."""
-        hooks = get_memory_hooks()
-        kept = dict(hooks)
-        hooks.clear()
-        try:
-            yield
-        finally:
-            hooks.update(kept)
+    controller = runtime.controllers[get_device_id()]
+    status = controller.state.record.driver_error
+    if status:
+        return CUDARuntimeError(status)
+    error = OutOfMemoryError(nbytes, controller.state.record.reserved_bytes, controller.memory.source.limit_bytes)
+    error.args = (controller.state.out_of_memory_text,)
+    return error
 
-    def allocate_with_hooks(nbytes: int) -> Any:
-        device, hooks, size = get_device_id(), list(get_memory_hooks().values()), rounded(nbytes)
-        state = runtime.controllers[device].state
-        for hook in hooks:
-            hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
-        memory = None
-        num_segments, reserved = state.record.num_segment_allocs, state.record.reserved_bytes
-        try:
-            with without_hooks():
-                memory = allocate(nbytes, heard=True).mem
-            if state.record.num_segment_allocs > num_segments:  # it came from the device just now
-                taken = max(size, state.record.reserved_bytes - reserved)
-                for hook in hooks:
-                    hook.alloc_preprocess(device_id=device, mem_size=taken)
-                    hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=memory.ptr)
-        finally:
-            address, identity = (memory.ptr, id(memory)) if memory is not None else (0, 0)
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """The pool below, which gives segments, has the same hooks; they are to hear of each allocation once."""
+    from cupy.cuda.memory_hook import get_memory_hooks
+
+    hooks = get_memory_hooks()
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(kept)
+
+
+def _allocate_with_hooks(runtime: Runtime, allocate: Callable[[int, bool], Any], nbytes: int) -> Any:
+    from cupy.cuda.device import get_device_id
+    from cupy.cuda.memory import MemoryPointer
+    from cupy.cuda.memory_hook import get_memory_hooks
+
+    device, hooks, size = get_device_id(), list(get_memory_hooks().values()), _rounded(nbytes)
+    state = runtime.controllers[device].state
+    for hook in hooks:
+        hook.malloc_preprocess(device_id=device, size=nbytes, mem_size=size)
+    memory = None
+    num_segments, reserved = state.record.num_segment_allocs, state.record.reserved_bytes
+    try:
+        with _without_hooks():
+            memory = allocate(nbytes, True).mem
+        if state.record.num_segment_allocs > num_segments:  # it came from the device just now
+            taken = max(size, state.record.reserved_bytes - reserved)
             for hook in hooks:
-                hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=size, mem_ptr=address, pmem_id=identity)
-        return MemoryPointer(memory, 0)
-
-    def allocate_and_tell(nbytes: int) -> Any:
-        if runtime.watch is not None:
-            runtime.watch.raise_found()
-        return allocate(nbytes)
-
-    return allocate if runtime.watch is None else allocate_and_tell
+                hook.alloc_preprocess(device_id=device, mem_size=taken)
+                hook.alloc_postprocess(device_id=device, mem_size=taken, mem_ptr=memory.ptr)
+    finally:
+        address, identity = (memory.ptr, id(memory)) if memory is not None else (0, 0)
+        for hook in hooks:
+            hook.malloc_postprocess(device_id=device, size=nbytes, mem_size=size, mem_ptr=address, pmem_id=identity)
+    return MemoryPointer(memory, 0)
 
 
 def before_first_hook(function: Callable[[], None]) -> None:

@@ -11,23 +11,17 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-
-_held = np.zeros(2, np.int64)  # bytes held from the device now, and how many times the device had no more
 
 
 @cache
 def _allocator() -> Any:
     import torch
 
-    words = {"held": _held.ctypes.data, "refused": _held.ctypes.data + 8}
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        source = __package__, "torch_pool.ll"
-        allocate, free = link(*source, "allocate", "free", set_to=words, libraries=(driver,))
+        allocate, free = link(__package__, "torch_pool.ll", "allocate", "free", set_to={}, libraries=(driver,))
     except OSError:
         raise SetupError("no NVIDIA driver is here: a memory pool of torch needs a GPU, real or virtual.") from None
     return torch._C._cuda_customAllocator(allocate, free)
@@ -50,8 +44,3 @@ def mem_pool(**options: bool) -> Any:
             "as it is installed, or this pool without it."
         )
     return torch.cuda.MemPool(_allocator(), **options)
-
-
-def held_bytes() -> int:
-    """Bytes that all pools hold from the devices now."""
-    return int(_held[0])

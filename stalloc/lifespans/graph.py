@@ -10,7 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.lifespans.classes import Classes, LifespanClass
-from stalloc.lifespans.load import load_curve
+from stalloc.lifespans.load_curves import load_curve
 from stalloc.trace import Trace
 
 _MAX_GROUPS = 2048

@@ -13,7 +13,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.compiled import njit
-from stalloc.lifespans.load import load_curve
+from stalloc.lifespans.load_curves import load_curve
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Trace
 
 _TURN = 0.25

@@ -111,16 +111,7 @@ def fold(
         "row": rows[seen],
     }
     if with_prologue:
-        early = np.arange(ring_start)
-        stays = (deaths[early] < 0) | (deaths[early] > ring_end)
-        prologue = {
-            "size": size[early],
-            "stream": trace.stream[rows][early],
-            "start": early,
-            "end": np.where(stays, ring_end + ring_length, deaths[early]),
-            "planned": np.ones(ring_start, bool),
-            "row": rows[early],
-        }
+        prologue = _prologue(trace, rows, deaths, ring_start, ring_end)
         columns = {name: np.concatenate([prologue[name], ring[name]]) for name in ring}
     else:
         columns = ring | {"start": start - ring_start, "end": end - ring_start}
@@ -134,6 +125,20 @@ def fold(
         covered_requests=period.first + period.covered - ring_start,
         minimum_size=minimum_size,
     )
+
+
+def _prologue(trace: Trace, rows: Column, deaths: Column, ring_start: int, ring_end: int) -> dict[str, Column]:
+    """The columns of what is allocated before the ring; what outlives its first pass is there for ever."""
+    early = np.arange(ring_start)
+    stays = (deaths[early] < 0) | (deaths[early] > ring_end)
+    return {
+        "size": trace.size[rows][early],
+        "stream": trace.stream[rows][early],
+        "start": early,
+        "end": np.where(stays, 2 * ring_end - ring_start, deaths[early]),
+        "planned": np.ones(ring_start, bool),
+        "row": rows[early],
+    }
 
 
 def unrolled(tape: Tape, num_periods: int) -> Tape:

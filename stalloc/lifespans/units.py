@@ -18,7 +18,7 @@ from stalloc.lifespans.periods import TINY_BYTES, sequence_rows
 from stalloc.trace import MARK_STEP, Trace
 
 _LOOKED_AT = 4  # occurrences of a kind whose lifespans count: the last ones
-_MOST_STEPS = 16  # through which a request may be handed on
+_MAX_STEPS = 16  # through which a request may be handed on
 
 _Until = dict[int, dict[int, int]]  # stream -> rank -> position
 
@@ -108,7 +108,7 @@ def _ends(bounds: Column, deaths: Column, told: list[int], length: int) -> Colum
         latest = np.maximum(latest, np.where(dead, death - begin, 0))
         through = np.maximum(through, np.where(dead, steps_later, 0))
         unseen = np.maximum(unseen, np.where(dead, 0, len(bounds) - 2 - step))
-    known = (latest > 0) & (through <= _MOST_STEPS) & (unseen <= through)
+    known = (latest > 0) & (through <= _MAX_STEPS) & (unseen <= through)
     handed = np.minimum(latest, length + np.maximum(np.arange(length), 1))  # at most as long as a pass
     return np.where(known, np.where(latest > length, handed, latest), 0)
 
@@ -118,7 +118,7 @@ def _note_arrivals(
 ) -> None:
     """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank of a stream."""
     last = np.where(death >= 0, _step_of(bounds, death), len(bounds) - 2)
-    for after in range(step + 1, min(step + 1 + _MOST_STEPS, len(bounds) - 1)):
+    for after in range(step + 1, min(step + 1 + _MAX_STEPS, len(bounds) - 1)):
         kind = first_of.get(after)
         if kind is None:
             continue

@@ -2,25 +2,27 @@
 
 How a plan is found, from the outside to the inside; every step has a file of its name:
 
-- planning: `plan` takes a trace, bare lifespans or a tape, notes where the plan comes from, and sets the budget
-  (effort). Requests of a tape go through sharing: streams get regions of their own, or share with hand-overs.
+- planning: `plan` takes a trace, bare lifespans or a tape, notes where the plan comes from, and makes the budget that
+  everything below is given. Requests of a tape go through sharing: streams get regions of their own, or share with
+  hand-overs.
 - layout: sizes are rounded up, requests of no bytes and of no time are put aside. What has constraints of its own
-  (constraints) goes to constrained, a ring that repeats to ring, everything else to line.
+  (constraints) goes to constrained, a ring that repeats to ring, everything else to intervals.
 - ring: prologue and ring lie on one axis; what wraps round is live at its end and at its beginning, and is placed
-  first. What is left is a line.
-- line: the maximum load is the lower bound. pieces takes the problem apart: what lives throughout is a stack, what
+  first. What is left are intervals.
+- intervals: the maximum load is the lower bound. pieces takes the problem apart: what lives throughout is a stack, what
   never meets is placed by itself, and parts that look alike are placed once. The best packings of the parts make a
   best packing of the whole.
 - Each part of up to 2,000 requests first gets one quick try, and if that misses the bound, exact search (search, over
-  sections): heights are yes-or-no questions from the bound upwards, so that a bound that rises is proven.
+  exact_search and its board): heights are yes-or-no questions from the bound upwards, so that a bound that rises is
+  proven.
 - Larger parts, and those where the search gives up, go to the portfolio: many packings in orders that are known to be
-  good (orders), by compiled passes over the requests (placement, on trees), in two layers (layers), or into the
-  tightest hole by birth (births). The first that reaches the bound ends it; otherwise the target is ratcheted down.
+  good (orders), by compiled passes over the requests (placement, on trees), in two_layers, or into the tightest hole
+  (best_fit_by_birth). The first that reaches the bound ends it; otherwise the target is ratcheted down.
 - validator: judges the plan by comparing intervals, and shares no code with any of this.
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
-same; joint finds plans for programs that take turns in one arena; moving finds which live blocks to move. groups holds
-packings of others to compare with; methods lists what can be asked for by name.
+same; joint_plans are for programs that take turns in one arena; least_moves finds which live blocks to move. groups
+holds packings of others to compare with; methods lists what can be asked for by name.
 
 Importing this package does not import numba; the first plan does.
 """
@@ -29,12 +31,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stalloc.planner.effort import Progress
-    from stalloc.planner.joint import plan_joint
+    from stalloc.planner.budget import Progress
+    from stalloc.planner.intervals import Layout
+    from stalloc.planner.joint_plans import plan_joint
     from stalloc.planner.kinds_check import validate_kinds
     from stalloc.planner.layout import plan_arrays
-    from stalloc.planner.line import Layout
-    from stalloc.planner.moving import Moves, plan_moving_least
+    from stalloc.planner.least_moves import Moves, plan_moving_least
     from stalloc.planner.orders import METHODS
     from stalloc.planner.pieces import decomposition
     from stalloc.planner.planning import plan, plan_tape
@@ -67,17 +69,17 @@ __all__ = [
 
 _LAZY = {
     "METHODS": "orders",
-    "Layout": "line",
+    "Layout": "intervals",
     "decomposition": "pieces",
     "plan_arrays": "layout",
     "plan": "planning",
-    "plan_joint": "joint",
-    "Moves": "moving",
-    "plan_moving_least": "moving",
+    "plan_joint": "joint_plans",
+    "Moves": "least_moves",
+    "plan_moving_least": "least_moves",
     "plan_tape": "planning",
     "replan": "replanning",
     "Plan": "record",
-    "Progress": "effort",
+    "Progress": "budget",
     "load_plans": "record",
     "plans_from_bytes": "record",
     "plans_to_bytes": "record",

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.planner.budget import Budget
 from stalloc.planner.constraints import Constraints
-from stalloc.planner.effort import over
-from stalloc.planner.layers import skyline
 from stalloc.planner.placement import fit
 from stalloc.planner.portfolio import HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
+from stalloc.planner.two_layers import skyline
 
 #: pairs of requests that restarts may compare, and how many restarts there are at most
 PAIRS, RESTARTS = 40_000_000, 60
@@ -60,7 +60,7 @@ def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
     return Stays(a[: len(start)], b[: len(start)], start2, end2, num_epochs)
 
 
-def place_constrained(live: Stays, size: Column, given: Constraints, bound: int) -> Constrained:
+def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
     """Place n requests; sizes are multiples of the granule. `bound` is the maximum load."""
     proven = max(bound, _wasted(live, size, given))
     count, blocked = len(size), given.forbidden.copy()
@@ -87,7 +87,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int)
     best: tuple[int, Column] | None = None
     method = ""
     if not live.end2.any():
-        offset, method = _above(live, size, given, blocked, bound)
+        offset, method = _above(live, size, given, blocked, bound, budget)
         best = int((offset + size).max(initial=0)), offset
         high = free[(offset + size)[free] > proven]
         if len(high) * count <= PAIRS and len(high):
@@ -104,7 +104,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int)
     }
     for name, key in keys.items():
         for best_fit in (False, True):
-            if best is not None and (best[0] <= max(proven, fixed_top) or count > HOLES_LIMIT or over()):
+            if best is not None and (best[0] <= max(proven, fixed_top) or count > HOLES_LIMIT or budget.over()):
                 break
             found = fitted(free[np.argsort(-key[free], kind="stable")], best_fit)
             if best is None or found[0] < best[0]:
@@ -112,7 +112,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int)
     assert best is not None
     rng = np.random.default_rng(0)
     for _ in range(min(RESTARTS, PAIRS // max(count, 1) ** 2)):
-        if best[0] <= max(proven, fixed_top) or over():
+        if best[0] <= max(proven, fixed_top) or budget.over():
             break
         noise = np.exp(rng.uniform(-0.5, 0.5, len(free)))
         found = fitted(free[np.argsort(-(size[free] * np.sqrt(span[free]) * noise), kind="stable")], False)
@@ -121,7 +121,9 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int)
     return Constrained(best[1], best[0], max(proven, fixed_top), method)
 
 
-def _above(live: Stays, size: Column, given: Constraints, blocked: Column, bound: int) -> tuple[Column, str]:
+def _above(
+    live: Stays, size: Column, given: Constraints, blocked: Column, bound: int, budget: Budget
+) -> tuple[Column, str]:
     """(offset, method) with everything free above what is fixed or forbidden at that time, on the largest alignment.
 
     Forbidden ranges above the first packing's height stay out of the way; else they are part of the floor.
@@ -141,7 +143,7 @@ def _above(live: Stays, size: Column, given: Constraints, blocked: Column, bound
     for used in range(len(blocked) + 1):  # as few of the ranges below as will do
         floor = np.maximum(below, highs[used - 1] if used else 0)
         floor = (floor + (grain - 1)) & -grain
-        packing = solve(Problem(live.start[free], live.end[free], rounded, floor), bound, 0.25)
+        packing = solve(Problem(live.start[free], live.end[free], rounded, floor), bound, budget, 0.25)
         if used == len(blocked) or packing.peak_bytes <= lows[used]:
             break
     assert packing is not None

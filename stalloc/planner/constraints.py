@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import MOST_BYTES
+from stalloc.trace.record import MAX_BYTES
 
 Ranges = Iterable[tuple[int, int]]
 
@@ -31,7 +31,7 @@ class Constraints:
     @property
     def granule(self) -> int:
         """Every offset is a multiple of this: the smallest alignment."""
-        return int(self.alignment.min(initial=MOST_BYTES)) if len(self.alignment) else 1
+        return int(self.alignment.min(initial=MAX_BYTES)) if len(self.alignment) else 1
 
     @property
     def plain(self) -> bool:
@@ -69,7 +69,7 @@ def _alignments(num_requests: int, alignment: ArrayLike) -> Column:
             f"alignment is neither a whole number nor one for each of the {num_requests} requests: give either."
         )
     values = np.atleast_1d(given)
-    wrong = (values < 1) | (values >= MOST_BYTES) | (values & np.maximum(values, 1) - 1 != 0)
+    wrong = (values < 1) | (values >= MAX_BYTES) | (values & np.maximum(values, 1) - 1 != 0)
     if wrong.any():
         row = int(wrong.argmax())
         where = f" of row {row}" if given.ndim else ""
@@ -87,14 +87,14 @@ def _places(num_requests: int, fixed: Mapping[int, int] | ArrayLike | None) -> C
         for row, place in fixed.items():
             if not 0 <= row < num_requests:
                 raise BadInputError(f"row {row} is fixed, but there are {num_requests} requests: name one of those.")
-            if not 0 <= place < MOST_BYTES:
+            if not 0 <= place < MAX_BYTES:
                 raise BadInputError(f"row {row} is fixed at {place}: give an offset from 0 and below 2**61.")
             places[row] = place
         return places
     given = np.asarray(fixed)
     if given.shape != places.shape or (given.dtype.kind not in "iu" and len(given)):
         raise BadInputError(f"fixed is no whole number for each of the {num_requests} requests: give -1 for free ones.")
-    wrong = (given < -1) | (given >= MOST_BYTES)
+    wrong = (given < -1) | (given >= MAX_BYTES)
     if wrong.any():
         row = int(wrong.argmax())
         raise BadInputError(f"row {row} is fixed at {given[row]}: give an offset from 0 and below 2**61, or -1.")
@@ -104,7 +104,7 @@ def _places(num_requests: int, fixed: Mapping[int, int] | ArrayLike | None) -> C
 def _ranges(forbidden: Ranges) -> Column:
     merged: list[list[int]] = []
     for low, high in sorted((int(low), int(high)) for low, high in forbidden):
-        if not 0 <= low < high <= MOST_BYTES:
+        if not 0 <= low < high <= MAX_BYTES:
             raise BadInputError(f"the forbidden range [{low}, {high}) is none: give 0 <= low < high and at most 2**61.")
         if merged and low <= merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], high)
@@ -124,7 +124,7 @@ def check_places(
             raise BadInputError(
                 f"{given.name(row)} is fixed at {place}, which is no multiple of its alignment {alignment}: move it."
             )
-        if top > MOST_BYTES:
+        if top > MAX_BYTES:
             raise BadInputError(f"{given.name(row)} is fixed at {place} and ends beyond 2**61: place it lower.")
         for low, high in given.forbidden.tolist():
             if max(low, place) < min(high, top):

@@ -17,7 +17,7 @@ from stalloc.planner.problem import load_curve
 #: share of the load's height by which it has to turn for a phase to end
 TURN = 0.2
 #: groups that are looked at for fusion
-MOST_FUSED = 256
+MAX_FUSED = 256
 
 Pack = Callable[[Column, Column, Column], Column]  #: (start, end, size) to offsets
 
@@ -99,7 +99,7 @@ def _packed(rows: Column, start: Column, end: Column, size: Column, pack: Pack) 
 def _fused(groups: list[_Group], start: Column, end: Column, size: Column, pack: Pack) -> list[_Group]:
     """Neighbours in time are packed together where the common block is no larger than the two."""
     groups = sorted(groups, key=lambda group: (group.start, group.end))
-    if len(groups) > MOST_FUSED:
+    if len(groups) > MAX_FUSED:
         return groups
     done: list[_Group] = []
     for group in groups:

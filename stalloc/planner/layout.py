@@ -14,12 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.planner.budget import Budget
 from stalloc.planner.constrained import place_constrained, stays
 from stalloc.planner.constraints import Constraints, Ranges, check_places, constraints
-from stalloc.planner.line import Layout, place_line
+from stalloc.planner.intervals import Layout, place_line
 from stalloc.planner.problem import load_curve
 from stalloc.planner.ring import place_ring, ring_bound
-from stalloc.trace.record import MOST_BYTES
+from stalloc.trace.record import MAX_BYTES
 
 
 def plan_arrays(
@@ -32,6 +33,7 @@ def plan_arrays(
     fixed: Mapping[int, int] | ArrayLike | None = None,
     forbidden: Ranges = (),
     ids: NDArray[Any] | None = None,
+    budget: Budget | None = None,
 ) -> Layout:
     """Place n requests with lifespans [start, end) (any integer clock) and sizes in bytes, each (n,).
 
@@ -41,11 +43,12 @@ def plan_arrays(
 
     `alignment` is one power of two for all, or (n,). `fixed` maps rows to the offsets where they are, or is (n,) with
     -1 for those to be placed. `forbidden` are ranges [low, high) of bytes that no request may use. `ids` are (n,) names
-    for errors.
+    for errors. Without a `budget` the usual effort is spent.
 
     Raises BadInputError, naming the row, for input that is none of this.
     """
     begin, stop, sizes = columns(start, end, size)
+    budget = budget or Budget()
     given = constraints(len(sizes), alignment, fixed, forbidden, ids)
     rounded = _checked(begin, stop, sizes, given, ring)
     offset = np.maximum(given.fixed, 0)
@@ -54,22 +57,24 @@ def plan_arrays(
         return Layout(offset, 0, 0, "nothing to place")
     if not given.plain:
         check_places(begin, stop, sizes, given, ring)
-        layout = _constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), ring)
+        layout = _constrained(begin[rows], stop[rows], rounded[rows], given.of(rows), ring, budget)
     elif ring is None:
-        layout = place_line(begin[rows], stop[rows], rounded[rows])
+        layout = place_line(begin[rows], stop[rows], rounded[rows], budget)
     else:
-        layout = place_ring(begin[rows], stop[rows], rounded[rows], *ring)
+        layout = place_ring(begin[rows], stop[rows], rounded[rows], ring, budget)
     offset[rows] = layout.offset
     return layout._replace(offset=offset)
 
 
-def _constrained(start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None) -> Layout:
+def _constrained(
+    start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None, budget: Budget
+) -> Layout:
     live = stays(start, end, ring)
     if ring is None:
         bound = int(load_curve(live.start, live.end, size, live.num_epochs).max())
     else:
         bound = ring_bound(start, end, size, *ring)
-    found = place_constrained(live, size, given, bound)
+    found = place_constrained(live, size, given, bound, budget)
     return Layout(found.offset, found.peak_bytes, bound, found.method, found.proven_bound_bytes)
 
 
@@ -100,7 +105,7 @@ def _checked(start: Column, end: Column, size: Column, given: Constraints, ring:
     for wrong, sentence in (
         (size < 0, "has a negative size"),
         (end < start, "ends before it starts"),
-        (size > MOST_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
+        (size > MAX_BYTES - given.alignment, "is larger than 2**61 bytes with its alignment"),
     ):
         if wrong.any():
             row = int(wrong.argmax())
@@ -108,8 +113,8 @@ def _checked(start: Column, end: Column, size: Column, given: Constraints, ring:
     rounded = (size + (granule - 1)) & -granule
     most = np.maximum(rounded, (size + (given.alignment - 1)) & -given.alignment)
     total = np.cumsum(most.astype(np.float64))
-    if len(total) and total[-1] >= MOST_BYTES:
-        row = int((total >= MOST_BYTES).argmax())
+    if len(total) and total[-1] >= MAX_BYTES:
+        row = int((total >= MAX_BYTES).argmax())
         raise BadInputError(f"the sizes up to row {row} add up to more than 2**61 bytes: plan fewer requests at once.")
     if ring is not None:
         _check_ring(start, end, *ring)

@@ -6,7 +6,7 @@ Times are epochs in [0, T), T = len(floor); sizes are positive; ranks are a perm
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.planner.trees import (
     FAR,
     add_load,
@@ -37,7 +37,7 @@ def _counts_below(times, num_epochs):
     return below
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def _split(right, left, height, lowest, run, at):
     """Split a run of the skyline in two of equal height."""
     right[at], left[at], height[at] = right[run], run, height[run]
@@ -47,7 +47,7 @@ def _split(right, left, height, lowest, run, at):
     set_minimum(lowest, at, height[at])
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def _merge(right, left, height, lowest, run):
     """Join a run with the one on its right if they are equally high."""
     other = right[run]
@@ -56,6 +56,39 @@ def _merge(right, left, height, lowest, run):
         if right[run] < len(height):
             left[right[run]] = run
         set_minimum(lowest, other, FAR)
+
+
+@njit(nogil=True)
+def _skyline(floor):
+    """(right, left, height, lowest): a run begins at `a`, ends at right[a], the one before it begins at left[a]."""
+    num_epochs = len(floor)
+    right = np.full(num_epochs, num_epochs, np.int64)
+    left = np.full(num_epochs, -1, np.int64)
+    height = floor.copy()
+    heads = np.full(num_epochs, FAR, np.int64)
+    run = 0
+    heads[0] = height[0]
+    for t in range(1, num_epochs):
+        if height[t] != height[run]:
+            right[run], left[t] = t, run
+            run = t
+            heads[t] = height[t]
+    return right, left, height, build_minima(heads)
+
+
+@njit(nogil=True, **BORROWING)
+def _raise_run(right, left, height, lowest, run, begin, stop, level):
+    """Raise the part [begin, stop) of a run to a level, and join it with neighbours of that level."""
+    if begin > run:
+        _split(right, left, height, lowest, run, begin)
+        run = begin
+    if stop < right[run]:
+        _split(right, left, height, lowest, run, stop)
+    height[run] = level
+    set_minimum(lowest, run, level)
+    _merge(right, left, height, lowest, run)
+    if left[run] >= 0:
+        _merge(right, left, height, lowest, left[run])
 
 
 @njit(nogil=True)
@@ -74,27 +107,13 @@ def sweep(start, end, size, rank, floor, target, guided):
     first_end, last_end, best_rank = build_requests(end[by_start], rank[by_start])
     # for the empty part to the left of an epoch: the latest end first, the starts negated, make it a tree of minima
     by_end = np.argsort(-end, kind="mergesort")
-    place_by_end = np.empty(count, np.int64)
-    place_by_end[by_end] = np.arange(count)
+    place_by_end = np.argsort(by_end, kind="mergesort")
     ends_below = _counts_below(end, num_epochs)
     start_by_end = build_minima(-start[by_end])
     load, pending = build_load(start, end, size, num_epochs)
     stack = np.empty((96, 3), np.int64)
 
-    # the skyline: a run begins at `a`, ends at right[a], the run before it begins at left[a]
-    right = np.full(num_epochs, num_epochs, np.int64)
-    left = np.full(num_epochs, -1, np.int64)
-    height = floor.copy()
-    heads = np.full(num_epochs, FAR, np.int64)
-    run = 0
-    heads[0] = height[0]
-    for t in range(1, num_epochs):
-        if height[t] != height[run]:
-            right[run], left[t] = t, run
-            run = t
-            heads[t] = height[t]
-    lowest = build_minima(heads)
-
+    right, left, height, lowest = _skyline(floor)
     offset = np.zeros(count, np.int64)
     peak = np.int64(0)
     unplaced = count
@@ -127,31 +146,19 @@ def sweep(start, end, size, rank, floor, target, guided):
                 add_load(load, pending, begin, stop, -size[i])
                 set_minimum(start_by_end, place_by_end[i], FAR)
         else:
-            begin = run
-            new = FAR
-            if left[run] >= 0:
-                new = height[left[run]]
+            begin, new = run, height[left[run]] if left[run] >= 0 else FAR
             if stop < num_epochs:
                 new = min(new, height[stop])
             if guided:
                 if most + new > target:
                     return offset, np.int64(-1)
-                before = first_at_most(start_by_end, count - ends_below[epoch + 1], count, -run, stack)
+                before = first_at_most(start_by_end, count - ends_below[epoch + 1], count, -run)
                 if before >= 0:
                     begin = max(begin, end[by_end[before]])
-                behind = first_at_most(first_end, starts_below[epoch + 1], starts_below[stop], stop, stack)
+                behind = first_at_most(first_end, starts_below[epoch + 1], starts_below[stop], stop)
                 if behind >= 0:
                     stop = start[by_start[behind]]
-        if begin > run:
-            _split(right, left, height, lowest, run, begin)
-            run = begin
-        if stop < right[run]:
-            _split(right, left, height, lowest, run, stop)
-        height[run] = new
-        set_minimum(lowest, run, new)
-        _merge(right, left, height, lowest, run)
-        if left[run] >= 0:
-            _merge(right, left, height, lowest, left[run])
+        _raise_run(right, left, height, lowest, run, begin, stop, new)
     return offset, peak
 
 

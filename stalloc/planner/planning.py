@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from stalloc import __version__
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.planner.budget import Budget, Progress
 from stalloc.planner.constraints import Constraints, Ranges, constraints
-from stalloc.planner.effort import Budget, Progress, budgeted
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
 from stalloc.planner.record import Plan
@@ -84,13 +84,14 @@ def plan(
         stream, device = np.zeros(len(size), np.int64), 0
     given = constraints(len(size), alignment, fixed, forbidden)
     provenance = _provenance(source, given, fold, method, time_budget_seconds, seed)
-    with budgeted(budget):
-        if fold == "auto" and given.plain and isinstance(source, Trace):
-            program = _program(source, given.granule, provenance, streams, handover_bytes)
-            if program is not None:
-                return _marked(program, budget)
-        ids = source.extra.get("id") if isinstance(source, Trace) else None
-        layout = plan_arrays(start, end, size, alignment=alignment, fixed=given.fixed, forbidden=forbidden, ids=ids)
+    if fold == "auto" and given.plain and isinstance(source, Trace):
+        program = _program(source, given.granule, provenance, streams, handover_bytes, budget)
+        if program is not None:
+            return _marked(program, budget)
+    ids = source.extra.get("id") if isinstance(source, Trace) else None
+    layout = plan_arrays(
+        start, end, size, alignment=alignment, fixed=given.fixed, forbidden=forbidden, ids=ids, budget=budget
+    )
     rounded = (size + (given.granule - 1)) & -given.granule
     fixed_end = np.where(given.fixed >= 0, given.fixed + rounded, 0).max(initial=0)  # of requests of no time as well
     peak = max(layout.peak_bytes, int(fixed_end))
@@ -120,7 +121,7 @@ def where_live(offset: Column, start: Column, end: Column, size: Column) -> Colu
 
 
 def _program(
-    trace: Trace, alignment: int, provenance: dict[str, Any], streams: Streams, handover_bytes: int
+    trace: Trace, alignment: int, provenance: dict[str, Any], streams: Streams, handover_bytes: int, budget: Budget
 ) -> Plan | None:
     """The "program" plan of a recording of our own that repeats, its rows those of the trace."""
     if trace.info.get("source") != "stalloc recorder":
@@ -130,7 +131,9 @@ def _program(
     tape = tapes.fold(trace)
     if tape is None:
         return None
-    program = plan_tape(tape, alignment, device=trace.device, streams=streams, handover_bytes=handover_bytes)
+    program = plan_tape(
+        tape, alignment, device=trace.device, streams=streams, handover_bytes=handover_bytes, budget=budget
+    )
     return dataclasses.replace(
         program,
         offset=tapes.expand(tape, program.tape_offset, trace),
@@ -150,6 +153,7 @@ def plan_tape(
     device: int = 0,
     streams: Streams = "separate",
     handover_bytes: int = 0,
+    budget: Budget | None = None,
 ) -> Plan:
     """The "program" plan of a tape; its rows are the tape's entries, those not `planned` with offset -1.
 
@@ -158,7 +162,7 @@ def plan_tape(
     secure with an event and a wait; "weigh" lets those streams share whose common region saves more bytes than
     `handover_bytes` for each hand-over.
     """
-    offset, region, method = place_streams(tape, alignment, streams, handover_bytes)
+    offset, region, method = place_streams(tape, alignment, streams, handover_bytes, budget)
     offset = where_live(offset, tape.start, tape.end, tape.size)
     earlier, later = handovers(tape, offset) if streams != "separate" else (None, None)
     bound = tape_bound(tape, alignment)

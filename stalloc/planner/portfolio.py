@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner.births import by_birth
-from stalloc.planner.effort import current, over, tell
-from stalloc.planner.layers import cuts, divided, part_of, raised
+from stalloc.planner.best_fit_by_birth import by_birth
+from stalloc.planner.budget import Budget
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
 from stalloc.planner.placement import fill_holes, pack, sweep
 from stalloc.planner.problem import Problem, epochs
 from stalloc.planner.trees import FAR
+from stalloc.planner.two_layers import cuts, divided, part_of, raised
 
 #: placements that a problem may cost beyond the first round of every order
 EFFORT = 600_000
@@ -48,7 +48,7 @@ Try = tuple[Packing | None, int]
 Tries = Iterator[Try]
 
 
-def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) -> Packing:
+def solve(problem: Problem, target: int, budget: Budget, share: float = 1.0, enough: int = 0) -> Packing:
     """The best packing found; looks no further once the peak is at most `target` or the problem's bound.
 
     `share` of the usual effort is spent, for callers that solve several variants of one problem. A peak of at most
@@ -64,20 +64,19 @@ def solve(problem: Problem, target: int, share: float = 1.0, enough: int = 0) ->
         effort = int(share * ((EFFORT if alone else HURRIED_EFFORT) + count))
     else:
         effort = int(share * (EFFORT + 40 * count))
-    patient = current().patient
-    for packing, cost in _attempts(problem, target, max(target, enough), alone):
+    for packing, cost in _attempts(problem, target, max(target, enough), alone, budget.seed):
         effort -= cost
         if packing is not None and (best is None or packing.peak_bytes < best.peak_bytes):
             best = packing
-            tell(count, best.peak_bytes, problem.bound, best.method)
+            budget.tell(count, best.peak_bytes, problem.bound, best.method)
             if best.peak_bytes <= max(target, enough):
                 return best
-        if over():
+        if budget.over():
             return best if best is not None else _plain(problem, "EW", True)
-        if effort <= 0 and best is not None and not patient:
+        if effort <= 0 and best is not None and not budget.patient:
             return best
     assert best is not None
-    return _ratchet(problem, target, best, effort)
+    return _ratchet(problem, target, best, effort, budget)
 
 
 def quick(problem: Problem, target: int) -> Packing:
@@ -87,12 +86,12 @@ def quick(problem: Problem, target: int) -> Packing:
     return packing if packing is not None else _plain(problem, "EW", True)
 
 
-def improve(problem: Problem, target: int, best: Packing) -> Packing:
+def improve(problem: Problem, target: int, best: Packing, budget: Budget) -> Packing:
     """The best packing found until the budget is over, from one that is known."""
-    return _ratchet(problem, max(target, problem.bound), best, 1 << 62)
+    return _ratchet(problem, max(target, problem.bound), best, 1 << 62, budget)
 
 
-def _attempts(problem: Problem, target: int, enough: int, alone: bool) -> Tries:
+def _attempts(problem: Problem, target: int, enough: int, alone: bool, seed: int) -> Tries:
     """Packings with what each cost in placements, the most promising first."""
     count = len(problem.size)
     if enough > target:
@@ -116,8 +115,8 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool) -> Tries:
         if count >= LAYERS_FROM:
             yield from _layered(problem, target, target + target // 1000, _born)
         if count >= SHAKEN_FROM:
-            for seed in range(3):
-                yield from _guided(problem, target, ("WA",), 0.3, seed + 1000 * current().seed)
+            for nth in range(3):
+                yield from _guided(problem, target, ("WA",), 0.3, nth + 1000 * seed)
     for order in PLAIN:
         yield _plain(problem, order, False), count
     for order in GUIDED:
@@ -128,8 +127,8 @@ def _attempts(problem: Problem, target: int, enough: int, alone: bool) -> Tries:
     if count <= HOLES_LIMIT and not problem.floor.any():
         for order, best_fit in (("Z", False), ("A", False), ("S", True)):
             yield _by_holes(problem, order, best_fit), count
-    for seed, noise in enumerate(NOISES):
-        yield from _guided(problem, target, GUIDED, noise, seed + 1000 * current().seed)
+    for nth, noise in enumerate(NOISES):
+        yield from _guided(problem, target, GUIDED, noise, nth + 1000 * seed)
     if count >= LAYERS_FROM:
         yield from _layered(problem, target, target + target // 100, _briefly_guided)
 
@@ -263,9 +262,9 @@ def _by_holes(problem: Problem, order: str, best_fit: bool) -> Packing:
     return Packing(offset, int(peak), f"{'best' if best_fit else 'first'} fit, {order}")
 
 
-def _ratchet(problem: Problem, target: int, best: Packing, effort: int) -> Packing:
+def _ratchet(problem: Problem, target: int, best: Packing, effort: int, budget: Budget) -> Packing:
     """Targets between the bound and the best peak, with new noise each round; each success lowers the best."""
-    for seed in itertools.count(len(NOISES) + 1000 * current().seed):
+    for seed in itertools.count(len(NOISES) + 1000 * budget.seed):
         noise = NOISES[seed % len(NOISES)]
         for fraction in FRACTIONS:
             aim = target + int((best.peak_bytes - target) * fraction)
@@ -273,9 +272,9 @@ def _ratchet(problem: Problem, target: int, best: Packing, effort: int) -> Packi
                 effort -= cost
                 if packing is not None and packing.peak_bytes < best.peak_bytes:
                     best = packing
-                    tell(len(problem.size), best.peak_bytes, problem.bound, best.method)
+                    budget.tell(len(problem.size), best.peak_bytes, problem.bound, best.method)
                     break
-                if over() or effort <= 0:
+                if budget.over() or effort <= 0:
                     return best
             if best.peak_bytes <= target:
                 return best

@@ -7,20 +7,22 @@ that wrap round from the pass before are live as well. The bound is the maximum 
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner.line import Layout, place_line, told
+from stalloc.planner.budget import Budget
+from stalloc.planner.intervals import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
 from stalloc.planner.placement import fill_holes, pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, Packing, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
 
 
-def place_ring(start: Column, end: Column, size: Column, ring_start: int, ring_end: int) -> Layout:
+def place_ring(start: Column, end: Column, size: Column, ring: tuple[int, int], budget: Budget) -> Layout:
     """Prologue and ring on one axis [.., ring_end): what wraps round is live at its end and at its beginning.
 
     A request that wraps is not yet there in the first pass; what the prologue left may be there instead. So the two
     share a place in pairs, as the passes of the ring do among themselves. Without a partner, the place of the wrapped
     part is kept free in the first pass too.
     """
+    ring_start, ring_end = ring
     period = ring_end - ring_start
     bound = ring_bound(start, end, size, ring_start, ring_end)
     wraps = np.flatnonzero((start >= ring_start) & (end > ring_end))
@@ -45,7 +47,7 @@ def place_ring(start: Column, end: Column, size: Column, ring_start: int, ring_e
     both = rows[wrapping]
     offset = np.zeros(len(size), np.int64)
     if len(both) == 0:
-        layout = place_line(first[rows], last[rows], size[rows])
+        layout = place_line(first[rows], last[rows], size[rows], budget)
         offset[rows], peak, method = layout.offset, layout.peak_bytes, layout.method
     else:
         a, b, num_epochs = epochs(
@@ -54,7 +56,7 @@ def place_ring(start: Column, end: Column, size: Column, ring_start: int, ring_e
         a2, b2 = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         a2[wrapping], b2[wrapping] = a[len(rows) :], b[len(rows) :]
         offset[rows], peak, method = _above_wrapping(
-            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound
+            a[: len(rows)], b[: len(rows)], a2, b2, size[rows], num_epochs, bound, budget
         )
     offset[leader] = offset[follower]
     return Layout(offset, peak, bound, method)
@@ -102,7 +104,7 @@ KEPT_SHARES = (0.0, 0.001, 0.02, 1.0)
 
 
 def _above_wrapping(
-    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int
+    a: Column, b: Column, a2: Column, b2: Column, size: Column, num_epochs: int, bound: int, budget: Budget
 ) -> tuple[Column, int, str]:
     """(offset, peak, method) of intervals [a, b) and, for what wraps, [a2, b2) as well.
 
@@ -131,7 +133,7 @@ def _above_wrapping(
         tried.add(stack.tobytes())
         offset, floor = _stacked(stack, a, lasts, a2, b2, size, num_epochs)
         rest = np.setdiff1d(np.arange(len(size)), stack)
-        method = _place_rest(rest, a, b, size, offset, floor, bound)
+        method = _place_rest(rest, a, b, size, offset, floor, bound, budget)
         found.append((int((offset + size).max()), offset, f"ring stacked, {method}"))
         if found[-1][0] <= bound:
             break
@@ -204,7 +206,9 @@ def _stacked(
     return offset, floor
 
 
-def _place_rest(rest: Column, a: Column, b: Column, size: Column, offset: Column, floor: Column, bound: int) -> str:
+def _place_rest(
+    rest: Column, a: Column, b: Column, size: Column, offset: Column, floor: Column, bound: int, budget: Budget
+) -> str:
     """Place the rows of `rest` above the floor, one piece between cuts at a time. Writes `offset`."""
     if len(rest) == 0:
         return "stacked"
@@ -218,7 +222,7 @@ def _place_rest(rest: Column, a: Column, b: Column, size: Column, offset: Column
     for rows, problem in sorted(pieces, key=lambda entry: -entry[1].bound):
         key = tuple(column.tobytes() for column in (problem.start, problem.end, problem.size, problem.floor))
         if key not in known:
-            known[key] = solve(problem, target, 1 / (4 * len(KEPT_SHARES)))
+            known[key] = solve(problem, target, budget, 1 / (4 * len(KEPT_SHARES)))
             methods.append((len(rows), known[key].method))
         offset[rows] = known[key].offset
         target = max(target, known[key].peak_bytes)

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner import sections
+from stalloc.planner import exact_search
+from stalloc.planner.board import board
 from stalloc.planner.portfolio import Packing
 from stalloc.planner.problem import Problem
 
 #: pairs of a request and an epoch beyond which a node costs too much
-MOST_MEMBERS = 3_000_000
+MAX_MEMBERS = 3_000_000
 #: nodes of the first round at the bound, by request
 FIRST_NODES = 64
 #: nodes of the first restart, by request
@@ -32,17 +33,17 @@ SLICE = 4_000_000
 #: (the hottest epoch first; then W longest, A largest area, Z largest size, or L lowest in the best packing; how to
 #: choose an epoch). The last kind is solution-guided search (Beck, JAIR 29, 2007).
 STRATEGIES = (
-    (True, "W", sections.VALLEYS),
-    (True, "A", sections.VALLEYS),
-    (False, "Z", sections.VALLEYS),
-    (False, "W", sections.VALLEYS),
-    (False, "A", sections.VALLEYS),
-    (True, "A", sections.FEWEST),
-    (False, "Z", sections.FEWEST),
-    (True, "W", sections.WEIGHTED),
-    (False, "L", sections.VALLEYS),
-    (False, "L", sections.FEWEST),
-    (False, "L", sections.WEIGHTED),
+    (True, "W", exact_search.VALLEYS),
+    (True, "A", exact_search.VALLEYS),
+    (False, "Z", exact_search.VALLEYS),
+    (False, "W", exact_search.VALLEYS),
+    (False, "A", exact_search.VALLEYS),
+    (True, "A", exact_search.FEWEST),
+    (False, "Z", exact_search.FEWEST),
+    (True, "W", exact_search.WEIGHTED),
+    (False, "L", exact_search.VALLEYS),
+    (False, "L", exact_search.FEWEST),
+    (False, "L", exact_search.WEIGHTED),
 )
 #: of the logarithms of W, A and Z, from the second round of strategies on
 NOISES = (0.3, 0.1, 0.03)
@@ -68,7 +69,7 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
     bound = problem.bound
     if packing.peak_bytes <= max(target, bound) or len(problem.size) == 0:
         return
-    if int((problem.end - problem.start).sum()) > MOST_MEMBERS:
+    if int((problem.end - problem.start).sum()) > MAX_MEMBERS:
         return
     hunt = _Hunt(problem, packing, target, seed)
     quota, begun_at = FIRST_NODES * len(problem.size), hunt.low
@@ -116,7 +117,7 @@ class _Hunt:
         self.goal = target // self.unit
         self.num_nodes = 0
         self.room = 1
-        self.board = sections.board(self.problem, seed)
+        self.board = board(self.problem, seed)
         self.num_restarts: dict[int, int] = {}  #: by height
         self.learnt = np.zeros(len(problem.floor))  #: failures by epoch
         self.slice = max(1, SLICE // (len(problem.size) + len(problem.floor)))
@@ -156,24 +157,24 @@ class _Hunt:
                 length = RESTART_NODES * len(self.problem.size) * _luby(round_ + 1)
             knows = (index + round_) % 2 == 1
             self.board.weight[:] = self.learnt if knows else 0
-            sections.begin_search(self.board, height)
-            status = sections.PAUSED
+            exact_search.begin_search(self.board, height)
+            status = exact_search.PAUSED
             begun = self.num_nodes
-            while status == sections.PAUSED and self.num_nodes < begun + length:
-                status = sections.search(self.board, rule, min(self.slice, begun + length - self.num_nodes))
-                self.num_nodes = begun + sections.nodes(self.board)
-                if status == sections.PAUSED:
+            while status == exact_search.PAUSED and self.num_nodes < begun + length:
+                status = exact_search.search(self.board, rule, min(self.slice, begun + length - self.num_nodes))
+                self.num_nodes = begun + exact_search.nodes(self.board)
+                if status == exact_search.PAUSED:
                     yield self.found()
             length = 0
             self.learnt = self.board.weight + (0 if knows else self.learnt)
-            if status == sections.FOUND:
+            if status == exact_search.FOUND:
                 self._found()
-            elif status == sections.NONE:
-                self.bound = max(self.bound, min(sections.next_height(self.board), self.best))
-            elif status == sections.NO_ROOM:
+            elif status == exact_search.NONE:
+                self.bound = max(self.bound, min(exact_search.next_height(self.board), self.best))
+            elif status == exact_search.NO_ROOM:
                 self._enlarge()
             yield self.found()
-            if status in (sections.FOUND, sections.NONE):
+            if status in (exact_search.FOUND, exact_search.NONE):
                 return
 
     def _reorder(self, height: int, round_: int, turn: int) -> int:
@@ -205,7 +206,7 @@ class _Hunt:
         """A board with more space for the way back."""
         if self.room < 64:
             self.room *= 4
-            self.board = sections.board(self.problem, self.seed, room=self.room)
+            self.board = board(self.problem, self.seed, room=self.room)
 
 
 def _hottest(problem: Problem) -> Column:

@@ -12,8 +12,9 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.planner.budget import Budget
+from stalloc.planner.intervals import Layout
 from stalloc.planner.layout import plan_arrays
-from stalloc.planner.line import Layout
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 Streams = Literal["separate", "share", "weigh"]
 
 
-def place_streams(tape: "Tape", alignment: int, streams: Streams, handover_bytes: int) -> tuple[Column, int, str]:
+def place_streams(
+    tape: "Tape", alignment: int, streams: Streams, handover_bytes: int, budget: Budget | None
+) -> tuple[Column, int, str]:
     """(offset, peak, method): offsets of (n,) tape entries in bytes, -1 for those that are not planned."""
     if streams not in ("separate", "share", "weigh"):
         raise BadInputError(f"streams is {streams!r}: give 'separate', 'share' or 'weigh'.")
@@ -30,9 +33,9 @@ def place_streams(tape: "Tape", alignment: int, streams: Streams, handover_bytes
     planned = np.flatnonzero(tape.planned)
     names = np.unique(tape.stream[planned]).tolist()
     groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
-    layouts = {group: _together(tape, group, alignment) for group in groups}
+    layouts = {group: _together(tape, group, alignment, budget) for group in groups}
     if streams == "weigh":
-        _merge(tape, layouts, alignment, handover_bytes)
+        _merge(tape, layouts, alignment, handover_bytes, budget)
     offset = np.full(len(tape.size), -1, np.int64)
     region = 0
     placed = [layouts[group] for group in sorted(layouts)]
@@ -42,14 +45,20 @@ def place_streams(tape: "Tape", alignment: int, streams: Streams, handover_bytes
     return offset, region, "; ".join(layout.method for _, layout in placed) or "nothing to place"
 
 
-def _together(tape: "Tape", group: tuple[int, ...], alignment: int) -> tuple[Column, Layout]:
+def _together(tape: "Tape", group: tuple[int, ...], alignment: int, budget: Budget | None) -> tuple[Column, Layout]:
     rows = np.flatnonzero(tape.planned & np.isin(tape.stream, group))
     ring = tape.ring_start, tape.ring_end
-    return rows, plan_arrays(tape.start[rows], tape.end[rows], tape.size[rows], alignment=alignment, ring=ring)
+    return rows, plan_arrays(
+        tape.start[rows], tape.end[rows], tape.size[rows], alignment=alignment, ring=ring, budget=budget
+    )
 
 
 def _merge(
-    tape: "Tape", layouts: dict[tuple[int, ...], tuple[Column, Layout]], alignment: int, handover_bytes: int
+    tape: "Tape",
+    layouts: dict[tuple[int, ...], tuple[Column, Layout]],
+    alignment: int,
+    handover_bytes: int,
+    budget: Budget | None,
 ) -> None:
     """Let the two groups share whose common region saves most, as long as any saves."""
 
@@ -64,7 +73,7 @@ def _merge(
         merged: dict[tuple[int, ...], tuple[Column, Layout]] = {}
         for one, two in combinations(sorted(layouts), 2):
             both = tuple(sorted(one + two))
-            merged[both] = _together(tape, both, alignment)
+            merged[both] = _together(tape, both, alignment, budget)
             saved = cost(one, *layouts[one]) + cost(two, *layouts[two]) - cost(both, *merged[both])
             if saved > best[0]:
                 best = saved, one, two

@@ -6,12 +6,12 @@ Epochs are indices [0, T); every range is half open.
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 
 FAR = np.int64(1) << 62
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def leaves_for(count):
     """The smallest power of two that is at least `count`."""
     leaves = 1
@@ -43,7 +43,7 @@ def build_load(start, end, size, num_epochs):
     return top, pending
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def add_load(top, pending, begin, stop, amount):
     """Add `amount` to the load of the epochs [begin, stop)."""
     leaves = len(top) // 2
@@ -65,7 +65,7 @@ def add_load(top, pending, begin, stop, amount):
         top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def highest_load(top, pending, begin, stop):
     """(load, epoch) of the highest epoch in [begin, stop), the first of equals."""
     leaves = len(top) // 2
@@ -101,29 +101,28 @@ def highest_load(top, pending, begin, stop):
 
 
 @njit(nogil=True)
-def build_requests(end_by_start, rank_by_start):
-    """(first end, last end, best rank) of the requests below each node."""
-    count = len(end_by_start)
-    leaves = leaves_for(count)
-    first_end = np.full(2 * leaves, FAR, np.int64)
-    last_end = np.full(2 * leaves, -1, np.int64)
-    best_rank = np.full(2 * leaves, FAR, np.int64)
-    for k in range(count):
-        first_end[leaves + k] = end_by_start[k]
-        last_end[leaves + k] = end_by_start[k]
-        best_rank[leaves + k] = rank_by_start[k]
+def build_minima(values):
+    """A tree of minima over `values`."""
+    leaves = leaves_for(len(values))
+    lowest = np.full(2 * leaves, FAR, np.int64)
+    for leaf in range(len(values)):  # not a slice: see build_floor
+        lowest[leaves + leaf] = values[leaf]
     for node in range(leaves - 1, 0, -1):
-        first_end[node] = min(first_end[2 * node], first_end[2 * node + 1])
-        last_end[node] = max(last_end[2 * node], last_end[2 * node + 1])
-        best_rank[node] = min(best_rank[2 * node], best_rank[2 * node + 1])
-    return first_end, last_end, best_rank
+        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
+    return lowest
 
 
 @njit(nogil=True)
+def build_requests(end_by_start, rank_by_start):
+    """(first end, last end, best rank) of the requests below each node."""
+    return build_minima(end_by_start), -build_minima(-end_by_start), build_minima(rank_by_start)
+
+
+@njit(nogil=True, **BORROWING)
 def remove_request(first_end, last_end, best_rank, position):
     """Take the request at `position` out."""
     node = len(first_end) // 2 + position
-    first_end[node], last_end[node], best_rank[node] = FAR, -1, FAR
+    first_end[node], last_end[node], best_rank[node] = FAR, -FAR, FAR
     while node > 1:
         node >>= 1
         first = min(first_end[2 * node], first_end[2 * node + 1])
@@ -134,7 +133,7 @@ def remove_request(first_end, last_end, best_rank, position):
         first_end[node], last_end[node], best_rank[node] = first, last, best
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def best_request(first_end, last_end, best_rank, low, high, after, until, stack):
     """The position in [low, high) of best rank whose end is in (after, until]; -1 if there is none.
 
@@ -166,39 +165,27 @@ def best_request(first_end, last_end, best_rank, low, high, after, until, stack)
     return found
 
 
-@njit(nogil=True)
-def first_at_most(lowest, low, high, limit, stack):
+@njit(nogil=True, **BORROWING)
+def first_at_most(lowest, low, high, limit):
     """The first position in [low, high) whose value is at most `limit`, in a tree of minima; -1 if there is none."""
     leaves = len(lowest) // 2
-    stack[0, 0], stack[0, 1], stack[0, 2] = 1, 0, leaves
-    depth = 1
-    while depth > 0:
-        depth -= 1
-        node, begin, stop = stack[depth, 0], stack[depth, 1], stack[depth, 2]
-        if stop <= low or begin >= high or lowest[node] > limit:
-            continue
-        if node >= leaves:
-            return node - leaves
-        middle = (begin + stop) >> 1
-        stack[depth, 0], stack[depth, 1], stack[depth, 2] = 2 * node + 1, middle, stop
-        stack[depth + 1, 0], stack[depth + 1, 1], stack[depth + 1, 2] = 2 * node, begin, middle
-        depth += 2
-    return -1
+    if low >= high:
+        return -1
+    node = leaves + low
+    while lowest[node] > limit:  # what is below it ends; on to the right, as far up as that begins there
+        while node & 1:
+            node >>= 1
+        if node == 0:
+            return -1
+        node += 1
+    while node < leaves:
+        node *= 2
+        if lowest[node] > limit:
+            node += 1
+    return node - leaves if node - leaves < high else -1
 
 
-@njit(nogil=True)
-def build_minima(values):
-    """A tree of minima over `values`."""
-    leaves = leaves_for(len(values))
-    lowest = np.full(2 * leaves, FAR, np.int64)
-    for leaf in range(len(values)):  # not a slice: see build_floor
-        lowest[leaves + leaf] = values[leaf]
-    for node in range(leaves - 1, 0, -1):
-        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
-    return lowest
-
-
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def set_minimum(lowest, position, value):
     """Set one value of a tree of minima."""
     node = len(lowest) // 2 + position
@@ -211,7 +198,7 @@ def set_minimum(lowest, position, value):
         lowest[node] = least
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def first_lowest(lowest):
     """The first position of the least value of a tree of minima."""
     leaves = len(lowest) // 2
@@ -239,7 +226,7 @@ def build_floor(floor):
     return cover, top
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def highest_floor(cover, top, begin, stop):
     """The highest floor over the epochs [begin, stop), which are at least one."""
     leaves = len(cover) // 2
@@ -262,7 +249,7 @@ def highest_floor(cover, top, begin, stop):
     return highest
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def raise_floor(cover, top, begin, stop, level):
     """Raise the floor of the epochs [begin, stop) to `level`, which is above all of it."""
     leaves = len(cover) // 2
@@ -286,7 +273,7 @@ def raise_floor(cover, top, begin, stop, level):
         top[last] = max(top[last], level)
 
 
-@njit(nogil=True)
+@njit(nogil=True, **BORROWING)
 def nearest_wall(cover, top, epoch, level, side):
     """The nearest epoch whose floor is above `level` on the right (side 1) or left (side 0); -1 if there is none.
 

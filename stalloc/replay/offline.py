@@ -1,4 +1,4 @@
-"""The runtime's controller over a device of numbers: its pages and blocks are counted, and nobody can touch them.
+"""The runtime's controllers over a device of numbers: its pages and blocks are counted, and nobody can touch them.
 
 Contract: what serves requests is the code that serves torch and CuPy; only the memory is made up.
 """
@@ -119,30 +119,7 @@ class NumbersDevice:
         """The numbers are the child's own."""
 
 
-class OfflineController(Controller):
-    """The runtime's controller over a device of numbers."""
-
-    device: Any
-
-    def close(self) -> None:
-        """Let go of the controller; it serves nothing any more."""
-        _controllers.pop(self.device.index, None)
-
-    def serve_recording(self, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
-        """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
-        self.state.write(allocating_persistent=0, recording=0, check_at=0)
-        arena_bytes = round_up(peak_bytes)
-        memory = self.memory.malloc(arena_bytes) if arena_bytes else None
-        if memory is None:
-            self.status.phase = Phase.RESTING
-            return False
-        self.status.phase = Phase.PLANNED
-        self.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
-        self.arenas.serve_from(memory, arena_bytes)
-        return True
-
-
-_controllers: dict[int, OfflineController] = {}  # by the number of the device, for the entry that all share
+_controllers: dict[int, Controller] = {}  # by the number of the device, for the entry that all share
 _lock = threading.Lock()
 _entry = 0
 
@@ -151,7 +128,7 @@ def _help(device: int, request: int, argument: int) -> int:
     return int(_controllers[device].help(request, argument))
 
 
-def make_controller(capacity_bytes: int, settings: Settings) -> OfflineController:
+def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
     """A controller over a device of numbers, which has `capacity_bytes`, or 0 for as many as any device."""
     global _entry
     with _lock:
@@ -161,6 +138,25 @@ def make_controller(capacity_bytes: int, settings: Settings) -> OfflineControlle
         while index in _controllers:
             index += 1
         device = NumbersDevice(index, capacity_bytes, paged=settings.arena == "pages")
-        controller = OfflineController(device, device, _entry, settings)
+        controller = Controller(device, device, _entry, settings)
         _controllers[index] = controller
     return controller
+
+
+def let_go(controller: Controller) -> None:
+    """Let go of a controller; it serves nothing any more."""
+    _controllers.pop(controller.device.index, None)
+
+
+def serve_recording(controller: Controller, size: Column, stream: Column, offset: Column, peak_bytes: int) -> bool:
+    """Serve a plan of a whole recording from the first request on; False if its arena does not fit."""
+    controller.state.write(allocating_persistent=0, recording=0, check_at=0)
+    arena_bytes = round_up(peak_bytes)
+    memory = controller.memory.malloc(arena_bytes) if arena_bytes else None
+    if memory is None:
+        controller.status.phase = Phase.RESTING
+        return False
+    controller.status.phase = Phase.PLANNED
+    controller.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
+    controller.arenas.serve_from(memory, arena_bytes)
+    return True

@@ -12,6 +12,7 @@ Python is answered by the runtime's Controller; only the memory below is made up
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
 from stalloc.replay.model import check_capacity, check_rows
-from stalloc.replay.offline import make_controller
+from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve_recording
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
 from stalloc.runtime.settings import Settings
@@ -89,7 +90,7 @@ class Planned:
     def __del__(self) -> None:
         controller = getattr(self, "_controller", None)
         if controller is not None:
-            controller.close()
+            let_go(controller)
 
     def plan_for(self, events: Events) -> None:
         """Plan a whole program and take its arena; what is fed next follows it. Nothing to do when observing."""
@@ -113,7 +114,7 @@ class Planned:
         if not len(size):
             return
         made = plan((start, ends, size), alignment=ALIGNMENT)
-        if self._controller.serve_recording(size, stream, made.offset, made.peak_bytes):
+        if serve_recording(self._controller, size, stream, made.offset, made.peak_bytes):
             self._plan_bytes = made.peak_bytes
             self._words[_PEAK_RESERVED] = self._controller.state.record.reserved_bytes
 
@@ -147,7 +148,7 @@ class Planned:
 
     def counters(self) -> Counters:
         """What was done so far."""
-        state, device = self._controller.state, self._controller.device
+        state, device = self._controller.state, cast(NumbersDevice, self._controller.device)
         return Counters(
             reserved_bytes=state.record.reserved_bytes,
             peak_reserved_bytes=int(self._words[_PEAK_RESERVED]),

@@ -89,14 +89,12 @@ def _is_empty(t, m, block):
 
 
 @njit()
-def _begin(t, m):
-    """Take all memory; False if the device has no room for it."""
-    if m.supers_used > 1 or m.size == 0:
-        return True
-    block = new_segment(t, m.size, 0, 0)
+def _take_memory(t, m, size):
+    """An arena of so many bytes, one superblock; False if the device has no room for it."""
+    block = new_segment(t, size, 0, 0)
     if block < 0:
         return False
-    _new_super(t, m, block, m.size)
+    _new_super(t, m, block, size)
     insert_fit(t, _GLOBAL, block)
     return True
 
@@ -210,12 +208,7 @@ def _extend(t, m, size):
     """Lengthen an arena without a size of its own by an empty superblock at its end; whether there was room."""
     least = max(_SUPERBLOCK, size)
     if t.segments_used == 1:
-        block = new_segment(t, least, 0, 0)
-        if block < 0:
-            return False
-        _new_super(t, m, block, least)
-        insert_fit(t, _GLOBAL, block)
-        return True
+        return _take_memory(t, m, least)
     end = segment_at(t, 1).first
     while at(t, end).next != 0:
         end = at(t, end).next
@@ -243,7 +236,7 @@ def _extend(t, m, size):
 
 @njit()
 def _allocate(t, m, request, requested, stream):
-    if not _begin(t, m):
+    if m.supers_used == 1 and m.size > 0 and not _take_memory(t, m, m.size):  # the first request
         return -1
     size = round_up(requested, _UNIT)
     block = _try(t, m, size, stream)

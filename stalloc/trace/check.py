@@ -10,10 +10,10 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
-from stalloc.trace.record import MOST_BYTES, Action, Trace
+from stalloc.trace.record import MAX_BYTES, Action, Trace
 
 _BLOCKS = ("block_address", "block_size", "block_request")
-_MAX_ADDRESS = (1 << 63) - MOST_BYTES  # so that a block ends below 2**63
+_MAX_ADDRESS = (1 << 63) - MAX_BYTES  # so that a block ends below 2**63
 _SEGMENTS = ("segment_pool", "segment_is_small", "segment_is_expandable")
 
 
@@ -45,7 +45,7 @@ def _check_extra(trace: Trace) -> None:
     for name in ("offset", "alignment"):
         if name in extra:
             column = _numbers(trace, name, (num_requests,))
-            if len(column) and (column.min() < 0 or column.max() >= MOST_BYTES):
+            if len(column) and (column.min() < 0 or column.max() >= MAX_BYTES):
                 _refuse(trace, name, "holds what is no number of bytes")
     if "id" in extra and (extra["id"].shape != (num_requests,) or extra["id"].dtype.kind not in "iuU"):
         _refuse(trace, "id", "is not one for each request")
@@ -59,7 +59,7 @@ def _check_extra(trace: Trace) -> None:
     if present:
         columns = [_numbers(trace, name, extra[_BLOCKS[0]].shape[:1]) for name in _BLOCKS]
         address, size, request = columns
-        if len(size) and (size.min() < 0 or float(size.sum(dtype=np.float64)) >= MOST_BYTES):
+        if len(size) and (size.min() < 0 or float(size.sum(dtype=np.float64)) >= MAX_BYTES):
             _refuse(trace, "block_size", "holds what is no number of bytes")
         if len(address) and int(address.max()) > _MAX_ADDRESS:
             _refuse(trace, "block_address", "holds an address that no address space has")

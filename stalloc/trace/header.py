@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from stalloc.trace.record import MAX_BYTES
+
 SCHEMA_VERSION = 1
 FORMAT = "stalloc trace"
 MAX_HEADER_BYTES = 16 << 20
 MAX_DEVICE = 4095
-_MAX_BYTES = 1 << 61
 _Check = Callable[[Any], bool]
 
 
@@ -91,7 +92,7 @@ _ENTRY: dict[str, tuple[_Check, str]] = {
     "device": (_whole(0, MAX_DEVICE), f"a number from 0 to {MAX_DEVICE}"),
     "streams": (_list_of(_whole(-(1 << 63), (1 << 64) - 1)), "a list of streams"),
     "names": (_list_of(_is(str)), "a list of names"),
-    "reserved_start_bytes": (_whole(0, _MAX_BYTES), "a number of bytes"),
+    "reserved_start_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
     "info": (_is(dict), "an object"),
 }
 _INFO: dict[str, tuple[_Check, str]] = {
@@ -102,7 +103,7 @@ _INFO: dict[str, tuple[_Check, str]] = {
     "torch": (_is(str), "text"),
     "complete": (_is(bool), "true or false"),
     "notes": (_list_of(_is(str)), "a list of texts"),
-    "unseen_bytes": (_whole(0, _MAX_BYTES), "a number of bytes"),
-    "total_bytes": (_whole(0, _MAX_BYTES), "a number of bytes"),
+    "unseen_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
+    "total_bytes": (_whole(0, MAX_BYTES), "a number of bytes"),
     "allocator_settings": (is_settings, "a table of settings"),
 }

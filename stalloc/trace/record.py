@@ -7,7 +7,7 @@ them. Wall time is an attribute, never the clock.
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ class Action(enum.IntEnum):
     SNAPSHOT = 8
 
 
-MOST_BYTES = 1 << 61
+MAX_BYTES = 1 << 61
 """Sums of sizes stay below this, so that no sum that is made of them overflows."""
-_MOST_ROUNDING_BYTES = 32 << 20
+_MAX_ROUNDING_BYTES = 32 << 20
 """What an allocator adds to a request at most: torch's segments are of up to 20 MiB."""
 _LATEST_US = 1 << 62
 
@@ -53,6 +53,15 @@ DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(_NARROW.get(name, "int64")
 def empty_columns(*tables: tuple[str, ...]) -> dict[str, Column]:
     """Columns of length zero for the given tables, to be handed to Trace."""
     return {name: np.empty(0, DTYPES[name]) for table in tables for name in table}
+
+
+def mark_columns(marks: Sequence[tuple[int, int, str]]) -> tuple[tuple[str, ...], dict[str, Column]]:
+    """The distinct names of marks (event index, mark kind, name), and the columns for Trace."""
+    names = tuple(dict.fromkeys(name for _, _, name in marks))
+    index = {name: number for number, name in enumerate(names)}
+    rows = [(event, kind, index[name]) for event, kind, name in marks]
+    values = np.array(rows, np.int64).reshape(-1, len(MARK_COLUMNS)).T
+    return names, {column: part.astype(DTYPES[column]) for column, part in zip(MARK_COLUMNS, values, strict=True)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -172,13 +181,13 @@ class Trace:
         failed = self.action == int(Action.OOM)
         sums = {"requests": self.size, "events": self.event_size[~failed], "segments": self.segment_size}
         for name, column in sums.items():
-            total = float(column.sum(dtype=np.float64)) + len(column) * _MOST_ROUNDING_BYTES
-            if total >= MOST_BYTES:
+            total = float(column.sum(dtype=np.float64)) + len(column) * _MAX_ROUNDING_BYTES
+            if total >= MAX_BYTES:
                 raise BadInputError(
                     f"{where}: the sizes of its {name} add up to more than 2**61 bytes, which no device holds: "
                     f"correct them, or record fewer steps."
                 )
-        if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MOST_BYTES:
+        if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MAX_BYTES:
             raise BadInputError(f"{where}: it names more than 2**61 bytes, which no device holds: the file is damaged.")
 
     @property
@@ -198,7 +207,7 @@ class Trace:
 
     def aligned_size(self, alignment: int) -> Column:
         """(n,) requested bytes rounded up to a multiple of `alignment` bytes. BadInputError if that is too large."""
-        if alignment * max(self.num_requests, 1) >= MOST_BYTES:
+        if alignment * max(self.num_requests, 1) >= MAX_BYTES:
             raise BadInputError(f"an alignment of {alignment} bytes makes sums of more than 2**61 bytes: take 512.")
         return (self.size + alignment - 1) // alignment * alignment
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.trace.pairing import pair_events
-from stalloc.trace.record import Trace, empty_columns
+from stalloc.trace.record import Trace, empty_columns, mark_columns
 
 
 def from_recorded(
@@ -39,8 +39,7 @@ def from_recorded(
     action = np.asarray(action).astype(np.int8)
     address = np.asarray(address).astype(np.uint64)
     pairs = pair_events(action, address, np.asarray(size), np.asarray(stream), f"recording of device {device}")
-    names = tuple(dict.fromkeys(name for _, _, name in marks))
-    index = {name: i for i, name in enumerate(names)}
+    names, mark_table = mark_columns(marks)
     columns = empty_columns(("segment_address", "segment_size", "segment_stream"))
     if segments is not None:
         columns = dict(zip(columns, segments, strict=True))
@@ -58,9 +57,7 @@ def from_recorded(
         event_stream=np.asarray(stream),
         event_request=pairs.event_request,
         time_us=np.asarray(time_ns).astype(np.int64) // 1000,
-        mark_event=np.array([event for event, _, _ in marks], np.int64),
-        mark_kind=np.array([kind for _, kind, _ in marks], np.int8),
-        mark_name=np.array([index[name] for _, _, name in marks], np.int64),
+        **mark_table,
         **columns,
         streams=tuple(int(raw) for raw in streams_raw),
         names=names,

@@ -25,7 +25,7 @@ LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 """Above what the intact file takes."""
 ROUND = 2000
 """Mutations between two looks at what is new."""
-MOST_KEPT = 400
+MAX_KEPT = 400
 """Inputs of a kind, read or refused, that made a verb say something new and are mutated further."""
 
 
@@ -205,7 +205,7 @@ class Campaign:
             cell.findings += 1
             name, data = self._mutated(plan)
             self._find(kind, verb, failure, cause, plan.base, data, Path(name).suffix, plan.number)
-        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MOST_KEPT:
+        elif (kind, verb, outcome.signature) not in self._known and len(self._kept[kind, was_read]) < MAX_KEPT:
             self._known.add((kind, verb, outcome.signature))
             name, data = self._mutated(plan)
             if not name.endswith(".gz") and len(data) < 1 << 18:

@@ -21,8 +21,9 @@ from stalloc.integrations.ranks import fits
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, load_plans, plan_tape, plans_from_bytes, plans_to_bytes, save_plans
 from stalloc.planner.ring import ring_bound
-from stalloc.replay.offline import OfflineController, make_controller
+from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.admission import admit
+from stalloc.runtime.controller import Controller
 from stalloc.runtime.settings import Settings
 
 CAPACITY_BYTES = 1 << 30
@@ -96,10 +97,10 @@ def _one(
     for requests in (program, Program.of_plan(plan)):
         requests.run(controller, rng)
     findings.hits += controller.state.record.hits
-    controller.close()
+    let_go(controller)
 
 
-def _put_in_force(controller: OfflineController, plan: Plan, tape: Tape, way: str, file: Path) -> None:
+def _put_in_force(controller: Controller, plan: Plan, tape: Tape, way: str, file: Path) -> None:
     if way == "rank":
         (plan,) = plans_from_bytes(plans_to_bytes([plan]), "the job's store")
         # whoever writes the store of a job knows the tape that is asked for

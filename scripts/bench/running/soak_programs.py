@@ -26,8 +26,8 @@ from stalloc.runtime.segments import round_up, segment_bytes
 INSERT, DROP, RESIZE, REORDER, STREAM, REPEAT, CUT, HALVE = range(8)
 NAMES = ("insert", "drop", "resize", "reorder", "change stream", "repeat", "cut short", "halve all")
 _FIRST_ADDRESS = 0x7000_0000_0000
-_MOST_LIVE = 1 << 14
-_MOST_PROBLEMS = 20
+_MAX_LIVE = 1 << 14
+_MAX_PROBLEMS = 20
 OVERLAP, NOT_THE_DEVICES, REFUSED = 1, 2, 3
 WRONG = ("", "two live blocks overlap", "an address is not the device's", "no memory")
 _Request = tuple[int, int, int, int]  # time, bytes, stream, time of death
@@ -294,7 +294,7 @@ def one_program(device: Device, seed: int) -> Outcome:
     rng = np.random.default_rng(seed)
     program, state = _Program(rng), device.state
     outcome = Outcome(len(program.at))
-    live, (starts, ends) = np.zeros(2, np.int64), np.zeros((2, _MOST_LIVE), np.int64)
+    live, (starts, ends) = np.zeros(2, np.int64), np.zeros((2, _MAX_LIVE), np.int64)
     address, following = np.zeros((2, len(program.at)), np.int64)
     due = np.full(program.latest + 1, -1, np.int64)
     work = address, due, following, live, starts, ends
@@ -376,7 +376,7 @@ def soak_programs(num_programs: int, seed: int) -> dict[str, Any]:
             device = Device()  # whatever is wrong with it must not spoil the next program
         elif outcome.lost or outcome.displaced:
             exceptions.append(f"seed {one}: {late} after {', '.join(outcome.deviations)}")
-        if len(problems) == _MOST_PROBLEMS:
+        if len(problems) == _MAX_PROBLEMS:
             break
     seconds = time.perf_counter() - began
     return {"seed": seed, "seconds": seconds, "counts": totals, "exceptions": exceptions, "problems": problems}

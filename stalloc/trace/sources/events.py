@@ -12,7 +12,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.trace.pairing import pair_events
-from stalloc.trace.record import EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS, Action, Trace, empty_columns
+from stalloc.trace.record import SEGMENT_COLUMNS, Action, Trace, empty_columns, mark_columns
 from stalloc.trace.streams import index_streams
 
 MAX_SIZE_BYTES = 1 << 44
@@ -96,21 +96,8 @@ def make_trace(
     def after_lasting(column: Column, value: Any) -> Column:
         return np.concatenate([np.broadcast_to(np.asarray(value, np.int64), num_lasting), column])
 
-    names = tuple(dict.fromkeys(name for _, _, name in marks))
-    index = {name: number for number, name in enumerate(names)}
-    columns = empty_columns(EVENT_COLUMNS, MARK_COLUMNS, SEGMENT_COLUMNS)
+    names, mark_table = mark_columns(marks)
     start = after_lasting(pairs.start, -1)
-    columns |= {
-        "action": actions,
-        "address": identities if has_addresses else np.zeros(num_events, np.uint64),
-        "event_size": sizes,
-        "event_stream": stream,
-        "event_request": np.where(pairs.event_request >= 0, pairs.event_request + num_lasting, -1),
-        "time_us": np.zeros(num_events, np.int64) if time_us is None else np.asarray(time_us, np.int64),
-        "mark_event": np.array([event for event, _, _ in marks], np.int64),
-        "mark_kind": np.array([kind for _, kind, _ in marks], np.int8),
-        "mark_name": np.array([index[name] for _, _, name in marks], np.int64),
-    }
     return Trace(
         device=device,
         start=start,
@@ -118,7 +105,14 @@ def make_trace(
         size=after_lasting(pairs.size, lasting),
         stream=after_lasting(pairs.stream, 0),
         free_requested=after_lasting(pairs.free_requested, num_events),
-        **columns,
+        action=actions,
+        address=identities if has_addresses else np.zeros(num_events, np.uint64),
+        event_size=sizes,
+        event_stream=stream,
+        event_request=np.where(pairs.event_request >= 0, pairs.event_request + num_lasting, -1),
+        time_us=np.zeros(num_events, np.int64) if time_us is None else np.asarray(time_us, np.int64),
+        **mark_table,
+        **empty_columns(SEGMENT_COLUMNS),
         streams=streams,
         names=names,
         reserved_start_bytes=reserved_start_bytes,

@@ -8,44 +8,11 @@ shared, as snapshots share their stacks: to walk all of them again and again is 
 """
 
 import enum
-from typing import Any
 
 import numpy as np
 
-from stalloc.compiled import njit
-from stalloc.trace.sources.pickle_opcodes import (
-    ARG_DECIMAL_LINE,
-    ARG_LENGTH1,
-    ARG_LENGTH4,
-    ARG_TWO_LINES,
-    ARG_UNKNOWN,
-    CALL,
-    DICT,
-    EMPTY_TUPLE,
-    FACTORY,
-    FILL,
-    FIRST_STRING,
-    FRAME,
-    GET,
-    GLOBAL,
-    LINE_NUMBER,
-    LONG,
-    MAKE,
-    MARK,
-    MEMOIZE,
-    NOTHING,
-    NUMBER,
-    OPCODES,
-    PUSH,
-    PUT,
-    REFUSE,
-    SKIP,
-    STACK_GLOBAL,
-    STOP,
-    STRING,
-    TO_MARK,
-    TUPLE,
-)
+from stalloc.compiled import BORROWING, njit
+from stalloc.trace.sources import pickle_opcodes as op
 
 MAX_DEPTH = 64
 MAX_TUPLE = 16
@@ -91,6 +58,22 @@ class Verdict(enum.IntEnum):
 ) = (int(verdict) for verdict in Verdict)
 
 
+_CONTAINER = np.dtype([("kind", np.int8), ("depth", np.int8), ("is_complete", np.bool_)])
+"""A list or dictionary is complete once it is put into another container, and then no more is put into it."""
+
+_STATE = np.dtype(
+    [
+        ("height", np.int64),  # of the stack
+        ("floor", np.int64),  # the height at the last mark: opcodes take no values from below
+        ("num_marks", np.int64),
+        ("num_memoized", np.int64),
+        ("num_containers", np.int64),
+        ("num_globals", np.int64),
+        ("estimate", np.int64),  # bytes of memory
+    ]
+)
+
+
 def scan(data: bytes) -> tuple[Verdict, list[tuple[int, int]], int]:
     """(verdict, the globals asked for, bytes that the contents take in memory).
 
@@ -98,203 +81,205 @@ def scan(data: bytes) -> tuple[Verdict, list[tuple[int, int]], int]:
     opcodes of two strings.
     """
     num_containers = sum(data.count(code) for code in (b"]", b"}", b"l", b"d", b"R", b"t", b"\x85", b"\x86", b"\x87"))
-    containers = np.zeros(num_containers, _CONTAINER)
+    containers, marks = np.zeros(num_containers, _CONTAINER), np.zeros(MAX_DEPTH, np.int64)
     found = np.full((MAX_GLOBALS, 2), -1, np.int64)
     room = 1 << 16
     while True:
-        stack, memo = np.empty(room, np.int64), np.full(room, NOTHING, np.int64)
-        verdict, num_globals, estimate = _scan(np.frombuffer(data, np.uint8), OPCODES, stack, memo, containers, found)
+        state = np.zeros(1, _STATE)
+        stack, memo = np.empty(room, np.int64), np.full(room, op.NOTHING, np.int64)
+        verdict = _scan(np.frombuffer(data, np.uint8), op.OPCODES, stack, memo, marks, containers, found, state)
         if verdict != _NO_ROOM:
-            return Verdict(verdict), found[:num_globals].tolist(), int(estimate)
+            return Verdict(verdict), found[: state["num_globals"][0]].tolist(), int(state["estimate"][0])
         room *= 8
 
 
-_CONTAINER = np.dtype([("kind", np.int8), ("depth", np.int8), ("is_complete", np.bool_)])
-"""A list or dictionary is complete once it is put into another container, and then no more is put into it."""
-
-
-@njit()
-def _scan(data, rules, stack, memo, containers, found):
-    total = len(data)
-    position = num_opcodes = num_globals = estimate = height = num_marks = num_memoized = num_containers = 0
-    marks = np.empty(MAX_DEPTH, np.int64)
-    floor = 0  # the height at the last mark: opcodes take no values from below
-    verdict = _CUT_SHORT
-    while position < total:
-        at = position
+@njit(**BORROWING)
+def _scan(data, rules, stack, memo, marks, containers, found, state):
+    """The verdict; a record of what the pickle has done so far is `state[0]`."""
+    s = state[0]
+    position = num_opcodes = 0
+    while position < len(data):
+        at, argument = position, position + 1
         rule = rules[data[at]]
-        what, layout = rule.what, rule.argument
-        position += 1
+        what, value = rule.what, rule.value
         num_opcodes += 1
-        argument = position
-        number: Any = np.int64(0)  # in the argument, or the length of what follows
-        if layout >= 0:
-            position += layout
-            if position > total:
-                break
-            for i in range(layout):
-                number |= np.int64(data[argument + i]) << (8 * i)
-        elif layout >= ARG_TWO_LINES:
-            if layout == ARG_UNKNOWN:
-                verdict = _NO_PICKLE
-                break
-            lines = 2 if layout == ARG_TWO_LINES else 1
-            while position < total and lines:
-                byte = data[position]
-                position += 1
-                if byte == 10:
-                    lines -= 1
-                elif layout == ARG_DECIMAL_LINE:
-                    if byte < 48 or byte > 57 or position - argument > 12:
-                        lines = -1
-                        break
-                    number = number * 10 + (byte - 48)
-            if lines:
-                verdict = _CUT_SHORT if lines > 0 else _BAD_MEMO
-                break
-        else:
-            width = 1 if layout == ARG_LENGTH1 else (4 if layout == ARG_LENGTH4 else 8)
-            if position + width > total:
-                break
-            for i in range(width):
-                number |= np.int64(data[position + i]) << (8 * i)
-            position += width
-            if number < 0 or number > total - position:
-                break
-            position += number
+        # the number in the argument, or the length of what follows
+        verdict, position, number = _read_argument(data, rule.argument, argument)
+        if verdict != _FINE:
+            return verdict
+        s.estimate += rule.memory_bytes
+        if what in (op.PUT, op.MEMOIZE):
+            verdict = _memoize(s.num_memoized if what == op.MEMOIZE else number, num_opcodes, stack, memo, s)
+            value = op.NOTHING
+        elif what == op.GET:
+            value = memo[number] if number < len(memo) else op.NOTHING
+            verdict = _BAD_MEMO if value == op.NOTHING else _FINE
+        elif what == op.STRING:
+            value = op.FIRST_STRING - at
+            s.estimate += position - argument
+        elif what in (op.SKIP, op.FRAME, op.MARK):
+            value = op.NOTHING
+            if what == op.MARK:
+                verdict = _mark(marks, s)
+            elif what == op.FRAME and not 0 <= number <= len(data) - position:
+                verdict = _CUT_SHORT
+        elif what == op.LONG:
+            verdict = _LONG_NUMBER if number > _MAX_INTEGER_BYTES else _FINE
+        elif what == op.LINE_NUMBER:
+            verdict = _LONG_NUMBER if position - argument > _MAX_NUMBER_CHARACTERS else _FINE
+        elif what == op.STOP:
+            return _FINE if s.height == 1 and s.num_marks == 0 else _WRONG
+        elif what == op.REFUSE:
+            return _UNUSUAL
+        elif what != op.PUSH:
+            verdict, value = _take(rule, argument, stack, marks, containers, found, s)
+        if verdict != _FINE:
+            return verdict
+        if value == op.NOTHING:
+            continue
+        if s.height == len(stack):
+            return _NO_ROOM
+        stack[s.height] = value
+        s.height += 1
+    return _CUT_SHORT
 
-        if what == SKIP:
-            continue
-        if what == MARK:
-            if num_marks == MAX_DEPTH:
-                verdict = _NESTED
-                break
-            floor = marks[num_marks] = height
-            num_marks += 1
-            continue
-        if what == FRAME:
+
+@njit(forceinline=True, **BORROWING)
+def _read_argument(data, layout, argument):
+    """(verdict, position of the next opcode, number) of the argument at a position."""
+    position, total, number = argument, len(data), np.int64(0)
+    if layout >= 0 or layout < op.ARG_TWO_LINES:
+        width = layout if layout >= 0 else 1 if layout == op.ARG_LENGTH1 else 4 if layout == op.ARG_LENGTH4 else 8
+        if position + width > total:
+            return _CUT_SHORT, position, number
+        for i in range(width):
+            number |= np.int64(data[position + i]) << (8 * i)
+        position += width
+        if layout < 0:
             if number < 0 or number > total - position:
-                break
-            continue
-        estimate += rule.memory_bytes
-        value = rule.value
-        if what in (PUT, MEMOIZE):
-            if what == MEMOIZE:
-                number = num_memoized
-            if number > num_opcodes + 256 or height == floor:
-                verdict = _BAD_MEMO
-                break
-            if number >= len(memo):
-                verdict = _NO_ROOM
-                break
-            if memo[number] == NOTHING:
-                num_memoized += 1
-            memo[number] = stack[height - 1]
-            continue
-        if what == GET:
-            if number >= len(memo) or memo[number] == NOTHING:
-                verdict = _BAD_MEMO
-                break
-            value = memo[number]
-        elif what == STRING:
-            value = FIRST_STRING - at
-            estimate += position - argument
-        elif what == LONG:
-            if number > _MAX_INTEGER_BYTES:
-                verdict = _LONG_NUMBER
-                break
-        elif what == LINE_NUMBER:
-            if position - argument > _MAX_NUMBER_CHARACTERS:
-                verdict = _LONG_NUMBER
-                break
-        elif what != PUSH:
-            # the opcode takes stack[first:height]
-            first = height - rule.takes
-            if rule.takes == TO_MARK:
-                if num_marks == 0:
-                    verdict = _WRONG
-                    break
-                first = floor
-                num_marks -= 1
-                floor = marks[num_marks - 1] if num_marks else 0
-            num_items = height - first
-            if first < floor or (what == FILL and first == floor):
-                verdict = _WRONG
-                break
-            if what == STOP:
-                verdict = _FINE if height == 1 and num_marks == 0 else _WRONG
-                break
-            if what == REFUSE:
+                return _CUT_SHORT, position, number
+            position += number
+    elif layout == op.ARG_UNKNOWN:
+        return _NO_PICKLE, position, number
+    else:
+        lines = 2 if layout == op.ARG_TWO_LINES else 1
+        while lines:
+            if position == total:
+                return _CUT_SHORT, position, number
+            byte = data[position]
+            position += 1
+            if byte == 10:
+                lines -= 1
+            elif layout == op.ARG_DECIMAL_LINE:
+                if byte < 48 or byte > 57 or position - argument > 12:
+                    return _BAD_MEMO, position, number
+                number = number * 10 + (byte - 48)
+    return _FINE, position, number
+
+
+@njit(**BORROWING)
+def _mark(marks, s):
+    if s.num_marks == MAX_DEPTH:
+        return _NESTED
+    s.floor = marks[s.num_marks] = s.height
+    s.num_marks += 1
+    return _FINE
+
+
+@njit(**BORROWING)
+def _memoize(number, num_opcodes, stack, memo, s):
+    """Keep the value on top of the stack under a number."""
+    if number > num_opcodes + 256 or s.height == s.floor:
+        return _BAD_MEMO
+    if number >= len(memo):
+        return _NO_ROOM
+    if memo[number] == op.NOTHING:
+        s.num_memoized += 1
+    memo[number] = stack[s.height - 1]
+    return _FINE
+
+
+@njit(forceinline=True, **BORROWING)
+def _take(rule, argument, stack, marks, containers, found, s):
+    """(verdict, value) of an opcode that takes values from the stack; op.NOTHING: it pushes none."""
+    what, value, first = rule.what, rule.value, s.height - rule.takes
+    if rule.takes == op.TO_MARK:
+        if s.num_marks == 0:
+            return _WRONG, value
+        first = s.floor
+        s.num_marks -= 1
+        s.floor = marks[s.num_marks - 1] if s.num_marks else 0
+    if first < s.floor or (what == op.FILL and first == s.floor):
+        return _WRONG, value
+    if what in (op.GLOBAL, op.STACK_GLOBAL):
+        return _ask_for(what, argument, stack, first, found, s), value
+    if what == op.MAKE and value == op.TUPLE and first == s.height:
+        return _FINE, np.int64(op.EMPTY_TUPLE)
+    if what == op.FILL:
+        container, value = stack[first - 1], np.int64(op.NOTHING)
+        if container < 0 or containers[container].kind != rule.value:
+            return _WRONG, value
+    else:
+        container = value = s.num_containers
+        s.num_containers += 1
+        containers[container].kind = rule.value
+        containers[container].depth = 0
+        containers[container].is_complete = False
+    if what == op.CALL:
+        if stack[first] != op.FACTORY or stack[first + 1] != op.EMPTY_TUPLE:
+            return _CALLS, value
+        s.height = first
+    return _fill(container, containers, stack, first, s), value
+
+
+@njit(**BORROWING)
+def _ask_for(what, argument, stack, first, found, s):
+    """Note where the names of a global are."""
+    if s.num_globals == MAX_GLOBALS:
+        return _CALLS
+    if what == op.GLOBAL:
+        found[s.num_globals, 0] = argument
+    else:
+        if stack[first] > op.FIRST_STRING or stack[first + 1] > op.FIRST_STRING:
+            return _WRONG
+        found[s.num_globals, 0] = op.FIRST_STRING - stack[first]
+        found[s.num_globals, 1] = op.FIRST_STRING - stack[first + 1]
+    s.num_globals += 1
+    s.height = first
+    return _FINE
+
+
+@njit(forceinline=True, **BORROWING)
+def _fill(container, containers, stack, first, s):
+    """Put the values of the stack from `first` on into a container."""
+    verdict, num_items = _FINE, s.height - first
+    kind, depth = containers[container].kind, containers[container].depth
+    s.estimate += _ITEM_BYTES * num_items
+    if kind == op.DICT and num_items:
+        s.estimate += _PAIR_BYTES * (num_items // 2) + (_TABLE_BYTES if depth == 0 else 0)
+        if num_items % 2:
+            verdict = _WRONG
+        for i in range(first, s.height, 2):
+            if stack[i] != op.NUMBER and stack[i] > op.FIRST_STRING:
+                verdict = _BAD_KEY
+    elif kind == op.TUPLE and num_items > MAX_TUPLE:
+        verdict = _UNUSUAL
+    if num_items:
+        depth = max(depth, 1)
+    for i in range(first, s.height):
+        item = stack[i]
+        if item >= 0:
+            containers[item].is_complete = True
+            depth = max(depth, containers[item].depth + 1)
+            if kind == op.TUPLE:
                 verdict = _UNUSUAL
-                break
-            if what in (GLOBAL, STACK_GLOBAL):
-                if num_globals == MAX_GLOBALS:
-                    verdict = _CALLS
-                    break
-                if what == GLOBAL:
-                    found[num_globals, 0] = argument
-                else:
-                    if stack[first] > FIRST_STRING or stack[first + 1] > FIRST_STRING:
-                        verdict = _WRONG
-                        break
-                    found[num_globals, 0] = FIRST_STRING - stack[first]
-                    found[num_globals, 1] = FIRST_STRING - stack[first + 1]
-                num_globals += 1
-                height = first
-            elif what == MAKE and rule.value == TUPLE and num_items == 0:
-                value = EMPTY_TUPLE
-            else:
-                if what == FILL:
-                    container = stack[first - 1]
-                    if container < 0 or containers[container].kind != rule.value:
-                        verdict = _WRONG
-                        break
-                    value = NOTHING
-                else:
-                    container = value = num_containers
-                    num_containers += 1
-                    containers[container].kind = rule.value
-                    containers[container].depth = 0
-                    containers[container].is_complete = False
-                    if what == CALL:
-                        if stack[first] != FACTORY or stack[first + 1] != EMPTY_TUPLE:
-                            verdict = _CALLS
-                            break
-                        height, num_items = first, 0
-                kind, depth = containers[container].kind, containers[container].depth
-                estimate += _ITEM_BYTES * num_items
-                if kind == DICT and num_items:
-                    estimate += _PAIR_BYTES * (num_items // 2) + (_TABLE_BYTES if depth == 0 else 0)
-                    verdict = _WRONG if num_items % 2 else _CUT_SHORT
-                    for i in range(first, height, 2):
-                        if stack[i] != NUMBER and stack[i] > FIRST_STRING:
-                            verdict = _BAD_KEY
-                elif kind == TUPLE and num_items > MAX_TUPLE:
-                    verdict = _UNUSUAL
-                if num_items:
-                    depth = max(depth, 1)
-                for i in range(first, height):
-                    item = stack[i]
-                    if item >= 0:
-                        containers[item].is_complete = True
-                        depth = max(depth, containers[item].depth + 1)
-                        if kind == TUPLE:
-                            verdict = _UNUSUAL
-                    elif item == FACTORY:
-                        verdict = _UNUSUAL
-                if depth > MAX_DEPTH:
-                    verdict = _NESTED
-                if containers[container].is_complete:  # it holds itself, or is part of another one already
-                    verdict = _CYCLE
-                if verdict != _CUT_SHORT:
-                    break
-                containers[container].depth = depth
-                height = first
-                if value == NOTHING:
-                    continue
-        if height == len(stack):
-            verdict = _NO_ROOM
-            break
-        stack[height] = value
-        height += 1
-    return verdict, num_globals, estimate
+        elif item == op.FACTORY:
+            verdict = _UNUSUAL
+    if depth > MAX_DEPTH:
+        verdict = _NESTED
+    if containers[container].is_complete:  # it holds itself, or is part of another one already
+        verdict = _CYCLE
+    if verdict == _FINE:
+        containers[container].depth = depth
+        s.height = first
+    return verdict

@@ -22,7 +22,7 @@ _ADMITTED = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
 }
-_FREE_BYTES, _MOST_DENSE = 64 << 20, 32  # snapshots take 11 to 22 bytes of memory for each of their own
+_FREE_BYTES, _MAX_DENSITY = 64 << 20, 32  # snapshots take 11 to 22 bytes of memory for each of their own
 _SENTENCES = {
     Verdict.NO_PICKLE: "not a pickle",
     Verdict.CUT_SHORT: "the pickle is cut short",
@@ -63,7 +63,7 @@ def load_plain_pickle(path: Path, data: bytes) -> Any:
             raise _refusal(path, ".".join(name))
     if verdict != Verdict.FINE:
         raise BadInputError(f"{path}: {_SENTENCES[verdict]}: give an intact torch.cuda.memory snapshot.")
-    if memory_bytes > _FREE_BYTES + _MOST_DENSE * len(data):
+    if memory_bytes > _FREE_BYTES + _MAX_DENSITY * len(data):
         raise BadInputError(
             f"{path}: {_SENTENCES[Verdict.UNUSUAL]}, {memory_bytes:,} bytes of them: give an intact one."
         )

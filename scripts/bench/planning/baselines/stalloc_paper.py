@@ -23,7 +23,7 @@ TURN = 0.05
 #: hosts that a group is tried with
 HOSTS = 4
 #: with more requests only groups are tried
-MOST_SINGLES = 120_000
+MAX_SINGLES = 120_000
 CHUNK = 64
 
 
@@ -58,7 +58,7 @@ def place(start: Column, end: Column, size: Column, phase_edges: Column | None =
     bases = _layered(begins, ends, heights, np.lexsort([begins, -heights]))
     for group, base in zip(groups, bases.tolist(), strict=True):
         grouped[group.rows] = base + group.offset
-    if len(size) > MOST_SINGLES:
+    if len(size) > MAX_SINGLES:
         return grouped
     single = _layered(start, end, size, np.lexsort([start, -size]))
     return min((grouped, single), key=lambda offset: int((offset + size).max()))

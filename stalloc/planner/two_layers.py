@@ -13,14 +13,14 @@ from stalloc.planner.problem import Problem, load_curve
 from stalloc.planner.trees import build_floor, leaves_for, raise_floor
 
 #: sizes at which a problem may be divided, and how many of those that are good enough are tried
-MOST_CUTS, MOST_TRIED = 16, 3
+MAX_CUTS, MAX_TRIED = 16, 3
 
 
 def cuts(problem: Problem, highest: int) -> list[int]:
     """Sizes at which to divide, the largest first: those whose layers' bounds together are at most `highest`."""
     sizes = np.unique(problem.size)[1:]
-    if len(sizes) > MOST_CUTS:
-        steps = np.geomspace(float(sizes[0]), float(sizes[-1]), MOST_CUTS)
+    if len(sizes) > MAX_CUTS:
+        steps = np.geomspace(float(sizes[0]), float(sizes[-1]), MAX_CUTS)
         sizes = np.unique(sizes[np.minimum(np.searchsorted(sizes, steps), len(sizes) - 1)])
     load, found = problem.load, []
     for size in sizes[::-1].tolist():
@@ -28,7 +28,7 @@ def cuts(problem: Problem, highest: int) -> list[int]:
         upper = load_curve(problem.start[rows], problem.end[rows], problem.size[rows], len(problem.floor))
         if int((problem.floor + upper).max()) + int((load - upper).max()) <= highest:
             found.append(int(size))
-    return found if len(found) <= MOST_TRIED else [found[i * len(found) // MOST_TRIED] for i in range(MOST_TRIED)]
+    return found if len(found) <= MAX_TRIED else [found[i * len(found) // MAX_TRIED] for i in range(MAX_TRIED)]
 
 
 def divided(problem: Problem, size: int) -> tuple[Column, Column]:

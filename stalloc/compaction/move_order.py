@@ -9,8 +9,6 @@ nothing that has not moved gets its wave in one pass, and so do plain cycles (le
 cycles share blocks, becomes a graph in networkx, whose strongly connected components are done one by one.
 """
 
-from heapq import heapify, heappop
-
 import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,12 +17,11 @@ from stalloc.columns import Column
 from stalloc.compaction import levels
 from stalloc.compaction.chasing import chase
 from stalloc.compaction.schedule import BOUNCE, Copies, Schedule, column
+from stalloc.compaction.whole_blocks import GRAIN, broken_by_whole_blocks
 from stalloc.errors import BadInputError
 
 #: copies in one schedule; more come only from large blocks that slide by a few bytes
 MAX_COPIES = 1 << 22
-_GRAIN = 512  # bytes; chunks of a bounce buffer of at least so many bytes are multiples of it, so that they copy fast
-_RECOMPUTE = 100  # blocks up to which components are found anew after one of them was broken
 
 
 def order_moves(
@@ -98,7 +95,7 @@ class _Ordering:
 
     @staticmethod
     def _chunk(count: int) -> int:
-        return count // _GRAIN * _GRAIN if count >= _GRAIN else count
+        return count // GRAIN * GRAIN if count >= GRAIN else count
 
     def schedule(self) -> Schedule:
         """All copies, in waves."""
@@ -164,15 +161,16 @@ class _Ordering:
         else:
             self.copies.add_columns(wave + nth, source + at, target + at, count)
 
-    # --- cycles
-
     def _break_cycles(self, rows: Column, finish: Column) -> None:
         """Blocks in cycles and behind them: components in the order in which they wait for each other."""
         # the same columns as lists, which are faster one by one
-        self.lows, self.highs, self.sizes = self.low.tolist(), self.high.tolist(), self.size.tolist()
-        self.slide_list = self.slides.tolist()
+        lows, highs, slides = self.low.tolist(), self.high.tolist(), self.slides.tolist()
+        moves = dict(enumerate(zip(self.source.tolist(), self.target.tolist(), self.size.tolist(), strict=True)))
         singles: list[tuple[int, int]] = []
-        graph = self._graph(rows.tolist())
+        inside = set(rows.tolist())
+        graph = nx.DiGraph()
+        graph.add_nodes_from(rows.tolist())
+        graph.add_edges_from((i, j) for i in rows.tolist() for j in range(lows[i], highs[i]) if j != i and j in inside)
         finished = finish.tolist()
         # the bounce buffer serves several cycles at once, in batches: [batch_start, batch_end) of waves
         batch_start, batch_end, used = self.batch
@@ -181,7 +179,7 @@ class _Ordering:
             members = sorted(component)
             start = 0
             for i in members:
-                for j in range(self.lows[i], self.highs[i]):
+                for j in range(lows[i], highs[i]):
                     if j not in component:
                         start = max(start, finished[j])
                         assert finished[j] >= 0, "components come in the order in which they wait"
@@ -200,109 +198,23 @@ class _Ordering:
                     f"{len(members)} blocks change places in a cycle (the first at byte {first}) "
                     "and no byte is free to hold one meanwhile: give a bounce buffer."
                 )
-            plan = _WholeBlocks(self, members)
-            need = plan.bounce_bytes if plan.possible else self._chunk(self.bounce_bytes)
+            # a block that slides waits for itself, so whole blocks cannot do it
+            plan = None
+            if not any(slides[i] for i in members):
+                waits = [(i, j) for i in members for j in graph.successors(i) if j in component]
+                plan = broken_by_whole_blocks(waits, moves, self.bounce_bytes)
+            need = plan.bounce_bytes if plan is not None else self._chunk(self.bounce_bytes)
             if used + need > self.bounce_bytes:
                 batch_start, used = batch_end, 0
             start = max(start, batch_start)
-            if plan.possible:
+            if plan is not None:
                 plan.add(self.copies, start, used)
                 end = start + plan.num_waves
             else:
-                moves = [(int(self.source[i]), int(self.target[i]), int(self.size[i])) for i in members]
-                end = chase(moves, self.copies, start, used, need)
+                end = chase([moves[i] for i in members], self.copies, start, used, need)
             for i in members:
                 finished[i] = end
-            used += -(-need // _GRAIN) * _GRAIN
+            used += -(-need // GRAIN) * GRAIN
             batch_end = max(batch_end, end)
         rows, starts = np.array(singles, np.int64).reshape(-1, 2).T
         self._add(rows, starts)
-
-    def _waits(self, row: int) -> list[int]:
-        """What a block waits for."""
-        return [j for j in range(self.lows[row], self.highs[row]) if j != row]
-
-    def _graph(self, rows: list[int]) -> nx.DiGraph:
-        """Who waits for whom among some blocks."""
-        inside = set(rows)
-        graph = nx.DiGraph()
-        graph.add_nodes_from(rows)
-        graph.add_edges_from((i, j) for i in rows for j in self._waits(i) if j in inside)
-        return graph
-
-
-class _WholeBlocks:
-    """One component broken by taking whole blocks into the bounce buffer, the smallest first.
-
-    A plain cycle needs just its smallest block there, which is the least that whole blocks can do. In a component of
-    many cycles several blocks are held at once; `possible` tells whether they fit.
-    """
-
-    def __init__(self, ordering: _Ordering, members: list[int]) -> None:
-        self._ordering = ordering
-        self._steps: list[tuple[int, int, int]] = []  # wave, block, place in the bounce buffer (-1: not through it)
-        self._back: list[tuple[int, int, int]] = []  # wave, block, place: from the bounce buffer to the target
-        self.bounce_bytes = 0
-        self.num_waves = 0
-        self.possible = not any(ordering.slide_list[i] for i in members) and self._try(members)
-
-    def _try(self, members: list[int]) -> bool:
-        ordering, inside = self._ordering, set(members)
-        waits = {i: {j for j in ordering._waits(i) if j in inside} for i in members}
-        behind: dict[int, list[int]] = {i: [] for i in members}
-        for i, others in waits.items():
-            for j in others:
-                behind[j].append(i)
-        start = dict.fromkeys(members, 0)
-        left, used = set(members), 0
-        ready: list[int] = []
-        held: dict[int, int] = {}  # block -> its place in the bounce buffer
-        smallest = [(ordering.sizes[i], i) for i in members]
-        heapify(smallest)
-        while left or held:
-            if not ready:
-                victim = self._victim(left, smallest)
-                place, used = used, used + -(-ordering.sizes[victim] // _GRAIN) * _GRAIN
-                if place + ordering.sizes[victim] > ordering.bounce_bytes:
-                    return False
-                self.bounce_bytes = max(self.bounce_bytes, place + ordering.sizes[victim])
-                # its own wave does not matter, since nothing was written there yet
-                self._steps.append((0, victim, place))
-                held[victim] = place
-                left.discard(victim)
-                freed, wave = victim, 1
-            else:
-                freed = ready.pop()
-                if freed in held:
-                    self._back.append((start[freed], freed, held.pop(freed)))
-                    self.num_waves = max(self.num_waves, start[freed] + 1)
-                    continue
-                self._steps.append((start[freed], freed, -1))
-                left.discard(freed)
-                wave = start[freed] + 1
-                self.num_waves = max(self.num_waves, wave)
-            for i in behind[freed]:
-                start[i] = max(start[i], wave)
-                waits[i].discard(freed)
-                if not waits[i] and (i in left or i in held):
-                    ready.append(i)
-        return True
-
-    def _victim(self, left: set[int], smallest: list[tuple[int, int]]) -> int:
-        """The smallest block that is in a cycle; among very many blocks, the smallest that has not moved."""
-        if len(left) > _RECOMPUTE or not self._steps:
-            while smallest[0][1] not in left:
-                heappop(smallest)
-            return smallest[0][1]
-        components = nx.strongly_connected_components(self._ordering._graph(sorted(left)))
-        cycles = [i for component in components if len(component) > 1 for i in component]
-        return min(cycles, key=lambda i: (self._ordering.sizes[i], i))
-
-    def add(self, copies: Copies, wave: int, bounce_at: int) -> None:
-        """The copies, from a wave on, with the bounce buffer's part that begins at `bounce_at`."""
-        o = self._ordering
-        for at, i, place in self._steps:
-            target = int(o.target[i]) if place < 0 else BOUNCE + bounce_at + place
-            copies.add(wave + at, int(o.source[i]), target, o.sizes[i])
-        for at, i, place in self._back:
-            copies.add(wave + at, BOUNCE + bounce_at + place, int(o.target[i]), o.sizes[i])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner.effort import current, over, tell
+from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.pieces import Piece, decomposition, pieces_of, place_stacks
@@ -42,15 +42,15 @@ class Layout(NamedTuple):
         return max(self.lower_bound_bytes, self.proven_bound_bytes)
 
 
-def place_line(start: Column, end: Column, size: Column) -> Layout:
+def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layout:
     """Every lifespan is one interval."""
     start, end, num_epochs = epochs(start, end)
     bound = int(load_curve(start, end, size, num_epochs).max())
-    if current().method in (*SINGLE, *GROUPS):
-        named = place_by_name(current().method, start, end, size)
+    if budget.method in (*SINGLE, *GROUPS):
+        named = place_by_name(budget.method, start, end, size)
         return Layout(named.offset, named.peak_bytes, bound, named.method)
     offset = np.zeros(len(size), np.int64)
-    hurried = len(size) >= MANY and not current().patient
+    hurried = len(size) >= MANY and not budget.patient
     enough = bound + int(CLOSE_ENOUGH * bound) if hurried else bound
     graph = decomposition(start, end, size)
     place_stacks(graph, size, offset)
@@ -59,48 +59,48 @@ def place_line(start: Column, end: Column, size: Column) -> Layout:
         for piece in pieces_of(graph)
     ]
     distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
-    peak, methods, proven = max(bound, current().aim_bytes), [], bound
+    peak, methods, proven = max(bound, budget.aim_bytes), [], bound
     known: dict[int, Packing] = {}
     for part, problem, key in pieces:
         packing = known.get(key)
         if packing is None or part.base_bytes + packing.peak_bytes > peak:
             share = len(problem.size) / distinct if hurried else 1.0
             target = peak - part.base_bytes
-            packing, low = _searched(problem, target)
+            packing, low = _searched(problem, target, budget)
             if packing is None or packing.peak_bytes > max(target, low):
-                tried = solve(problem, target, share, enough - part.base_bytes)
+                tried = solve(problem, target, budget, share, enough - part.base_bytes)
                 packing = tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing
             known[key], proven = packing, max(proven, part.base_bytes + low)
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
-    if current().patient and peak > max(bound, current().aim_bytes):
-        _improved(pieces, known, offset, max(bound, current().aim_bytes), methods)
+    if budget.patient and peak > max(bound, budget.aim_bytes):
+        _improved(pieces, known, offset, max(bound, budget.aim_bytes), methods, budget)
     peak = int((offset + size).max())
     return Layout(offset, peak, bound, told(methods), proven)
 
 
-def _searched(problem: Problem, target: int) -> tuple[Packing | None, int]:
+def _searched(problem: Problem, target: int, budget: Budget) -> tuple[Packing | None, int]:
     """What exact search makes of a small part if the quickest tries do not reach the target, and the proven bound.
 
     The bound holds for the whole as well, on top of what is live throughout: that can always slide to the bottom.
     Counted in nodes, so that equal input gives equal output; with a time budget the search takes most of what is left.
     """
-    count, budget = len(problem.size), current()
+    count = len(problem.size)
     if budget.method == "greedy" or count > SEARCHED:
         return None, problem.bound
     packing = quick(problem, target)
-    tell(count, packing.peak_bytes, problem.bound, packing.method)
-    if packing.peak_bytes <= max(target, problem.bound) or over():
+    budget.tell(count, packing.peak_bytes, problem.bound, packing.method)
+    if packing.peak_bytes <= max(target, problem.bound) or budget.over():
         return packing, problem.bound
     until = SHARE * budget.seconds + (1 - SHARE) * (time.monotonic() - budget.began) if budget.seconds else np.inf
     nodes = WORK // (count + len(problem.floor)) if budget.seconds is None else 1 << 62
     best, bound = packing, problem.bound
     for state in searching(problem, packing, target, seed=budget.seed):
         if state.packing is not best:
-            tell(count, state.packing.peak_bytes, state.bound_bytes, state.packing.method)
+            budget.tell(count, state.packing.peak_bytes, state.bound_bytes, state.packing.method)
         best, bound = state.packing, state.bound_bytes
-        if state.num_nodes >= nodes or over() or time.monotonic() - budget.began >= until:
+        if state.num_nodes >= nodes or budget.over() or time.monotonic() - budget.began >= until:
             break
     return best, bound
 
@@ -111,6 +111,7 @@ def _improved(
     offset: Column,
     bound: int,
     methods: list[tuple[int, str]],
+    budget: Budget,
 ) -> None:
     """Improve the highest part, and again, until the time is up. Writes `offset`."""
     while True:
@@ -118,11 +119,11 @@ def _improved(
         for part, _, key in pieces:
             base[key] = max(base[key], part.base_bytes)
         peak, highest = max((base[key] + packing.peak_bytes, key) for key, packing in known.items())
-        if over() or peak <= bound:
+        if budget.over() or peak <= bound:
             return
         problem = next(problem for _, problem, key in pieces if key == highest)
         second = max((base[key] + packing.peak_bytes for key, packing in known.items() if key != highest), default=0)
-        better = improve(problem, max(second, bound) - base[highest], known[highest])
+        better = improve(problem, max(second, bound) - base[highest], known[highest], budget)
         if better is known[highest]:
             return
         known[highest] = better

@@ -6,9 +6,7 @@ best found so far once it is true. Without a budget nothing here depends on the 
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -40,38 +38,15 @@ class Budget:
         """Whether to go on beyond the usual effort."""
         return self.seconds is not None
 
+    def over(self) -> bool:
+        """Whether to end with what there is; what cut the search short is then in `interrupted`."""
+        if self.stop.is_set():
+            self.interrupted = self.interrupted or "Ctrl-C"
+        elif self.seconds is not None and time.monotonic() - self.began >= self.seconds:
+            self.interrupted = self.interrupted or "time budget"
+        return bool(self.interrupted)
 
-_NO_LIMITS = Budget()
-_CURRENT: ContextVar[Budget | None] = ContextVar("stalloc_planning_budget", default=None)
-
-
-@contextmanager
-def budgeted(budget: Budget) -> Iterator[Budget]:
-    """Plan within `budget` until the block ends."""
-    token = _CURRENT.set(budget)
-    try:
-        yield budget
-    finally:
-        _CURRENT.reset(token)
-
-
-def current() -> Budget:
-    """The budget in force; one without limits if nobody set any."""
-    return _CURRENT.get() or _NO_LIMITS
-
-
-def over() -> bool:
-    """Whether to end with what there is. Says so in the budget, for the plan to be marked."""
-    budget = current()
-    if budget.stop.is_set():
-        budget.interrupted = budget.interrupted or "Ctrl-C"
-    elif budget.seconds is not None and time.monotonic() - budget.began >= budget.seconds:
-        budget.interrupted = budget.interrupted or "time budget"
-    return bool(budget.interrupted)
-
-
-def tell(num_requests: int, peak_bytes: int, bound_bytes: int, method: str) -> None:
-    """Tell whoever listens of a better packing."""
-    budget = current()
-    if budget.progress is not None:
-        budget.progress(Progress(num_requests, peak_bytes, bound_bytes, method))
+    def tell(self, num_requests: int, peak_bytes: int, bound_bytes: int, method: str) -> None:
+        """Tell whoever listens of a better packing."""
+        if self.progress is not None:
+            self.progress(Progress(num_requests, peak_bytes, bound_bytes, method))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.compaction.layouts import largest_hole
-from stalloc.compaction.ordering import order_moves
+from stalloc.compaction.move_order import order_moves
 
 if TYPE_CHECKING:
     from stalloc.trace import Trace

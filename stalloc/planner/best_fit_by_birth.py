@@ -12,7 +12,7 @@ from stalloc.compiled import njit
 from stalloc.planner.problem import Problem
 
 #: holes that may be looked at for each request, on average
-MOST_HOLES = 200
+MAX_HOLES = 200
 
 
 def by_birth(problem: Problem, height: int, *, high: bool = False) -> Column | None:
@@ -35,7 +35,7 @@ def best_fit(start, end, size, order, by_end, offset, height, high):
     count = len(order)
     low, top = np.empty(count + 2, np.int64), np.empty(count + 2, np.int64)  # holes, from the bottom up
     low[0], top[0], holes = 0, height, 1
-    looks = MOST_HOLES * count
+    looks = MAX_HOLES * count
     num_dead = 0
     for i in order:
         while end[by_end[num_dead]] <= start[i]:
