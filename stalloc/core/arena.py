@@ -21,7 +21,7 @@ from stalloc.core.counters import count_joined, count_parted, count_segment
 from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.leases import begin_lease, end_lease, revoke_all
+from stalloc.core.leases import begin_lease, end_lease, note_death, revoke_all
 from stalloc.core.pages import insert_unmapped, remove_unmapped
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
@@ -41,16 +41,18 @@ from stalloc.core.step_log import begin_counting
 def serve_arena(device, arena, arena_bytes):
     """Serve the tape from an arena of `arena_bytes`; the counting of planned steps and their peaks begins."""
     state = locked(device)
-    begin_serving(state, arena, arena_bytes)
+    begin_serving(state, arena, arena_bytes, True)
     state.arena_mapped_bytes = arena_bytes
     unlock(state)
 
 
 @inner()
-def begin_serving(state, arena, arena_bytes):
-    """Serve the tape from an arena, all of which has memory as far as this knows."""
+def begin_serving(state, arena, arena_bytes, anew):
+    """Serve the tape from an arena, all of which has memory as far as this knows; `anew`: count from here on."""
     _end_at(state, arena_bytes)
     _serve(state, arena, arena_bytes)
+    if anew:
+        _count_anew(state)
 
 
 @inner()
@@ -68,17 +70,21 @@ def _serve(state, arena, arena_bytes):
     state.arena_bytes = arena_bytes
     state.arena_pages = 0
     state.mode = MODE_REPLAY
+    state.pass_start = 0
+    state.recovering = 0
+    state.recover_after = 0
+    state.bad_passes = 0
+    state.excess_misses = 0
+
+
+@inner()
+def _count_anew(state):
     state.hits = 0
     state.misses = 0
     state.conflicts = 0
     state.num_lent = 0
     state.num_revoked = 0
-    state.pass_start = 0
     state.step_count = 0
-    state.recovering = 0
-    state.recover_after = 0
-    state.bad_passes = 0
-    state.excess_misses = 0
     state.span_allocated_peak = 0
     state.span_reserved_peak = 0
     begin_counting(state)
@@ -181,6 +187,8 @@ def _append_lease(state, segment, previous, lease):
             release_block_row(state, row)
             previous = _append(state, segment, previous, address, size, status)
         else:
+            if block.born >= 0:
+                note_death(state, row)  # so long it has lived already
             block.segment = segment
             block.next = 0
             _link(state, segment, previous, row)
@@ -376,6 +384,7 @@ def serve_segments(device, addresses, size):
     done = runs >= 0 and state.segments_capacity - state.segments_used > runs
     if done:
         _serve(state, arena, size)
+        _count_anew(state)
         state.arena_mapped_bytes = size
         for i in range(len(addresses)):
             _take_over(state, find_segment(state, addresses[i]), arena)

@@ -46,10 +46,13 @@ def _cell_around(state, offset):
 
 
 @njit()
-def serve_pages(device, arena, arena_bytes, pages):
-    """Serve the tape from addresses that have no memory so far; `pages`: where a bit for each is. For Python."""
+def serve_pages(device, arena, arena_bytes, pages, anew):
+    """Serve the tape from addresses that have no memory so far; `pages`: where a bit for each is. For Python.
+
+    `anew`: it is another plan than before, of which hits are counted from here on.
+    """
     state = locked(device)
-    begin_serving(state, arena, arena_bytes)
+    begin_serving(state, arena, arena_bytes, anew)
     state.arena_pages = pages
     state.arena_mapped_bytes = 0
     for index in range(state.num_cells):

@@ -299,11 +299,14 @@ class DeviceState:
         assert arena_bytes >= self._arena_needs
         arena.serve_arena(self.address, address, arena_bytes)
 
-    def serve_pages(self, address: int, arena_bytes: int) -> None:
-        """Serve the tape from addresses that have no memory so far: it comes by `use_arena_pages`."""
+    def serve_pages(self, address: int, arena_bytes: int, *, anew: bool) -> None:
+        """Serve the tape from addresses that have no memory so far: it comes by `use_arena_pages`.
+
+        `anew`: it is another plan than before, of which hits are counted from here on.
+        """
         assert arena_bytes >= self._arena_needs
         self.arena_pages = np.zeros(arena_bytes // GRANULE // 64 + 1, np.int64)
-        arena_pages.serve_pages(self.address, address, arena_bytes, self.arena_pages.ctypes.data)
+        arena_pages.serve_pages(self.address, address, arena_bytes, self.arena_pages.ctypes.data, anew)
 
     def planned_place(self, position: int) -> tuple[int, int]:
         """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""

@@ -33,6 +33,10 @@ def _judge(state, hits):
     lost = state.step_misses - state.step_unplanned
     displaced = state.conflicts - state.conflicts_before - state.step_unplanned
     missed = lost - displaced  # what borrows for these displaces others, and will again
+    if displaced > 0 and state.arena_pages != 0:
+        state.ask_at_boundary = max(
+            state.ask_at_boundary, 1
+        )  # should it go on, the arena moves away from what is there
     recovers = _RECOVERY_SHARE * displaced > displaced + hits and state.steps_ever >= state.recover_after
     recovers = recovers and _BAD_SHARE * missed <= missed + hits
     state.recovering = recovers

@@ -99,9 +99,30 @@ class Arenas:
             self._order_handovers(tape.gives)
         self.arena = self.memory.paging.arena = memory
         self._tape = tape
-        self.state.serve_pages(memory.ptr, memory.size_bytes)
+        self.state.serve_pages(memory.ptr, memory.size_bytes, anew=True)
         self.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
+
+    def move(self) -> None:
+        """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow."""
+        state, record, tape = self.state, self.state.record, self._tape
+        memory = self.memory.source.reserve(self.arena.size_bytes) if tape is not None else None
+        if tape is None or memory is None or state.tape is None:
+            return
+        begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
+        learnt = state.tape.lifespans
+        self.drop_tape()
+        if self.arena is not None:  # it could not be dissolved
+            state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
+            return
+        state.install_tape(tape, cursor)
+        state.tape.lifespans[:] = learnt
+        state.begin_step(begin, end, cursor)
+        if tape.cross_streams:
+            self._order_handovers(tape.gives)
+        self.arena = self.memory.paging.arena = memory
+        state.serve_pages(memory.ptr, memory.size_bytes, anew=False)
+        state.write(ask_after_misses=ask_after)
 
     def back(self, position: int) -> None:
         """Map what the place of a tape's entry lacks, if there is memory for it."""

@@ -22,6 +22,7 @@ class Tidying:
         self._arenas, self._state = arenas, arenas.state
         self._boundaries = 0  # until the plan has settled; below 0: since then
         self._segments_kept = 0  # of the heap, when the plan had settled
+        self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._growths_seen = 0  # of the paging, at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
         self.settled = False  #: what steps need is held in one segment, or not to be
@@ -31,6 +32,7 @@ class Tidying:
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
         self._growths_seen = self._quiet_passes = 0
         self._patience = 1
+        self._move_after, self._move_wait = 0, 1
 
     def at_boundary(self) -> bool:
         """Give back what the switch left behind, then what deviations needed; whether to come again at the next."""
@@ -47,6 +49,7 @@ class Tidying:
     def _unmap_unused(self) -> bool:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
         paging = self._arenas.memory.paging
+        self._move_if_in_the_way()
         self._boundaries -= 1
         if self._boundaries > 0:
             paging.release()
@@ -59,6 +62,17 @@ class Tidying:
         if self._quiet_passes == 0:
             paging.release()
         return self._quiet_passes > 0
+
+    def _move_if_in_the_way(self) -> None:
+        """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely."""
+        record = self._state.record
+        displaced = record.conflicts - record.conflicts_before - record.step_unplanned
+        if not displaced or record.steps_ever < self._move_after or record.private_kind:
+            return
+        soon = record.steps_ever < self._move_after + self._move_wait
+        self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
+        self._move_after = record.steps_ever + self._move_wait
+        self._arenas.move()
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.
