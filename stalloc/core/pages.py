@@ -55,7 +55,11 @@ def remove_unmapped(state, row):
 @inner()
 def has_rows(state, count):
     """Whether the table of blocks has room for so many more."""
-    return state.blocks_capacity - state.blocks_used >= count
+    room, spare = state.blocks_capacity - state.blocks_used, state.free_block_row
+    while room < count and spare != 0:
+        room += 1
+        spare = block_at(state, spare).next
+    return room >= count
 
 
 @inner()

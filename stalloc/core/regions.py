@@ -41,7 +41,7 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
 def on_pages(tape: ArenaTape) -> ArenaTape:
     """The same tape with each stream's region on pages of its own; as it is if streams share memory."""
     if tape.cross_streams:
-        return tape
+        return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
     end, regions = 0, []
     for index in np.unique(tape.stream[tape.offset >= 0]).tolist():
         rows = (tape.stream == index) & (tape.offset >= 0)

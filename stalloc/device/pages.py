@@ -220,12 +220,15 @@ def _access(device: int) -> Any:
 
 
 def _probe(pages: Pages) -> None:
-    """Raise MemoryError unless bytes that are written to mapped pages are read again."""
+    """Raise MemoryError unless bytes that are written to mapped pages are read again; a full device is not tried."""
     from cupy.cuda import runtime
 
     memory = pages.reserve(2 * PAGE_BYTES)
-    if memory is None or not memory.map(memory.ptr, 2 * PAGE_BYTES):
-        raise MemoryError(f"the driver mapped no pages of device {pages.device}")
+    if memory is None:
+        raise MemoryError(f"the driver has no addresses for device {pages.device}")
+    if not memory.map(memory.ptr, 2 * PAGE_BYTES):
+        memory.close()
+        return
     wanted = ctypes.create_string_buffer(bytes(range(256)) * (_PROBED_BYTES // 256), _PROBED_BYTES)
     read = ctypes.create_string_buffer(_PROBED_BYTES)
     for at in (memory.ptr, memory.ptr + PAGE_BYTES - _PROBED_BYTES // 2):

@@ -91,7 +91,7 @@ class NumbersDevice:
         if self.taken + count * PAGE_BYTES > self.total_bytes:
             return False
         self.taken += count * PAGE_BYTES
-        self.num_allocs += 1
+        self.num_allocs += count
         held.update(dict.fromkeys(range(address, address + count * PAGE_BYTES, PAGE_BYTES)))
         return True
 
@@ -99,7 +99,7 @@ class NumbersDevice:
         """As `Pages` does."""
         pages = [at for at in range(address, address + count * PAGE_BYTES, PAGE_BYTES) if at in held]
         self.taken -= len(pages) * PAGE_BYTES
-        self.num_frees += bool(pages)
+        self.num_frees += len(pages)
         for at in pages:
             del held[at]
 

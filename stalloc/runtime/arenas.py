@@ -12,7 +12,6 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.regions import moved_into, on_pages
 from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
-from stalloc.runtime.segments import round_up
 
 if TYPE_CHECKING:
     from stalloc.core.regions import Region
@@ -86,22 +85,25 @@ class Arenas:
 
     def _serve_by_pages(self, tape: ArenaTape, expected_bytes: int) -> bool:
         """Serve a tape from addresses whose pages come as they are needed."""
+        tape = on_pages(tape)
+        most_bytes = self.memory.source.free_bytes() + self.state.record.reserved_bytes
+        memory = self.memory.source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
+        if memory is None:
+            return False
         self.drop_tape()
         if self.arena is not None:  # it could not be dissolved
             return False
-        tape = on_pages(tape)
-        most_bytes = self.memory.source.free_bytes() + self.state.record.reserved_bytes
-        memory = self.memory.source.reserve(round_up(tape.arena_bytes)) if tape.arena_bytes <= most_bytes else None
-        if memory is None:
-            return False
-        self.state.install_tape(tape)
-        if tape.cross_streams:
-            self._order_handovers(tape.gives)
-        self.arena = self.memory.paging.arena = memory
-        self._tape = tape
-        self.state.serve_pages(memory.ptr, memory.size_bytes, anew=True)
+        self._serve_on(memory, tape, 0, anew=True)
         self.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
+
+    def _serve_on(self, memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
+        self.state.install_tape(tape, cursor)
+        if tape.cross_streams:
+            self._order_handovers(tape.gives)
+        self.arena, self._tape = memory, tape
+        self.memory.paging.arena = memory
+        self.state.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
 
     def move(self) -> None:
         """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow."""
@@ -115,13 +117,9 @@ class Arenas:
         if self.arena is not None:  # it could not be dissolved
             state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
             return
-        state.install_tape(tape, cursor)
+        self._serve_on(memory, tape, cursor, anew=False)
         state.tape.lifespans[:] = learnt
         state.begin_step(begin, end, cursor)
-        if tape.cross_streams:
-            self._order_handovers(tape.gives)
-        self.arena = self.memory.paging.arena = memory
-        state.serve_pages(memory.ptr, memory.size_bytes, anew=False)
         state.write(ask_after_misses=ask_after)
 
     def back(self, position: int) -> None:

@@ -140,6 +140,8 @@ class Campaign:
             plans = [self._choose(self.num_runs + number) for number in range(count)]
             tasks = [self._task(plan) for plan in plans]
             for index, outcome in run_all(tasks, self._jobs):
+                if outcome.failure == "hang" or outcome.seconds > 2:  # on a busy machine, or it compiled something
+                    ((_, outcome),) = run_all([tasks[index]], 1)
                 self._note(plans[index], outcome)
             self.num_runs += count
             yield self.num_runs

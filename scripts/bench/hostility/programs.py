@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.core.snapshot import segments
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan
 
@@ -26,7 +27,7 @@ class Oracle:
 
     def add(self, address: int, size_bytes: int) -> None:
         """A request is served at this address."""
-        held = [(memory.ptr, memory.ptr + memory.mem.size) for memory in self._controller.held]
+        held = [(one.address, one.address + one.size_bytes) for one in segments(self._controller.state)]
         end = address + size_bytes
         assert any(low <= address and end <= high for low, high in held), f"{address:#x}, +{size_bytes} is not ours"
         place = bisect_left(self._live, (address, end))

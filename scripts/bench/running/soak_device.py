@@ -196,6 +196,13 @@ class Soak:
         self.controller.memory.release_unused()
         self._note("empty_cache")
 
+    def _move(self) -> None:
+        """Other addresses for the plan in force, and pages of the arena for the heap."""
+        with self.controller.lock:
+            if self.controller.status.phase is Phase.PLANNED and not self.state.record.private_kind:
+                self.controller.arenas.move()
+                self._note("moves of the arena")
+
     @staticmethod
     def _pause(seconds: float) -> None:
         threading.Event().wait(seconds)
@@ -227,7 +234,7 @@ class Soak:
         changed = 0
         calm = [*[self._share] * 8, self._look, self._empty_cache]
         wild = [*calm * 4, *[self._capture] * 2, *[self._limit] * 2, *[self._put_in_force] * 3, *[self._give_up] * 2]
-        wild.append(self._watch_anew)
+        wild += [self._watch_anew, self._move, self._move]
         while any(worker.is_alive() for worker in workers):
             done = int(self.counts[:, threads.OPERATIONS].sum())
             if done - changed > min(_PHASE_OPERATIONS, operations // 20):
@@ -287,7 +294,9 @@ class Soak:
             problems.append("the soak itself lost blocks")
         if state.record.mode == constants.MODE_REPLAY and state.record.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
-            if state.tape is not None and state.tape.bits.any():
+            leases = state.tape.cells["lease"][: state.record.num_cells] if state.tape is not None else np.zeros(0)
+            taken = int(np.bitwise_count(state.tape.bits.view(np.uint64)).sum()) if state.tape is not None else 0
+            if taken != int((leases == constants.UNMAPPED).sum()):
                 problems.append("cells are taken though nothing lives")
         if state.record.mode == constants.MODE_REPLAY:
             counted = "num_leases", "leased_bytes", "arena_live"

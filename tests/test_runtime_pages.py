@@ -1,0 +1,218 @@
+"""Memory by pages: it moves to where it is needed, nobody is given addresses without it, and no byte is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs.core_machine import MIB, Intervals
+
+from stalloc.core.snapshot import segments
+from stalloc.replay.offline import make_controller
+from stalloc.runtime.controller import Controller
+from stalloc.runtime.settings import Phase, Settings
+from stalloc.trace import MARK_STEP
+
+PROGRAM = Path(__file__).parent / "programs" / "drifting_loop.py"
+CUPY = pytest.mark.usefixtures("cupy_installed")
+
+
+def drift(*arguments: str) -> dict[str, Any]:
+    """Run drifting_loop.py, which checks every byte that it wrote, and return what it says."""
+    command = [sys.executable, str(PROGRAM), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@CUPY
+def test_a_program_that_drifts_holds_pages_once_where_blocks_are_held_twice() -> None:
+    pages, pool = drift("pages"), drift("pool")
+    for result in (pages, pool):
+        assert [part["phase"] for part in result["parts"]] == ["running on the plan"] * 3
+        assert result["left"] == {"allocated": 0, "reserved": 0, "device_used": 0}
+        assert result["ooms"] == 0
+    _, large, small = pages["parts"]
+    assert small["arena"] < large["arena"]
+    assert small["reserved"] < pool["parts"][2]["reserved"] / 2
+    assert large["peak"] < 0.85 * pool["parts"][1]["peak"]
+    assert large["reserved"] < pool["parts"][1]["reserved"]
+
+
+@CUPY
+@pytest.mark.parametrize("arguments", [("--mark",), ("--limit", str(170 * MIB))])
+def test_pages_count_against_the_limit_and_are_given_back(arguments: tuple[str, ...]) -> None:
+    result = drift("pages", *arguments)
+    assert result["left"] == {"allocated": 0, "reserved": 0, "device_used": 0}
+    assert result["ooms"] == 0
+    assert result["parts"][1]["phase"] == "running on the plan"
+    assert max(part["peak"] for part in result["parts"]) <= 170 * MIB
+
+
+@CUPY
+def test_a_range_has_memory_where_it_is_mapped_and_keeps_its_bytes(run_checks: Any) -> None:
+    result = run_checks(
+        """
+import ctypes, json
+from stalloc import device
+from stalloc.core.entry import page_entries
+from stalloc.device import VirtualGPU, virtual
+device.activate("virtual", VirtualGPU(total_bytes=1 << 30, num_devices=2))
+MIB = 1 << 20
+pages = device.devices()[1].new_pages(page_entries)
+memory = pages.reserve(4 << 30)
+used = lambda: virtual.used_bytes(1) // MIB
+said = {"empty": used(), "mapped": memory.map(memory.ptr + 8 * MIB, 100 * MIB)}
+word = ctypes.c_int64.from_address(memory.ptr + 8 * MIB)
+word.value = 7
+said |= {"used": used(), "counted": pages.pool.total_bytes() // MIB}
+said |= {"too_much": memory.map(memory.ptr + 200 * MIB, 1000 * MIB), "still": used()}
+said["lacking"] = [(at - memory.ptr) // MIB for at, _ in memory.lacking(memory.ptr, memory.ptr + 200 * MIB)]
+memory.unmap(memory.ptr + 20 * MIB, 40 * MIB)
+said |= {"kept": pages.pool.free_bytes() // MIB, "more": memory.map(memory.ptr + 300 * MIB, 40 * MIB), "same": used()}
+pages.pool.set_limit(size=110 * MIB)
+said |= {"limited": memory.map(memory.ptr + 20 * MIB, 20 * MIB), "word": word.value, "other": virtual.used_bytes(0)}
+memory.close()
+pages.pool.free_all_blocks()
+said["gone"] = used()
+print(json.dumps(said))
+"""
+    )
+    expected = {"empty": 0, "mapped": True, "used": 100, "counted": 100, "too_much": False, "still": 100}
+    expected |= {"lacking": [0, 108], "kept": 40, "more": True, "same": 100, "limited": False, "word": 7}
+    assert result == expected | {"other": 0, "gone": 0}
+
+
+@CUPY
+def test_without_a_driver_that_maps_memory_comes_in_blocks_and_one_sentence_says_so(run_program: Any) -> None:
+    done = run_program(
+        """
+import ctypes
+from stalloc.device import pages
+pages.PAGE_BYTES = 3 << 20  # no driver maps such
+import stalloc
+runtime = stalloc.install(device="virtual")
+import cupy
+kept = [cupy.empty(5_000_000, cupy.uint8) for _ in range(3)]
+print(runtime.controllers[0].memory.source.paged, len({array.data.ptr for array in kept}))
+"""
+    )
+    assert done.stdout == "False 3\n", done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "memory of device 0 comes in blocks, not by pages: the driver maps no memory of device 0." in done.stderr
+
+
+class Program:
+    """A step with a plan on a device of numbers, where something else happens too; each address is checked."""
+
+    def __init__(self, seed: int, capacity_bytes: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.controller: Controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
+        self.controller.watching.expects_marks = True
+        self.live, self.kept = Intervals(), []
+        self.sizes = (self.rng.uniform(0.3, 12, 40) * MIB).astype(int)
+        self.refused = 0
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> int:
+        """One request: an address of memory that nobody has, or none."""
+        address = int(self.controller.state.malloc(size_bytes, stream))
+        self.refused += not address
+        if address:
+            self.live.add(address, size_bytes)
+        return address
+
+    def free(self, address: int) -> None:
+        """The end of one, if it was served."""
+        if address:
+            self.live.remove(address)
+            self.controller.state.free(address)
+
+    def check(self) -> None:
+        """What lives has memory, and what has memory is counted, once."""
+        record, source = self.controller.state.record, self.controller.memory.source
+        mapped = Intervals()
+        for one in segments(self.controller.state):
+            mapped.add(one.address, one.size_bytes)
+        total = sum(size for _, size in mapped.items())
+        assert total == record.reserved_bytes == source.taken
+        joined: list[list[int]] = []
+        for address, size in mapped.items():
+            if joined and joined[-1][1] == address:
+                joined[-1][1] += size
+            else:
+                joined.append([address, address + size])
+        begins = np.array([begin for begin, _ in joined])
+        for address, size in self.live.items():
+            row = int(np.searchsorted(begins, address, side="right")) - 1
+            assert row >= 0
+            assert address + size <= joined[row][1]
+
+    def step(self) -> None:
+        """The usual requests, or others; now and then something is kept, the cache emptied, the arena moved."""
+        rng, odd = self.rng, self.rng.random() < 0.25
+        inside: list[int] = []
+        for size in self.sizes.tolist():
+            inside.append(self.allocate(int(size * rng.uniform(0.5, 1.5)) if odd else size, int(size % 2)))
+            if len(inside) > 8:
+                self.free(inside.pop(int(rng.integers(len(inside))) if odd else 0))
+            if rng.random() < 0.01:
+                self.kept.append(self.allocate(int(rng.uniform(0.1, 9) * MIB)))
+        for address in inside:
+            self.free(address)
+        while len(self.kept) > 12:
+            self.free(self.kept.pop(int(rng.integers(len(self.kept)))))
+        if rng.random() < 0.1:
+            self.controller.memory.release_unused()
+        if rng.random() < 0.1 and self.controller.status.phase is Phase.PLANNED:
+            self.controller.arenas.move()
+        self.controller.mark(MARK_STEP, "")
+        self.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_lives_has_memory_and_what_is_held_is_counted(seed: int) -> None:
+    print(f"seed {seed}")
+    program = Program(seed, capacity_bytes=0 if seed % 2 else 264 * MIB)
+    for _ in range(60):
+        program.step()
+    assert program.controller.status.num_plans > 0
+    assert program.controller.state.record.hits > 0
+    assert program.refused == 0
+    for address in program.live.addresses():
+        program.live.remove(address)
+        program.controller.state.free(address)
+    program.controller.drop_plan()
+    program.controller.memory.release_unused()
+    assert program.controller.state.record.reserved_bytes == program.controller.memory.source.taken == 0
+
+
+def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> None:
+    program = Program(1, capacity_bytes=0)
+
+    def step(keeps: int = 0) -> tuple[int, int]:
+        record = program.controller.state.record
+        hits, missed = record.hits, record.misses + record.conflicts
+        inside = []
+        for size in program.sizes.tolist():
+            inside.append(program.allocate(size))
+            if len(inside) > 8:
+                program.free(inside.pop(0))
+        for _ in range(keeps):
+            program.allocate(5 * MIB + 512)
+        for address in inside:
+            program.free(address)
+        program.controller.mark(MARK_STEP, "")
+        return record.hits - hits, record.misses + record.conflicts - missed
+
+    for _ in range(8):
+        step()
+    record = program.controller.state.record
+    step(keeps=6)
+    for _ in range(6):
+        step()
+    assert step() == (len(program.sizes), 0)
+    assert record.reserved_peak.total <= 1.2 * record.total.allocated_peak  # a second arena would be 1.6 times
