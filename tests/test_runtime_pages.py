@@ -13,6 +13,7 @@ from programs.core_machine import MIB, Intervals
 from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
+from stalloc.runtime.paged_arena import move
 from stalloc.runtime.settings import Phase, Settings
 from stalloc.trace import MARK_STEP
 
@@ -168,7 +169,7 @@ class Program:
         if rng.random() < 0.1:
             self.controller.memory.release_unused()
         if rng.random() < 0.1 and self.controller.status.phase is Phase.PLANNED:
-            self.controller.arenas.move()
+            move(self.controller.arenas)
         self.controller.mark(MARK_STEP, "")
         self.check()
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.regions import moved_into, on_pages
+from stalloc.core.regions import moved_into
 from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.paged_arena import serve_by_pages
 
 if TYPE_CHECKING:
     from stalloc.core.regions import Region
@@ -26,7 +27,7 @@ class Arenas:
         self.memory, self.state = memory, memory.state
         memory.arenas = self
         self.arena: Any = None  #: the memory of the arena in place
-        self._tape: ArenaTape | None = None  # what was put in force last
+        self.tape: ArenaTape | None = None  #: what is served by pages
         self.old_arena: list[int] = []  #: bases of the segments that were the arena of a plan before
         self._retired: list[int] = []  # such bases, when a new arena was taken beside: nothing is served from there
         self._lendable = 0  # State.cell_streams, while nothing is lent
@@ -56,7 +57,7 @@ class Arenas:
         state, memory = self.state, None
         expected_bytes = max(state.record.expected_peak, state.allocated_peak_bytes, arena_bytes)
         if self.memory.source.paged:
-            return self._serve_by_pages(tape, expected_bytes)
+            return serve_by_pages(self, tape, expected_bytes)
         self.lend_again()
         if self.holds_twice(tape):
             memory = self.memory.malloc(arena_bytes)
@@ -78,55 +79,10 @@ class Arenas:
                 return False
             state.install_tape(tape)
             if shared:
-                self._order_handovers(tape.gives)
+                self.order_handovers(tape.gives)
             self.serve_from(memory, arena_bytes)
         state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
         return True
-
-    def _serve_by_pages(self, tape: ArenaTape, expected_bytes: int) -> bool:
-        """Serve a tape from addresses whose pages come as they are needed."""
-        tape = on_pages(tape)
-        most_bytes = self.memory.source.free_bytes() + self.state.record.reserved_bytes
-        memory = self.memory.source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
-        if memory is None:
-            return False
-        self.drop_tape()
-        if self.arena is not None:  # it could not be dissolved
-            return False
-        self._serve_on(memory, tape, 0, anew=True)
-        self.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
-        return True
-
-    def _serve_on(self, memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
-        self.state.install_tape(tape, cursor)
-        if tape.cross_streams:
-            self._order_handovers(tape.gives)
-        self.arena, self._tape = memory, tape
-        self.memory.paging.arena = memory
-        self.state.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
-
-    def move(self) -> None:
-        """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow."""
-        state, record, tape = self.state, self.state.record, self._tape
-        memory = self.memory.source.reserve(self.arena.size_bytes) if tape is not None else None
-        if tape is None or memory is None or state.tape is None:
-            return
-        begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
-        learnt = state.tape.lifespans
-        self.drop_tape()
-        if self.arena is not None:  # it could not be dissolved
-            state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
-            return
-        self._serve_on(memory, tape, cursor, anew=False)
-        state.tape.lifespans[:] = learnt
-        state.begin_step(begin, end, cursor)
-        state.write(ask_after_misses=ask_after)
-
-    def back(self, position: int) -> None:
-        """Map what the place of a tape's entry lacks, if there is memory for it."""
-        if self.memory.paging.arena is not None:
-            begin, end = self.state.planned_place(position)
-            self.memory.paging.back(begin, end)
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
@@ -164,7 +120,7 @@ class Arenas:
             self._too_large = tape
         return True
 
-    def _order_handovers(self, gives: Any) -> None:
+    def order_handovers(self, gives: Any) -> None:
         """Get ready to secure the hand-overs of the tape that was just installed."""
         import cupy
 

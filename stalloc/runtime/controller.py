@@ -17,6 +17,7 @@ from stalloc.runtime.captures import Captures
 from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.paged_arena import back
 from stalloc.runtime.planning import PlanJob
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.serving import Refusal, Serving
@@ -82,7 +83,7 @@ class Controller:
                 self._shortage.explain_refusal(detail, argument)
                 return False
             if reason == constants.NEED_PAGES:
-                self.arenas.back(detail)
+                back(self.arenas, detail)
             elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == constants.CHECK:

@@ -7,6 +7,7 @@ import numpy as np
 
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.paged_arena import move
 from stalloc.runtime.segments import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
@@ -72,7 +73,7 @@ class Tidying:
         soon = record.steps_ever < self._move_after + self._move_wait
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
-        self._arenas.move()
+        move(self._arenas)
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.

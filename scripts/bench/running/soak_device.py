@@ -20,6 +20,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.process import Runtime, start
+from stalloc.runtime.paged_arena import move
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
 
@@ -200,7 +201,7 @@ class Soak:
         """Other addresses for the plan in force, and pages of the arena for the heap."""
         with self.controller.lock:
             if self.controller.status.phase is Phase.PLANNED and not self.state.record.private_kind:
-                self.controller.arenas.move()
+                move(self.controller.arenas)
                 self._note("moves of the arena")
 
     @staticmethod
