@@ -920,3 +920,25 @@ print(json.dumps([report.reserved_peak_bytes, report.allocated_peak_bytes, repor
     )
     assert phase == "running on the plan"
     assert reserved <= allocated + 8 * MIB
+
+
+def test_a_step_of_an_optimizer_is_one_of_its_own_devices(run_checks: Any) -> None:
+    assert run_checks(
+        _PROLOGUE
+        + """
+def trained(device, late=False):
+    model = torch.nn.Linear(600, 600, device="cpu" if late else device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
+    return model.to(device), optimizer
+def train(model, optimizer, device):
+    model(torch.empty(64, 600, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+first, second = trained("cuda:0"), trained("cuda:1", late=True)
+for nth in range(9):
+    train(*first, "cuda:0")
+    if nth % 3 == 0:
+        train(*second, "cuda:1")
+show(*[report.steps for report in stalloc.statistics()])
+"""
+    ) == [9, 3]

@@ -6,7 +6,7 @@ installed or not only decides whom it serves and whether it plans. Nothing here 
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -173,11 +173,11 @@ def step(name: str = "step") -> None:
         runtime.mark(MARK_STEP, name)
 
 
-def _optimizer_stepped() -> None:
-    """torch's optimizers mark steps as long as the program does not do so itself."""
+def _optimizer_stepped(devices: Collection[int]) -> None:
+    """torch's optimizers mark steps of their devices as long as the program does not do so itself."""
     runtime = current()
     if runtime is not None and not _explicit_steps:
-        runtime.mark(MARK_STEP, "optimizer")
+        runtime.mark(MARK_STEP, "optimizer", devices)
 
 
 def statistics() -> "list[Report]":

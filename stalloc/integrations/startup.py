@@ -6,8 +6,8 @@ program.
 
 STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtual", with ":" and a GPU or an amount
 of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
-with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pool" (the default) or
-"mapped". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
+with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pages" (the default) or
+"pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
 as JSON; "{pid}" and "{rank}" in it are replaced.
 """
 

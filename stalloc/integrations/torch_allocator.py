@@ -7,7 +7,8 @@ answer (statistics, peaks, histories) is answered in torch_answers.
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stalloc.runtime import Runtime
 from stalloc.runtime.entries import lasting_entry
 
 _keep: list[Any] = []  # what torch holds addresses of
+_LOOK_EVERY = 64  # steps, after which the devices of an optimizer's parameters are looked up again
 _INT = 0x7FFF_FFFF  # the bits of a C int in a word
 
 
@@ -46,8 +48,8 @@ def _holders(torch: Any, limit: int = 3) -> list[str]:
     return found[:limit]
 
 
-def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
-    """Make stalloc torch's CUDA allocator; `stepped` is called after every step of any torch optimizer.
+def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> bool:
+    """Make stalloc torch's CUDA allocator; `stepped` is called with the devices of an optimizer that has made a step.
 
     False if this torch has no CUDA. Raises SetupError if CUDA was used already.
     """
@@ -66,26 +68,52 @@ def install(runtime: Runtime, stepped: Callable[[], None]) -> bool:
     return True
 
 
-def _watch_optimizers(runtime: Runtime, stepped: Callable[[], None]) -> None:
-    """Let every optimizer mark steps, say as soon as there is one that marks will come, and when it makes its state."""
+class _Devices:
+    """The devices of the parameters of optimizers, looked up anew when their number has changed, or now and then."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._all = frozenset(range(num_devices))
+        self._known: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, optimizer: Any) -> frozenset[int]:
+        """The indices; all where none of its parameters is on a GPU (so far)."""
+        if len(self._all) == 1:
+            return self._all
+        groups = [group["params"] for group in optimizer.param_groups]
+        number, known = sum(map(len, groups)), self._known.setdefault(optimizer, [0, 0, self._all])
+        known[1] -= 1
+        if known[0] != number or known[1] <= 0:
+            found = {one.device.index for group in groups for one in group if one.is_cuda}
+            known[:] = number, _LOOK_EVERY if found else 0, frozenset(found) or self._all
+        devices: frozenset[int] = known[2]
+        return devices
+
+
+def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> None:
+    """Let every optimizer mark steps, say as soon as there is one that marks will come, and when it makes its state.
+
+    All of that belongs to the devices of its parameters: another GPU's program may be anywhere in its step.
+    """
     from torch.optim.optimizer import (
         Optimizer,
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
 
+    devices = _Devices(len(runtime.controllers))
+
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not optimizer.state:
-            runtime.expect_lasting()
+            runtime.expect_lasting(devices.of(optimizer))
 
     register_optimizer_step_pre_hook(about_to_step)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped())
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped(devices.of(optimizer)))
     make = Optimizer.__init__
 
     @functools.wraps(make)
     def make_and_expect(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        runtime.expect_marks()
+        runtime.expect_marks(devices.of(self))
 
     Optimizer.__init__ = make_and_expect
 

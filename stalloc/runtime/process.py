@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -177,13 +177,14 @@ class Runtime:
             for observer in list(self.observers):
                 observer(device, size_bytes, controller.state.record.total.allocated_bytes, free)
 
-    def mark(self, kind: int, name: str) -> None:
-        """Note a mark on every device that the program has used.
+    def mark(self, kind: int, name: str, devices: Collection[int] | None = None) -> None:
+        """Note a mark on every device that the program has used, of those named if any are.
 
         Raises CorruptionError where STALLOC_POISON=1 has found something.
         """
         for controller in self.controllers:
-            if controller.state.record.total.num_allocs:
+            is_meant = devices is None or controller.device.index in devices
+            if is_meant and controller.state.record.total.num_allocs:
                 number = next(self._numbers)
                 self._names[number] = name
                 self._enter(controller.device.index, constants.MARK | kind << constants.REASON_BITS, number)
@@ -201,15 +202,15 @@ class Runtime:
             controller.serving.may_move = room_maker is not None
             controller.take_lacking()
 
-    def expect_marks(self) -> None:
-        """The program will mark its steps: look for them at the marks only."""
-        for controller in self.controllers:
-            controller.watching.expects_marks = True
+    def expect_marks(self, devices: Collection[int]) -> None:
+        """The program will mark its steps on these devices: look for them at the marks only."""
+        for index in devices:
+            self.controllers[index].watching.expects_marks = True
 
-    def expect_lasting(self) -> None:
-        """What is allocated up to the next mark of a step is meant to last."""
-        for controller in self.controllers:
-            controller.expect_lasting()
+    def expect_lasting(self, devices: Collection[int]) -> None:
+        """What is allocated on these devices up to the next mark of a step is meant to last."""
+        for index in devices:
+            self.controllers[index].expect_lasting()
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used."""

@@ -19,8 +19,8 @@ from stalloc.core import arena, constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.process import Runtime, start
 from stalloc.runtime.paged_arena import move
+from stalloc.runtime.process import Runtime, start
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
 
