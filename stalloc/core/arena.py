@@ -178,14 +178,14 @@ def _append_lease(state, segment, previous, lease):
         block = block_at(state, row)
         following = block.next
         if block.state in (BLOCK_FREE, BLOCK_UNMAPPED):
-            address, size, status = block.address, block.size_bytes, block.state
-            if status == BLOCK_FREE:
+            begin = block.address - state.arena
+            end = begin + block.size_bytes
+            if block.state == BLOCK_FREE:
                 remove_free(state, row)
             else:
                 remove_unmapped(state, row)
-                segment_at(state, segment).mapped_bytes -= size
             release_block_row(state, row)
-            previous = _append(state, segment, previous, address, size, status)
+            previous = _append_pages(state, segment, previous, begin, end)
         else:
             if block.born >= 0:
                 note_death(state, row)  # so long it has lived already

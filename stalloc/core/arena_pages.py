@@ -7,7 +7,7 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 
 from stalloc.compiled import inner, njit
 from stalloc.core.arena import begin_serving
-from stalloc.core.cells import cells_empty, flip_cells, has_memory
+from stalloc.core.cells import cells_empty, flip_cells, has_memory, needed_at, tape_time
 from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.intrinsics import locked, unlock
@@ -92,12 +92,17 @@ def use_arena_pages(device, begin, end):
 
 
 @inner()
-def _leave_idle_cells(state, wanted, begins, ends):
-    """Let pages of empty cells go, at most `wanted` bytes of them; how many ranges were written."""
-    count, index, num_cells = 0, 0, state.num_cells
+def _leave_idle_cells(state, wanted, until, begins, ends):
+    """Let pages of empty cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
+
+    How many ranges were written.
+    """
+    count, index, num_cells, now = 0, 0, state.num_cells, tape_time(state)
     while index < num_cells and wanted > 0 and count < len(begins):
         first = index
         while index < num_cells and cells_empty(state.cell_bits, index, index + 1):
+            if needed_at(state, index, now) < until:
+                break
             index += 1
         begin = (cell_at(state, first).offset + (GRANULE - 1)) & -GRANULE
         end = min(cell_at(state, index).offset & -GRANULE, begin + wanted)
@@ -136,16 +141,18 @@ def _leave_leases(state, wanted, count, begins, ends):
 
 
 @njit()
-def leave_arena_pages(device, wanted, begins, ends):
+def leave_arena_pages(device, wanted, anything, begins, ends):
     """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
 
-    Writes where the ranges begin and end, bytes from where the arena begins, as many as the columns hold.
+    Those that the plan does not need in the next quarter of a pass, unless `anything` will do. Writes where the ranges
+    begin and end, bytes from where the arena begins, as many as the columns hold.
     """
     state = locked(device)
     count = 0
     if state.arena_pages != 0:
         revoke_all(state)
-        count = _leave_idle_cells(state, wanted, begins, ends)
+        until = 0 if anything else tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
+        count = _leave_idle_cells(state, wanted, until, begins, ends)
         for i in range(count):
             wanted -= ends[i] - begins[i]
         count = _leave_leases(state, wanted, count, begins, ends)

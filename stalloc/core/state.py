@@ -322,10 +322,13 @@ class DeviceState:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""
         arena_pages.use_arena_pages(self.address, begin, end)
 
-    def leave_arena_pages(self, wanted_bytes: int) -> list[tuple[int, int]]:
-        """Serve no more from so many bytes of idle pages of the arena, if there are: their (begin, bytes)."""
+    def leave_arena_pages(self, wanted_bytes: int, *, anything: bool) -> list[tuple[int, int]]:
+        """Serve no more from so many bytes of idle pages of the arena, if there are: their (begin, bytes).
+
+        Those that the plan does not need soon, unless `anything` will do.
+        """
         begins, ends = np.zeros((2, _RANGES), np.int64)
-        count = arena_pages.leave_arena_pages(self.address, wanted_bytes, begins, ends)
+        count = arena_pages.leave_arena_pages(self.address, wanted_bytes, anything, begins, ends)
         return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 
     def give_range(self, pool: int, address: int, size_bytes: int) -> bool:

@@ -136,6 +136,8 @@ class Pages:
         try:
             with cupy.cuda.Stream.null:  # CuPy's pool keeps what is free apart by stream
                 for at in range(address, end, PAGE_BYTES):
+                    if at in held:
+                        continue
                     page = held[at] = self.pool.malloc(PAGE_BYTES)
                     if not page.ptr or _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
                         break

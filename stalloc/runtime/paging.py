@@ -124,8 +124,10 @@ class Paging:
             ranges = self._state.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
-        if excess > 0 and between != (0, 0):
-            self._unmap_arena(round_up(excess))  # what is displaced gets the pages of what displaced it
+        if excess > 0 and between != (0, 0):  # what is displaced gets pages of what displaced it
+            excess -= self._unmap_arena(round_up(excess), anything=False)
+            if excess > 0:
+                self._unmap_arena(round_up(excess), anything=True)
         if self._has_room(size_bytes):
             return True
         self._state.record.num_retries += 1
@@ -134,15 +136,17 @@ class Paging:
         self._unmap(self._state.leave_pages(_ALL, between))
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
-            self._unmap_arena(round_up(lacking))
+            self._unmap_arena(round_up(lacking), anything=True)
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
 
-    def _unmap_arena(self, size_bytes: int) -> None:
-        """Unmap so many bytes of idle pages of the arena, if there are."""
-        if self.arena is not None:
-            ranges = self._state.leave_arena_pages(size_bytes)
-            self._unmap([(self.arena.ptr + begin, size) for begin, size in ranges])
+    def _unmap_arena(self, size_bytes: int, *, anything: bool) -> int:
+        """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
+        if self.arena is None:
+            return 0
+        ranges = self._state.leave_arena_pages(size_bytes, anything=anything)
+        self._unmap([(self.arena.ptr + begin, size) for begin, size in ranges])
+        return sum(size for _, size in ranges)
 
     def _has_room(self, size_bytes: int) -> bool:
         """Whether the device has so many bytes; asking it takes long, so it is not asked each time."""
