@@ -16,6 +16,7 @@ from running.machine import Machine
 
 from harm.random_programs import MIB, RandomProgram, Source, draw, sources
 from stalloc.replay import Events, Kind, make
+from stalloc.replay.offline import let_go
 
 GRANULE = 2 * MIB
 MODELS = ("torch", "expandable")
@@ -77,7 +78,7 @@ def completes(program: RandomProgram, capacity_bytes: int) -> bool:
     try:
         return machine.follow(program.size, program.events, program.step_ends)
     finally:
-        machine.controller.close()
+        let_go(machine.controller)
 
 
 def _as_events(program: RandomProgram) -> Events:
