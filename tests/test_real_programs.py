@@ -20,15 +20,12 @@ print(json.dumps([report.phase, max(held) / report.allocated_peak_bytes, held[0]
 
 
 # torch's own allocator holds 1.10 times what ResNet-50 has allocated at its peak; CuPy's 1.11 times that of the FFT
-@pytest.mark.parametrize(
-    ("program", "phase", "most", "in_the_end"),
-    [("resnet.py", "running on the plan", 1.15, 1.06), ("cupy_fft.py", "serving from the heap", 1.12, 1.12)],
-)
+@pytest.mark.parametrize(("program", "most", "in_the_end"), [("resnet.py", 1.04, 1.04), ("cupy_fft.py", 1.04, 1.04)])
 def test_what_is_reserved_stays_near_what_is_allocated(
-    run_checks: Any, program: str, phase: str, most: float, in_the_end: float
+    run_checks: Any, program: str, most: float, in_the_end: float
 ) -> None:
     path = Path(__file__).parent / "programs" / "real" / program
     found, over_all, finally_ = run_checks(_RUN, str(path), "40")
-    assert found == phase
+    assert found == "running on the plan"
     assert over_all <= most
     assert finally_ <= in_the_end
