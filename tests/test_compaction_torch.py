@@ -504,7 +504,7 @@ print(json.dumps([phases, moved, peaks, most, cap]))
     assert min(moved) > 36 << 30
     assert cap <= 1.0101 * allocated_peak
     assert max(most) <= cap
-    assert reserved_peak <= 1.001 * allocated_peak
+    assert reserved_peak <= 1.005 * allocated_peak
 
 
 @pytest.mark.slow
@@ -525,7 +525,7 @@ begins = np.repeat([0, 1], len(size))
 order = np.lexsort((begins, np.concatenate([trace.end, trace.start])))
 peak = int(np.cumsum(np.concatenate([-size, size])[order]).max())
 gpu = VirtualGPU(total_bytes=int(1.0005 * peak) >> 21 << 21)
-runtime = stalloc.install(device="virtual", gpu=gpu, settings=Settings(plan=False))
+runtime = stalloc.install(device="virtual", gpu=gpu, settings=Settings(plan=False, arena="pool"))
 import torch
 def new(num_bytes):
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")

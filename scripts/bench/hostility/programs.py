@@ -24,12 +24,18 @@ class Oracle:
     def __init__(self, controller: Any) -> None:
         self._controller = controller
         self._live: list[tuple[int, int]] = []
+        self._held: list[tuple[int, int]] = []  # memory of the device
+        self._version: tuple[int, ...] = ()  # what it was read at
 
     def add(self, address: int, size_bytes: int) -> None:
         """A request is served at this address."""
-        held = [(one.address, one.address + one.size_bytes) for one in segments(self._controller.state)]
-        end = address + size_bytes
-        assert any(low <= address and end <= high for low, high in held), f"{address:#x}, +{size_bytes} is not ours"
+        end, record = address + size_bytes, self._controller.state.record
+        version = record.num_segment_allocs, record.num_segment_frees, record.num_segments, record.arena
+        if version != self._version:
+            found = segments(self._controller.state)
+            self._held, self._version = [(one.address, one.address + one.size_bytes) for one in found], version
+        inside = any(low <= address and end <= high for low, high in self._held)
+        assert inside, f"{address:#x}, +{size_bytes} is not ours"
         place = bisect_left(self._live, (address, end))
         for low, high in self._live[max(place - 1, 0) : place + 1]:
             assert end <= low or high <= address, f"{address:#x}, +{size_bytes} overlaps {low:#x}, +{high - low}"
