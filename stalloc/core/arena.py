@@ -18,11 +18,11 @@ from stalloc.core.constants import (
     UNMAPPED,
 )
 from stalloc.core.counters import count_joined, count_parted, count_segment
-from stalloc.core.free_lists import insert_free, remove_free
+from stalloc.core.free_lists import remove_free
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import begin_lease, end_lease, note_death, revoke_all
-from stalloc.core.pages import insert_unmapped, remove_unmapped
+from stalloc.core.pages import put_on, take_off
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
 from stalloc.core.segments import (
@@ -140,19 +140,15 @@ def _link(state, segment, previous, row):
 def _append(state, segment, previous, address, size, status):
     """Append a block to a segment that is being made, or let the one before it grow if it is as free; the last row."""
     if status in (BLOCK_FREE, BLOCK_UNMAPPED) and previous != 0 and block_at(state, previous).state == status:
-        if status == BLOCK_FREE:
-            remove_free(state, previous)
+        take_off(state, previous)
         block_at(state, previous).size_bytes += size
-        if status == BLOCK_FREE:
-            insert_free(state, previous)
+        put_on(state, previous, status)
         return previous
     row = allocate_block_row(state)
     set_up_block(state, row, address, size, segment, status)
     _link(state, segment, previous, row)
-    if status == BLOCK_FREE:
-        insert_free(state, row)
-    elif status == BLOCK_UNMAPPED:
-        insert_unmapped(state, row)
+    if status in (BLOCK_FREE, BLOCK_UNMAPPED):
+        put_on(state, row, status)
     return row
 
 
@@ -180,10 +176,7 @@ def _append_lease(state, segment, previous, lease):
         if block.state in (BLOCK_FREE, BLOCK_UNMAPPED):
             begin = block.address - state.arena
             end = begin + block.size_bytes
-            if block.state == BLOCK_FREE:
-                remove_free(state, row)
-            else:
-                remove_unmapped(state, row)
+            take_off(state, row)
             release_block_row(state, row)
             previous = _append_pages(state, segment, previous, begin, end)
         else:

@@ -30,7 +30,7 @@ from stalloc.core.free_lists import best_fit, insert_free, is_before, pool_of, r
 from stalloc.core.hash_table import add_live, drop_live, live_is_full
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, pool_at, segment_at
-from stalloc.core.segments import allocate_block_row, release_block_row
+from stalloc.core.segments import absorb, allocate_block_row
 
 # bytes; a general block keeps a smaller remainder of a large request, or it would crumble, unless pages make it whole
 _SPLIT_LIMIT = 1 << 20
@@ -191,20 +191,9 @@ def heap_free(state, row):
     following, previous = block.next, block.previous
     if following != 0 and block_at(state, following).state == BLOCK_FREE:
         remove_free(state, following)
-        _absorb(state, row, following)
+        absorb(state, row, following)
     if previous != 0 and block_at(state, previous).state == BLOCK_FREE:
         remove_free(state, previous)
-        _absorb(state, previous, row)
+        absorb(state, previous, row)
         row = previous
     insert_free(state, row)
-
-
-@inner()
-def _absorb(state, row, following):
-    """Let a block have the range of the one above it."""
-    block, gone = block_at(state, row), block_at(state, following)
-    block.size_bytes += gone.size_bytes
-    block.next = gone.next
-    if gone.next != 0:
-        block_at(state, gone.next).previous = row
-    release_block_row(state, following)

@@ -12,7 +12,6 @@ that layer to the one of their free; here time is the place in the pass, and lif
 from stalloc.compiled import inner, njit
 from stalloc.core.cells import NEVER, cells_empty, flip_cells, has_memory, needed_at, tape_time
 from stalloc.core.constants import (
-    BLOCK_FREE,
     LEASED_KIND,
     LIFESPAN_BITS,
     LIFESPAN_PLACES,
@@ -20,11 +19,11 @@ from stalloc.core.constants import (
     LIFESPAN_SIZES,
     UNMAPPED,
 )
-from stalloc.core.free_lists import best_fit, remove_free
+from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
 from stalloc.core.intrinsics import last_bit
-from stalloc.core.pages import remove_unmapped
+from stalloc.core.pages import take_off
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
 from stalloc.core.segments import add_segment, release_block_row, release_segment_row
@@ -71,10 +70,7 @@ def _revoke(state, row):
     block = segment_at(state, row).first
     while block != 0:
         following = block_at(state, block).next
-        if block_at(state, block).state == BLOCK_FREE:
-            remove_free(state, block)
-        else:
-            remove_unmapped(state, block)
+        take_off(state, block)
         release_block_row(state, block)
         block = following
     end_lease(state, row)

@@ -20,6 +20,7 @@ from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.records import block_at, pool_at, segment_at
 from stalloc.core.segments import (
+    absorb,
     allocate_block_row,
     allocate_segment_row,
     release_block_row,
@@ -29,10 +30,8 @@ from stalloc.core.segments import (
 
 
 @inner()
-def insert_unmapped(state, row):
-    """Put a block on the list of those without memory."""
+def _insert_unmapped(state, row):
     block, following = block_at(state, row), state.first_unmapped
-    block.state = BLOCK_UNMAPPED
     block.left = 0
     block.right = following
     if following != 0:
@@ -41,8 +40,7 @@ def insert_unmapped(state, row):
 
 
 @inner()
-def remove_unmapped(state, row):
-    """Take a block off that list."""
+def _remove_unmapped(state, row):
     block = block_at(state, row)
     if block.left != 0:
         block_at(state, block.left).right = block.right
@@ -50,6 +48,25 @@ def remove_unmapped(state, row):
         state.first_unmapped = block.right
     if block.right != 0:
         block_at(state, block.right).left = block.left
+
+
+@inner()
+def put_on(state, row, status):
+    """Make a block free or unmapped, whichever `status` says, and put it on the list of such."""
+    block_at(state, row).state = status
+    if status == BLOCK_FREE:
+        insert_free(state, row)
+    else:
+        _insert_unmapped(state, row)
+
+
+@inner()
+def take_off(state, row):
+    """Take a free or unmapped block off the list that it is on."""
+    if block_at(state, row).state == BLOCK_FREE:
+        remove_free(state, row)
+    else:
+        _remove_unmapped(state, row)
 
 
 @inner()
@@ -86,36 +103,30 @@ def _join(state, row, status):
     block = block_at(state, row)
     following, previous = block.next, block.previous
     if following != 0 and block_at(state, following).state == status:
-        _take_off(state, following, status)
-        _swallow(state, row, following)
+        take_off(state, following)
+        absorb(state, row, following)
     if previous != 0 and block_at(state, previous).state == status:
-        _take_off(state, previous, status)
-        _swallow(state, previous, row)
+        take_off(state, previous)
+        absorb(state, previous, row)
         row = previous
-    if status == BLOCK_FREE:
-        block_at(state, row).state = BLOCK_FREE
-        insert_free(state, row)
-    else:
-        insert_unmapped(state, row)
+    put_on(state, row, status)
     return row
 
 
 @inner()
-def _take_off(state, row, status):
-    if status == BLOCK_FREE:
-        remove_free(state, row)
-    else:
-        remove_unmapped(state, row)
-
-
-@inner()
-def _swallow(state, row, following):
-    block, gone = block_at(state, row), block_at(state, following)
-    block.size_bytes += gone.size_bytes
-    block.next = gone.next
-    if gone.next != 0:
-        block_at(state, gone.next).previous = row
-    release_block_row(state, following)
+def _change_part(state, row, begin, size, status):
+    """Make the part [begin, begin + size) of a free or unmapped block the other; its row. Up to two rows are needed."""
+    block = block_at(state, row)
+    before = block.state
+    take_off(state, row)
+    if block.address < begin:
+        rest = _cut(state, row, begin - block.address)
+        put_on(state, row, before)
+        row = rest
+    rest = _cut(state, row, size)
+    if rest != 0:
+        put_on(state, rest, before)
+    return _join(state, row, status)
 
 
 @inner()
@@ -136,7 +147,7 @@ def give_range(device, pool, address, size):
             release_block_row(state, block)
     if row != 0:
         set_up_block(state, block, address, size, row, BLOCK_UNMAPPED)
-        insert_unmapped(state, block)
+        put_on(state, block, BLOCK_UNMAPPED)
         segment_at(state, row).mapped_bytes = 0
         segment_at(state, row).is_paged = 1
         count_parted(state, 2)
@@ -203,16 +214,8 @@ def use_pages(device, address, size):
     block = block_at(state, row)
     done = row != 0 and block.address + block.size_bytes >= address + size and has_rows(state, 2)
     if done:
-        remove_unmapped(state, row)
-        if block.address < address:
-            rest = _cut(state, row, address - block.address)
-            insert_unmapped(state, row)
-            row = rest
-        rest = _cut(state, row, size)
-        if rest != 0:
-            insert_unmapped(state, rest)
-        segment = block_at(state, row).segment
-        _join(state, row, BLOCK_FREE)
+        segment = block.segment
+        _change_part(state, row, address, size, BLOCK_FREE)
         _count(state, segment, size)
         state.num_segment_allocs += 1
         if state.recording == 1:
@@ -233,16 +236,7 @@ def free_pages(state, row):
 @inner()
 def unmap_part(state, row, begin, size):
     """Make the pages [begin, begin + size) of a free block an unmapped block; its row. Needs up to two spare rows."""
-    remove_free(state, row)
-    block = block_at(state, row)
-    if block.address < begin:
-        rest = _cut(state, row, begin - block.address)
-        insert_free(state, row)
-        row = rest
-    rest = _cut(state, row, size)
-    if rest != 0:
-        insert_free(state, rest)
-    return _join(state, row, BLOCK_UNMAPPED)
+    return _change_part(state, row, begin, size, BLOCK_UNMAPPED)
 
 
 @inner()
@@ -308,7 +302,7 @@ def remove_empty_ranges(device, addresses):
             continue
         addresses[count] = segment.address
         count += 1
-        remove_unmapped(state, segment.first)
+        take_off(state, segment.first)
         release_block_row(state, segment.first)
         release_segment_row(state, row)
         count_joined(state, 2)

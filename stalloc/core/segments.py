@@ -45,6 +45,17 @@ def release_block_row(state, row):
 
 
 @inner()
+def absorb(state, row, following):
+    """Let a block have the range of the one above it; neither is on a list."""
+    block, gone = block_at(state, row), block_at(state, following)
+    block.size_bytes += gone.size_bytes
+    block.next = gone.next
+    if gone.next != 0:
+        block_at(state, gone.next).previous = row
+    release_block_row(state, following)
+
+
+@inner()
 def allocate_segment_row(state, pool, address, size, first):
     """A row for a segment of a pool whose first block is `first`; 0 if the table is full."""
     row = state.free_segment_row

@@ -86,7 +86,7 @@ class Arenas:
 
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
-        self.arena = self.memory.paging.arena = memory
+        self.arena = memory
         self.state.count_arena(arena_bytes)
         self.state.serve_arena(memory.ptr, arena_bytes)
 
@@ -137,14 +137,14 @@ class Arenas:
     def drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
         self.state.drop_tape()
-        if self.arena is None or self.arena is self._inherited or not self._end_sharing():
+        if self.arena is None or not self._end_sharing():
             return
         bases = self.state.dissolve_arena()
         for base in bases:
             self.memory.segments[base] = self.arena  # the memory goes back to the device with the last of them
         if bases:
             self.old_arena = [] if self.memory.source.paged else bases
-            self.arena = self.memory.paging.arena = None
+            self.arena = None
 
     def _end_sharing(self) -> bool:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
@@ -172,7 +172,6 @@ class Arenas:
             if self.memory.poison is not None:
                 self.memory.poison.returned(self.arena.ptr, arena_bytes)
             memory, self.arena = self.arena, None
-            self.memory.paging.arena = None
             self.memory.let_go(memory)
 
     def match(self) -> None:
@@ -188,13 +187,12 @@ class Arenas:
         if not state.record.arena_bytes:
             self.arena = None
         if self.memory.source.paged:
-            self.memory.paging.arena = self.arena
             self.memory.paging.match()
         state.count_arena(sum(sizes) + state.record.arena_mapped_bytes - state.record.reserved_bytes)
 
     def forked(self) -> None:
         """This process is a fork: the arena is used as long as anything lives in it, and never given back."""
-        self._inherited = self.arena
+        self._inherited, self.arena = self.arena, None
 
     # --- arenas of plans before
 

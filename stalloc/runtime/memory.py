@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments, and segments that go back together only."""
 
+    arena: Any  #: the memory of the arena in place; None: there is none
+
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
 
@@ -144,8 +146,7 @@ class DeviceMemory:
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
-        self._inherited = [self.segments, self.kept, self.paging.arena]
+        self._inherited = [self.segments, self.kept]
         self.source.forked()
         self.state.keep_ranges()
-        self.paging.arena = None
         self.segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others

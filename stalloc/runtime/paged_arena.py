@@ -55,12 +55,11 @@ def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, an
     if tape.cross_streams:
         arenas.order_handovers(tape.gives)
     arenas.arena, arenas.tape = memory, tape
-    arenas.memory.paging.arena = memory
     arenas.state.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
 
 
 def back(arenas: "Arenas", position: int) -> None:
     """Map what the place of a tape's entry lacks, if there is memory for it."""
-    if arenas.memory.paging.arena is not None:
+    if arenas.arena is not None:
         begin, end = arenas.state.planned_place(position)
         arenas.memory.paging.back(begin, end)

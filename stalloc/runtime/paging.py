@@ -26,11 +26,15 @@ class Paging:
 
     def __init__(self, memory: "DeviceMemory") -> None:
         self._memory, self._state, self._source = memory, memory.state, memory.source
-        self.arena: Any = None  #: the PageRange of the arena in place
         self.num_growths = 0  #: how often segments got pages
         self._shift = _TIGHT_SHIFT
         self._peak_bytes = 0
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
+
+    @property
+    def _arena(self) -> Any:
+        """The memory of the arena in place, None if there is none."""
+        return self._memory.arenas.arena
 
     def loosen(self) -> None:
         """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
@@ -67,7 +71,7 @@ class Paging:
 
     def back(self, begin: int, end: int) -> None:
         """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
-        memory = self.arena
+        memory = self._arena
         for address, size_bytes in memory.lacking(memory.ptr + begin, memory.ptr + end):
             if not self._make_room(size_bytes, end - begin) or not self._map(memory, address, size_bytes):
                 return
@@ -86,7 +90,7 @@ class Paging:
 
     def sweep(self) -> None:
         """Close the ranges of addresses that nobody uses any more; the device must be done with them."""
-        used = {id(one) for one in (*self._memory.segments.values(), *self._memory.kept, self.arena)}
+        used = {id(one) for one in (*self._memory.segments.values(), *self._memory.kept, self._arena)}
         for memory in [one for one in self._source.ranges if id(one) not in used]:
             memory.close()
             self._source.ranges.remove(memory)
@@ -142,10 +146,10 @@ class Paging:
 
     def _unmap_arena(self, size_bytes: int, *, anything: bool) -> int:
         """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
-        if self.arena is None:
+        if self._arena is None:
             return 0
         ranges = self._state.leave_arena_pages(size_bytes, anything=anything)
-        self._unmap([(self.arena.ptr + begin, size) for begin, size in ranges])
+        self._unmap([(self._arena.ptr + begin, size) for begin, size in ranges])
         return sum(size for _, size in ranges)
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -46,10 +46,15 @@ class Shortage:
             memory.release_unused()  # segments without blocks take rows too
             if memory.take_segment(pool, least):
                 return True
-            state.set_out_of_memory_text(full_table_text(state, full, size_bytes))
-            return False
-        memory.lacking_bytes = max(memory.lacking_bytes, size_bytes)
-        self._explain(size_bytes)
+        return self._refuse(full, size_bytes)
+
+    def _refuse(self, full: str, size_bytes: int) -> bool:
+        """Say why a request is not served: a table is `full`, or (empty) there is no memory. False."""
+        if full:
+            self._state.set_out_of_memory_text(full_table_text(self._state, full, size_bytes))
+        else:
+            self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
+            self._explain(size_bytes)
         return False
 
     def _add_pages(self, pool: int, size_bytes: int) -> bool:
@@ -61,13 +66,7 @@ class Shortage:
             gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
             if memory.paging.grow(pool, size_bytes):
                 return True
-        full = state.full_table()
-        if full:
-            state.set_out_of_memory_text(full_table_text(state, full, size_bytes))
-        else:
-            memory.lacking_bytes = max(memory.lacking_bytes, size_bytes)
-            self._explain(size_bytes)
-        return False
+        return self._refuse(state.full_table(), size_bytes)
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
         """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""

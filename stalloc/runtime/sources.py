@@ -1,7 +1,7 @@
 """Where a device's memory comes from: pages of a pool of CuPy's that are mapped to ranges of addresses, or its blocks.
 
 Contract: what `take` and `reserve` return has its address in `ptr`, and its memory goes back when nothing refers to it
-any more. Nothing here knows what the memory is for.
+any more; that of a range, when it is closed. Nothing here knows what the memory is for.
 """
 
 import contextlib
@@ -124,7 +124,8 @@ class PoolSource:
         """Wait until the device has done what it was given."""
         import cupy
 
-        cupy.cuda.runtime.deviceSynchronize()
+        with self.at_device(capturing=False):  # whatever device the thread is at
+            cupy.cuda.runtime.deviceSynchronize()
 
     @property
     def limit_bytes(self) -> int:
