@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from stalloc.columns import Column
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import MAX_REQUEST
 from stalloc.core.entry import slow_entry
 from stalloc.device.pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS
@@ -18,6 +17,8 @@ from stalloc.replay.sizes import GRANULE
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.segments import round_up
 from stalloc.runtime.settings import Phase, Settings
+
+_MAX_BYTES = 1 << 40  # of a device without a capacity: more than any GPU has; each of its pages is counted
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class NumbersDevice:
         self.index = index
         self.paged = paged
         self.ranges: list[PageRange] = []
-        self.total_bytes = capacity_bytes or MAX_REQUEST
+        self.total_bytes = capacity_bytes or _MAX_BYTES
         self.taken = 0
         self.num_allocs = self.num_frees = 0
         self._next = FIRST_ADDRESS
@@ -129,7 +130,7 @@ def _help(device: int, request: int, argument: int) -> int:
 
 
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
-    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for as many as any device."""
+    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for more than any GPU."""
     global _entry
     with _lock:
         if _entry == 0:
