@@ -1,10 +1,12 @@
 """docs/architecture.md: the folders are those that there are, and imports point the way the page says.
 
 Files and functions stay short enough to be read at one go; those that are longer are named, and the list only shrinks.
+A module's name says which it is, without its folder.
 """
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,10 @@ LONGER_FILES = {
     "stalloc/core/requests.py",
     "stalloc/core/state.py",
     "stalloc/runtime/poison.py",
+}
+#: names that two modules may have, and why
+NAMED_TWICE = {
+    "record.py": "the verb `stalloc record` beside the Trace record; a verb's module is called what the verb is",
 }
 
 
@@ -63,6 +69,12 @@ def test_imports_point_to_rows_above_or_to_the_last_two(folder):
     if folder not in BELOW_ALL:
         allowed |= set(FOLDERS[: FOLDERS.index(folder)])
     assert imported(folder) <= allowed
+
+
+def test_a_name_stands_for_one_module():
+    names = Counter(path.name for name, path in sources().items() if name.startswith("stalloc/"))
+    twice = {name for name, count in names.items() if count > 1} - {"__init__.py"}
+    assert twice == set(NAMED_TWICE), "name each module so that its folder is not needed to tell which it is"
 
 
 def test_files_are_short_and_the_list_of_longer_ones_only_shrinks():

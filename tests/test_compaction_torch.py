@@ -246,7 +246,7 @@ _FULL_DEVICE = """
 import gc, json, os, random, sys
 import stalloc
 from stalloc.device import VirtualGPU
-from stalloc.runtime.settings import Settings
+from stalloc.runtime.runtime_settings import Settings
 MIB = 1 << 20
 RUNTIME = stalloc.install(
     device="virtual", gpu=VirtualGPU(total_bytes=160 * MIB, copy_limit_bytes=None), settings=Settings(arena="pool")

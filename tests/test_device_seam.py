@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.driver import driver_version, gpus
+from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import package_directory
 from stalloc.errors import BadInputError
 

@@ -14,7 +14,7 @@ import pytest
 
 import stalloc
 from stalloc.allocator_conf import VARIABLES, conf_in_force
-from stalloc.integrations import build_backend, hook, torch_settings
+from stalloc.integrations import build_backend, hook, torch_conf
 from stalloc.integrations.startup import chosen_device
 
 ROOT = Path(__file__).parents[1]
@@ -206,7 +206,7 @@ def test_settings_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     assert conf_in_force() == ("", {})
-    assert torch_settings.report(None) == ""
+    assert torch_conf.report(None) == ""
     text = "roundup_power2_divisions:[256:1,512:2,>:4], max_split_size_mb:128"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
     variable, found = conf_in_force()

@@ -12,7 +12,7 @@ from stalloc.core import requests
 from stalloc.device.ordering import Ordering
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segment_sizes import round_up
 
 _HANDLE = 16  # handles of streams are addresses
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

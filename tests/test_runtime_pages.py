@@ -14,7 +14,7 @@ from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.paged_arena import move
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.trace import MARK_STEP
 
 PROGRAM = Path(__file__).parent / "programs" / "drifting_loop.py"
@@ -93,8 +93,8 @@ def test_without_a_driver_that_maps_memory_comes_in_blocks_and_one_sentence_says
     done = run_program(
         """
 import ctypes
-from stalloc.device import pages
-pages.PAGE_BYTES = 3 << 20  # no driver maps such
+from stalloc.device import mapped_pages
+mapped_pages.PAGE_BYTES = 3 << 20  # no driver maps such
 import stalloc
 runtime = stalloc.install(device="virtual")
 import cupy

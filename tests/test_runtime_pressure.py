@@ -9,8 +9,8 @@ from stalloc.replay.offline import make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.segments import GRANULE
-from stalloc.runtime.settings import Settings
+from stalloc.runtime.runtime_settings import Settings
+from stalloc.runtime.segment_sizes import GRANULE
 
 MIB = 1 << 20
 LASTING, STEP = "lasting", "step"

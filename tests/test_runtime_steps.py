@@ -11,7 +11,7 @@ from programs.core_machine import Intervals, Owners
 from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
-from stalloc.runtime.settings import Arena, Phase, Settings
+from stalloc.runtime.runtime_settings import Arena, Phase, Settings
 from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from programs.core_machine import MIB, Machine, Ring
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.lifespans.units import StepKind
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segment_sizes import round_up
 from stalloc.runtime.tapes import Tapes, plan_steps
 
 

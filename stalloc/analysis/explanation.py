@@ -15,7 +15,7 @@ from stalloc.analysis.peaks import reserved_peak
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.lifespans import fullest
-from stalloc.replay.events import events_of, recorded_conf
+from stalloc.replay.model_events import events_of, recorded_conf
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make

@@ -116,7 +116,7 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
 
 def _writer(target: str) -> Callable[[Path, Sequence[Trace]], list[str]]:
     if target == "snapshot":
-        from stalloc.report.snapshot import write_snapshot
+        from stalloc.report.snapshot_writer import write_snapshot
 
         return write_snapshot
     if target == "perfetto":

@@ -14,7 +14,7 @@ from rich.table import Table
 from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
-from stalloc.device.driver import driver_version, gpus
+from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
 from stalloc.printable import MAX_SENTENCE, printable
 

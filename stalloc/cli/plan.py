@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
+from stalloc.cli.csv_places import check_ids, read_fixed, write_csv
 from stalloc.cli.interrupt import stop_on_interrupt
 from stalloc.cli.output import (
     add_json_argument,
@@ -29,7 +30,6 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
-from stalloc.cli.planning_csv import check_ids, read_fixed, write_csv
 from stalloc.errors import BadInputError
 from stalloc.inputs import read_input
 from stalloc.notices import say

@@ -32,7 +32,7 @@ from stalloc.cli.output import (
 )
 from stalloc.device import parse_memory
 from stalloc.printable import printable
-from stalloc.replay.events import recorded_conf
+from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.registry import ALLOCATORS, make
 from stalloc.replay.simulation import (
     SWEEP,

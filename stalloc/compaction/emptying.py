@@ -16,10 +16,10 @@ from stalloc.compaction.sliding import plan_slide, slide, whole_segments
 from stalloc.compaction.torch_storages import Candidate
 from stalloc.core.constants import SMALL_LIMIT
 from stalloc.errors import BadInputError
-from stalloc.runtime.segments import GRANULE, round_up
+from stalloc.runtime.segment_sizes import GRANULE, round_up
 
 ALIGNMENT = 512
-_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segments.py)
+_OWN_SEGMENT = 10 << 20  # bytes; from here on a block has a segment of its own (runtime/segment_sizes.py)
 _MAX_STORAGES = 4_000  # moved by one copy, so that its table is at most 1 MiB, which comes from a segment of 2 MiB
 _MAX_BOUNCE_BYTES = 32 << 20
 _ROUNDING = 16 << 20  # bytes that several buffers, where one has no room, may lose to rounding

@@ -60,7 +60,7 @@ from stalloc.core.records import block_at, entry_at, pool_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step
 from stalloc.core.stream_table import stream_index
-from stalloc.core.tape import at_boundary, follow
+from stalloc.core.tape_cursor import at_boundary, follow
 
 _SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
 

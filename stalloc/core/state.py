@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.compiled import njit
-from stalloc.core import arena, arena_pages, counters, handovers, pages, pools, segments, stream_table
-from stalloc.core import tape as core_tape
+from stalloc.core import arena, arena_pages, counters, handovers, pages, pools, segments, stream_table, tape_cursor
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     ACTION_ALLOC,
@@ -364,7 +363,7 @@ class DeviceState:
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
         """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
-        core_tape.begin_step(self.address, begin, end, position)
+        tape_cursor.begin_step(self.address, begin, end, position)
 
     def drop_tape(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""

@@ -14,7 +14,7 @@ from stalloc.core.record_types import Words
 from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
 from stalloc.core.regions import Region
 from stalloc.core.slots import fill_slots
-from stalloc.core.tape import fill_keys
+from stalloc.core.tape_cursor import fill_keys
 
 _MAX_USES = 1 << 21  # of cells by entries; beyond, nothing is kept of when cells are needed
 

@@ -8,9 +8,9 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from stalloc.device.driver import gpus
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
-from stalloc.device.pages import PageEntries, Pages
+from stalloc.device.mapped_pages import PageEntries, Pages
+from stalloc.device.nvidia_driver import gpus
 from stalloc.errors import SetupError
 
 __all__ = [

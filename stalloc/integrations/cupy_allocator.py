@@ -13,7 +13,7 @@ from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.entry import cupy_entries
-from stalloc.integrations.cupy_pool import call_outside, hand_out, take_back
+from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
 from stalloc.runtime import Runtime
 
 _PER_THREAD = 2  # cudaStreamPerThread

@@ -112,7 +112,7 @@ def _serve_torch() -> None:
     if runtime is None or not _installed:
         return  # uninstalled before torch was imported
     from stalloc import device as devices
-    from stalloc.integrations import torch_allocator, torch_settings
+    from stalloc.integrations import torch_allocator, torch_conf
 
     if devices.active() == "virtual":
         from stalloc.device.virtual import after_torch_import
@@ -120,7 +120,7 @@ def _serve_torch() -> None:
         after_torch_import()
     _serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
     if _serves_torch:
-        torch_settings.put_limit_in_force(runtime)
+        torch_conf.put_limit_in_force(runtime)
 
 
 def uninstall() -> None:

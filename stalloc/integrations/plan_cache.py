@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
 def _devices() -> list[tuple[str, int]]:
     """Name and total bytes of every device, without a context on any."""
     from stalloc.device import virtual
-    from stalloc.device.driver import gpus
+    from stalloc.device.nvidia_driver import gpus
 
     gpu = virtual.active_gpu()
     if gpu is not None:

@@ -29,7 +29,7 @@ from stalloc.notices import say
 if TYPE_CHECKING:
     from stalloc.device import VirtualGPU
     from stalloc.planner.sharing import Streams
-    from stalloc.runtime.settings import Arena
+    from stalloc.runtime.runtime_settings import Arena
 
 _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
@@ -148,7 +148,7 @@ def _watch_torch(kind: str) -> None:
 def _watch_cupy(kind: str) -> None:
     """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
     global _cupy_allocators
-    from stalloc.integrations.cupy_pool import hand_out
+    from stalloc.integrations.cupy_default_pool import hand_out
     from stalloc.integrations.installing import current
 
     if current() is not None:
@@ -172,7 +172,7 @@ def _serve_cupy() -> bool:
     """Whether the program has left CuPy's allocator to us."""
     if not _cupy_allocators:
         return True
-    from stalloc.integrations.cupy_pool import call_outside
+    from stalloc.integrations.cupy_default_pool import call_outside
 
     return call_outside(sys.modules["cupy"].cuda.get_allocator) in _cupy_allocators
 
@@ -190,15 +190,15 @@ def _install(kind: str) -> None:
 
 
 def _install_with_cache(kind: str) -> None:
-    from stalloc.device.driver import gpus
-    from stalloc.integrations import plan_cache, torch_settings
+    from stalloc.device.nvidia_driver import gpus
+    from stalloc.integrations import plan_cache, torch_conf
     from stalloc.integrations.installing import install
     from stalloc.runtime import Settings
 
     if kind != "virtual" and not gpus():
         return  # torch or CuPy will say so
     torch = sys.modules.get("torch")
-    serve_torch = torch is None or torch_settings.leaves_allocator_to_us(torch)
+    serve_torch = torch is None or torch_conf.leaves_allocator_to_us(torch)
     streams = chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
     cache = plan_cache.of_this_program(streams)
     runtime = install(
@@ -209,7 +209,7 @@ def _install_with_cache(kind: str) -> None:
         known_plans=cache.load() if cache is not None else None,
     )
     if serve_torch:
-        sentence = torch_settings.report(runtime)
+        sentence = torch_conf.report(runtime)
         if sentence:
             say(sentence)
     if cache is not None:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from stalloc.integrations.imports import after_import
-from stalloc.integrations.torch_snapshot import History
+from stalloc.integrations.memory_snapshot import History
 from stalloc.runtime import Controller, Runtime
 from stalloc.runtime.statistics import torch_statistics
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from stalloc.planner.least_moves import Moves, plan_moving_least
     from stalloc.planner.orders import METHODS
     from stalloc.planner.pieces import decomposition
+    from stalloc.planner.plan_record import Plan, load_plans, plans_from_bytes, plans_to_bytes, save_plans
     from stalloc.planner.planning import plan, plan_tape
-    from stalloc.planner.record import Plan, load_plans, plans_from_bytes, plans_to_bytes, save_plans
     from stalloc.planner.replanning import replan
     from stalloc.planner.validator import validate
     from stalloc.planner.verdict import Verdict
@@ -78,12 +78,12 @@ _LAZY = {
     "plan_moving_least": "least_moves",
     "plan_tape": "planning",
     "replan": "replanning",
-    "Plan": "record",
+    "Plan": "plan_record",
     "Progress": "budget",
-    "load_plans": "record",
-    "plans_from_bytes": "record",
-    "plans_to_bytes": "record",
-    "save_plans": "record",
+    "load_plans": "plan_record",
+    "plans_from_bytes": "plan_record",
+    "plans_to_bytes": "plan_record",
+    "save_plans": "plan_record",
     "Verdict": "verdict",
     "validate": "validator",
     "validate_kinds": "kinds_check",

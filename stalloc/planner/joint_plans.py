@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.planner.layout import columns
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.planning import Arrays, plan, plan_tape, tape_bound
 from stalloc.planner.problem import epochs, load_curve
-from stalloc.planner.record import Plan
 from stalloc.trace import Trace
 
 if TYPE_CHECKING:

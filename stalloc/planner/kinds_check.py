@@ -8,7 +8,7 @@ ranked by size, stream by stream, the largest first; what is of rank i lies in t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stalloc.planner.record import Plan
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.stream_check import check_streams
 from stalloc.planner.validator import validate
 from stalloc.planner.verdict import Verdict

@@ -22,7 +22,7 @@ from stalloc.planner.budget import Budget, Progress
 from stalloc.planner.constraints import Constraints, Ranges, constraints
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.methods import check_method
-from stalloc.planner.record import Plan
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.ring import ring_bound
 from stalloc.planner.sharing import Streams, handovers, place_streams
 from stalloc.trace import Trace

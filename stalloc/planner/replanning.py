@@ -14,9 +14,9 @@ from stalloc.compiled import njit
 from stalloc.errors import BadInputError
 from stalloc.planner.layout import columns, plan_arrays
 from stalloc.planner.placement import fit
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.planning import Arrays, plan, where_live
 from stalloc.planner.problem import epochs, load_curve
-from stalloc.planner.record import Plan
 from stalloc.trace import Trace
 
 #: how far apart two traces may drift between requests that match, and how many in a row must match again

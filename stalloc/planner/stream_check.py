@@ -5,7 +5,7 @@ Contract: as of validator.py, of which this is a part.
 
 from bisect import bisect_left, bisect_right
 
-from stalloc.planner.record import Plan
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.verdict import Verdict, uses_of_tape
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from stalloc.planner.record import Plan
+from stalloc.planner.plan_record import Plan
 from stalloc.planner.stream_check import check_handovers, check_streams
 from stalloc.planner.verdict import Use, Verdict, uses_of_rows, uses_of_tape
 

@@ -6,7 +6,7 @@ Contract: shares nothing with the planner but the record that it reads.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stalloc.planner.record import Plan
+from stalloc.planner.plan_record import Plan
 
 
 @dataclass(frozen=True)

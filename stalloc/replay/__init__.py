@@ -1,6 +1,6 @@
 """What every other allocator would have done with a program: models behind one protocol."""
 
-from stalloc.replay.events import events_of
+from stalloc.replay.model_events import events_of
 from stalloc.replay.protocol import Allocator, BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.registry import ALLOCATORS, make
 

@@ -13,7 +13,7 @@ from stalloc.compiled import njit
 from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
-from stalloc.replay.records import Owner
+from stalloc.replay.record_owner import Owner
 from stalloc.replay.sizes import GRANULE
 
 FIRST_ADDRESS = 1 << 44

@@ -15,7 +15,7 @@ from stalloc.core.record_types import Record
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import FREE, LIVE, WAITING, make_store
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
-from stalloc.replay.records import Owner, record_type
+from stalloc.replay.record_owner import Owner, record_type
 from stalloc.replay.settings import NoSettings
 from stalloc.replay.treap import new_tree
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from stalloc.columns import Column
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import slow_entry
-from stalloc.device.pages import PAGE_BYTES, PageRange
+from stalloc.device.mapped_pages import PAGE_BYTES, PageRange
 from stalloc.replay.blocks import FIRST_ADDRESS
 from stalloc.replay.sizes import GRANULE
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.segments import round_up
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
+from stalloc.runtime.segment_sizes import round_up
 
 _MAX_BYTES = 1 << 40  # of a device without a capacity: more than any GPU has; each of its pages is counted
 

@@ -26,7 +26,7 @@ from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve_recording
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
-from stalloc.runtime.settings import Settings
+from stalloc.runtime.runtime_settings import Settings
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stalloc.lifespans import fullest
-from stalloc.replay.events import events_of, recorded_conf
+from stalloc.replay.model_events import events_of, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.trace import Trace

@@ -15,7 +15,7 @@ from stalloc.compiled import njit
 from stalloc.core.record_types import record_at
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import at, count_reserved, hold, store_at
-from stalloc.replay.events import recorded_conf, recorded_kinds
+from stalloc.replay.model_events import recorded_conf, recorded_kinds
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.recorded_state import recorded_blocks
 from stalloc.replay.sizes import GRANULE

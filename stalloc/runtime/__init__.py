@@ -2,7 +2,7 @@
 
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.process import Runtime, current, start
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.statistics import Report
 
 __all__ = ["Controller", "Phase", "Report", "Runtime", "Settings", "current", "start"]

@@ -12,7 +12,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.errors import PlanError
 from stalloc.planner import Plan, validate, validate_kinds
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segment_sizes import round_up
 
 
 def admit(plans: Sequence[Plan], *, ring_only: bool) -> ArenaTape:

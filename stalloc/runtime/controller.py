@@ -18,10 +18,10 @@ from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.paged_arena import back
-from stalloc.runtime.planning import PlanJob
+from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.serving import Refusal, Serving
-from stalloc.runtime.settings import Phase, Settings
 from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
 from stalloc.runtime.status import Status
@@ -32,7 +32,7 @@ from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
-    from stalloc.runtime.planning import Planner
+    from stalloc.runtime.planning_job import Planner
 
 _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 

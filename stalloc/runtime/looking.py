@@ -12,7 +12,7 @@ import numpy as np
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.settings import Settings
+from stalloc.runtime.runtime_settings import Settings
 
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape

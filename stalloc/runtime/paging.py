@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segment_sizes import round_up
 
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory

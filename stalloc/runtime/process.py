@@ -24,14 +24,14 @@ from stalloc.printable import printable
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.entries import checked_entries
 from stalloc.runtime.interruptions import is_interruption
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
 from stalloc.runtime.statistics import Report, report
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
     from stalloc.runtime import poison
-    from stalloc.runtime.planning import Planner
+    from stalloc.runtime.planning_job import Planner
 
 _MAX_DEVICES = 128
 _FORKED = (

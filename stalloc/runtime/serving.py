@@ -15,9 +15,9 @@ from stalloc.errors import PlanError
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.kind_search import KindSearch
-from stalloc.runtime.planning import PlanJob
+from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.settings import Observed, Phase
+from stalloc.runtime.runtime_settings import Observed, Phase
 from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.status import Status
 from stalloc.runtime.steps import Steps

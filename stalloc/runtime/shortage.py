@@ -9,7 +9,7 @@ import gc
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
-from stalloc.runtime.segments import round_up, segment_bytes, tight_segment_bytes
+from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
 
 
 class Shortage:

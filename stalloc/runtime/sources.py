@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from stalloc.core.entry import page_entries
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
-from stalloc.device.pages import Pages
+from stalloc.device.mapped_pages import Pages
 from stalloc.notices import say
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stalloc.runtime.settings import Observed, Phase, Settings
+from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan

@@ -8,7 +8,7 @@ import numpy as np
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.paged_arena import move
-from stalloc.runtime.segments import round_up
+from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes

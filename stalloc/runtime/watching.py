@@ -14,16 +14,16 @@ from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.looking import Looking
-from stalloc.runtime.planning import PlanJob
+from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.settings import Phase
+from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
 from stalloc.runtime.steps import Steps
 from stalloc.runtime.tidying import Tidying
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
-    from stalloc.runtime.planning import Planner
+    from stalloc.runtime.planning_job import Planner
 
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
 

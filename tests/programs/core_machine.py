@@ -19,7 +19,7 @@ from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.records import word_at
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import round_up, segment_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 FIRST_ADDRESS = 0x7000_0000_0000

@@ -24,7 +24,7 @@ from stalloc.planner.ring import ring_bound
 from stalloc.replay.offline import let_go, make_controller
 from stalloc.runtime.admission import admit
 from stalloc.runtime.controller import Controller
-from stalloc.runtime.settings import Settings
+from stalloc.runtime.runtime_settings import Settings
 
 CAPACITY_BYTES = 1 << 30
 WAYS = ("file", "cache", "rank")

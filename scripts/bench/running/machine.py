@@ -17,7 +17,7 @@ from stalloc.core.records import state_at
 from stalloc.core.requests import free, malloc
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 
 
 @njit(nogil=True)

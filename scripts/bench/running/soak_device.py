@@ -21,8 +21,8 @@ from stalloc.core.entry import cupy_entries
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.paged_arena import move
 from stalloc.runtime.process import Runtime, start
-from stalloc.runtime.segments import round_up
-from stalloc.runtime.settings import Phase, Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
+from stalloc.runtime.segment_sizes import round_up
 
 NUM_THREADS, NUM_SLOTS, RING_ENTRIES = 4, 2048, 256
 CHUNK = 20_000  # operations between two looks at what is to be done

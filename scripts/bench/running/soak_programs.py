@@ -21,7 +21,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import round_up, segment_bytes
 
 INSERT, DROP, RESIZE, REORDER, STREAM, REPEAT, CUT, HALVE = range(8)
 NAMES = ("insert", "drop", "resize", "reorder", "change stream", "repeat", "cut short", "halve all")

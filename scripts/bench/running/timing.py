@@ -17,7 +17,7 @@ from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.entry import core_entries, cupy_entries, slow_entry
 from stalloc.core.intrinsics import call3
 from stalloc.core.state import DeviceState
-from stalloc.runtime.segments import round_up, segment_bytes
+from stalloc.runtime.segment_sizes import round_up, segment_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 LENGTH, NUM_SIZES, PASSES = 2_000, 64, 200

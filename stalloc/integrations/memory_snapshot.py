@@ -79,7 +79,7 @@ class History:
         traces: list[list[Any]] = [[] for _ in controllers]
         annotations: list[Any] = []
         if self.enabled and include_traces is not False:
-            from stalloc.report.snapshot import snapshot_of
+            from stalloc.report.snapshot_writer import snapshot_of
 
             used = [controller for controller in controllers if controller.state.record.num_events]
             recorded, _ = snapshot_of([controller.recording.trace() for controller in used])
