@@ -30,6 +30,7 @@ _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
+_MOVED_ON = 3  # recorded steps without one of a ring's, after which the program does something else
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
@@ -227,8 +228,9 @@ class Steps:
 
     def search_for_more(self) -> None:
         """Plan the kinds of steps that recur, and that the plan in force does not know."""
-        # the plan of a ring says nothing of its single steps: they have to be in the record
-        if self._fresh() and (self.tapes is not None or self._planned <= self._recorded.keys()):
+        # the plan of a ring says nothing of its single steps: they have to be in the record, or to be over
+        is_over = self._num_recorded >= _MOVED_ON and self._planned.isdisjoint(self._recorded)
+        if self._fresh() and (self.tapes is not None or is_over or self._planned <= self._recorded.keys()):
             self._start_search(self._recording.trace())
 
     def _watch(self, missed: bool) -> None:
