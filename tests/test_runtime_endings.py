@@ -113,6 +113,26 @@ late_one.itself = late_one
 }
 
 
+def test_a_planner_at_work_is_stopped_and_waited_for(run_program: Any) -> None:
+    work = """
+def plan_for_ever(tape, **options):
+    entered.set()
+    try:
+        while True:
+            sum(range(1000))
+    finally:
+        time.sleep(0.3)
+        os.write(1, b"stopped")
+planners.append(plan_for_ever)
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+steps(6)
+entered.wait()
+sys.exit(7)
+"""
+    done = run_program(_PROLOGUE + work)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
+
+
 @pytest.mark.parametrize("name", _ENDINGS)
 def test_a_program_ends_by_itself(run_program: Any, name: str) -> None:
     done = run_program(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever

@@ -5,7 +5,8 @@ STAlloc, EuroSys 2026, section 5), an edge says that two groups are live at the 
 each overlapping pair of requests: that would be quadratic.
 """
 
-import networkx as nx
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from stalloc.columns import Column
@@ -13,10 +14,13 @@ from stalloc.lifespans.classes import Classes, LifespanClass
 from stalloc.lifespans.load_curves import load_curve
 from stalloc.trace import Trace
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 _MAX_GROUPS = 2048
 
 
-def lifespan_graph(trace: Trace, classes: Classes) -> nx.Graph:
+def lifespan_graph(trace: Trace, classes: Classes) -> "nx.Graph":
     """The groups of a trace and their overlaps.
 
     Nodes are (birth phase, death phase, size in bytes) with attributes `requests`, `bytes` (the sum), `peak_requests`
@@ -24,6 +28,8 @@ def lifespan_graph(trace: Trace, classes: Classes) -> nx.Graph:
     powers of two, then neighbouring phases are taken together in pairs until there are few enough. Edges have no
     attributes; a group has no edge to itself.
     """
+    import networkx as nx  # takes long, and whoever only asks for lifespans does without
+
     birth, death, size = classes.birth_phase, classes.death_phase, trace.size
     keys, group = _groups(birth, death, size)
     if len(keys) > _MAX_GROUPS:

@@ -4,9 +4,7 @@ Contract: signals are handled wherever the main thread is, in the middle of stal
 meant for the program, and reaches it.
 """
 
-import _thread
 import signal
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -29,14 +27,6 @@ def driver_status(error: BaseException) -> int:
     import cupy
 
     return int(error.status) if isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
-
-
-def start_thread(function: Callable[..., None], *arguments: Any) -> None:
-    """Run a function in a thread of its own, which nobody waits for when the program ends.
-
-    An interruption of `threading.Thread.start` may leave a thread that ends at once, with a message.
-    """
-    _thread.start_new_thread(function, arguments)
 
 
 def _code(handler: Any) -> CodeType | None:

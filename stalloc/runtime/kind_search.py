@@ -12,7 +12,7 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.host_memory import trim
-from stalloc.runtime.interruptions import start_thread
+from stalloc.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from stalloc.lifespans.units import StepKind

@@ -12,7 +12,7 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.runtime.admission import admit
-from stalloc.runtime.interruptions import start_thread
+from stalloc.runtime.threads import start_thread
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:

@@ -35,10 +35,8 @@ class Shortage:
             wanted = least
         if memory.take_segment(pool, wanted) or memory.take_segment(pool, least):
             return True
-        if state.largest_free_bytes() < size_bytes:  # else the core finds that block
-            gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
-            if memory.take_segment(pool, least):
-                return True
+        if self._collects(size_bytes) and memory.take_segment(pool, least):
+            return True
         if self._arenas.use_retired() or self._arenas.lend_again():
             return True  # the core asks again if that did not help
         full = state.full_table()
@@ -62,11 +60,18 @@ class Shortage:
         state, memory = self._state, self._memory
         if memory.paging.grow(pool, size_bytes):
             return True
-        if state.largest_free_bytes() < size_bytes:  # else the core finds that block
-            gc.collect()  # arrays in reference cycles, as CuPy's own pool does it
-            if memory.paging.grow(pool, size_bytes):
-                return True
+        if self._collects(size_bytes) and memory.paging.grow(pool, size_bytes):
+            return True
         return self._refuse(state.full_table(), size_bytes)
+
+    def _collects(self, size_bytes: int) -> bool:
+        """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""
+        if self._state.largest_free_bytes() >= size_bytes:
+            return False  # the core finds that block
+        if self._memory.source.free_bytes() + self._state.record.reserved_bytes < size_bytes:
+            return False  # were all of it free
+        gc.collect()
+        return True
 
     def explain_refusal(self, table: int, size_bytes: int) -> None:
         """Say why a request of `size_bytes` is not served: a table is full, or (table 0) it is too large."""

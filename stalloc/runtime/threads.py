@@ -1,0 +1,56 @@
+"""Threads of ours: they work beside the program, and are over when it ends.
+
+Contract: at the end of the interpreter each is stopped between two of its lines and waited for. One that were left
+would be ended by the interpreter wherever it is, in C++ code too, and take the process with it.
+"""
+
+import _thread
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_PATIENCE_SECONDS = 3  # for compiled code that has to come to its end first
+
+_running: dict[int, threading.Event] = {}  # by the number of the thread
+_ending = threading.Event()
+
+
+def start_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in a thread of its own, which does not keep the program from ending.
+
+    An interruption of `threading.Thread.start` may leave a thread that ends at once, with a message. Raises
+    RuntimeError when the interpreter ends.
+    """
+    if _ending.is_set():
+        raise RuntimeError("the program ends")
+    _thread.start_new_thread(_run, (function, arguments))
+
+
+def _run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    number, over = threading.get_ident(), threading.Event()
+    _running[number] = over
+    try:
+        if not _ending.is_set():  # since it was started
+            function(*arguments)
+    except SystemExit:
+        pass  # it was stopped
+    finally:
+        del _running[number]
+        over.set()
+
+
+@atexit.register
+def _stop() -> None:
+    _ending.set()
+    stop = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    threads = list(_running.items())
+    for number, _ in threads:
+        stop(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
+    for _, over in threads:
+        over.wait(_PATIENCE_SECONDS)
+
+
+os.register_at_fork(after_in_child=_running.clear)  # the parent's go on there
