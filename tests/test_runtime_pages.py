@@ -1,6 +1,7 @@
 """Memory by pages: it moves to where it is needed, nobody is given addresses without it, and no byte is lost."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,9 @@ class Program:
 
     def __init__(self, seed: int, capacity_bytes: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.controller: Controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
+        self.controller: Controller = make_controller(
+            capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf)
+        )
         self.controller.watching.expects_marks = True
         self.live, self.kept = Intervals(), []
         self.sizes = (self.rng.uniform(0.3, 12, 40) * MIB).astype(int)

@@ -1,5 +1,6 @@
 """Steps that are watched on a device that is hardly large enough: they fit where a caching allocator fits."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -67,7 +68,7 @@ class Program:
 
     def unserved(self, capacity_bytes: int) -> Iterator[int]:
         """Run it under the runtime, without a plan in force; yields the sizes (bytes) that were not served."""
-        controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6))
+        controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
         controller.watching.expects_marks = True
         address: dict[int, int] = {}
         for entry in self.script:

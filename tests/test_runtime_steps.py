@@ -1,5 +1,6 @@
 """Steps that programs mark: which kinds there are is learnt while they recur, and each is planned soon."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,7 @@ class Program:
         streams: int = 1,
         arena: Arena = "pages",
     ) -> None:
-        settings = Settings(plan=plan, plan_wait_seconds=1e6, keep_recording=not plan, arena=arena)
+        settings = Settings(plan=plan, plan_wait_seconds=1e6, max_effort=math.inf, keep_recording=not plan, arena=arena)
         self.controller: Controller = make_controller(capacity_bytes, settings)
         self.controller.watching.expects_marks = True
         self.state = self.controller.state

@@ -11,6 +11,7 @@ Python is answered by the runtime's Controller; only the memory below is made up
   input gives equal figures.
 """
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -80,7 +81,8 @@ class Planned:
     def __init__(self, settings: ModelSettings | None = None, capacity_bytes: int = 0) -> None:
         check_capacity(capacity_bytes)
         observing = (settings or ModelSettings()).mode == "observe"
-        self._controller = make_controller(capacity_bytes, Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS))
+        patient = Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS, max_effort=math.inf)
+        self._controller = make_controller(capacity_bytes, patient)
         self._planned = observing
         self._plan_bytes = 0
         self._words = np.zeros(3, np.int64)

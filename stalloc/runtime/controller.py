@@ -14,6 +14,7 @@ from stalloc.device import Device
 from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
@@ -56,11 +57,11 @@ class Controller:
         self.arenas = Arenas(self.memory)
         self.captures = Captures(self.memory)
         self.recording = Recording(device, self.state)
-        self.steps = Steps(self.state, self.recording)
+        self.status = Status(settings, Effort(settings.max_effort))
+        self.steps = Steps(self.state, self.recording, self.status.effort)
         self._lasting = Lasting(self.memory, self.recording)
         self._shortage = Shortage(self.arenas)
-        self._tidying = Tidying(self.arenas)
-        self.status = Status(settings)
+        self._tidying = Tidying(self.arenas, self.status.effort)
         parts = self.recording, self.steps, self._shortage, self._tidying
         self.serving = Serving(self.status, self.arenas, *parts)
         self.watching = Watching(
@@ -154,13 +155,13 @@ class Controller:
         """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
         with self.lock:
             if kind == MARK_STEP:
+                self.status.effort.note_step()
                 self._lasting.end()
                 self._doubt_unmarked_plan()
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:
                 try:
-                    self._heed(self.serving.serve_ready_kinds())
-                    self.serving.end_step()
+                    self._heed(self.serving.end_step())
                 except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                     if is_interruption(error):
                         raise

@@ -12,6 +12,7 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.host_memory import trim
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.threads import start_thread
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from stalloc.trace.record import Column
 
 _MAX_KINDS = 32  # that are planned together; those seen most often
+_SECONDS_A_REQUEST = 20e-6  # of processor time, that planning takes
 
 
 def name_of(size: "Column", stream: "Column") -> bytes:
@@ -37,6 +39,7 @@ class KindSearch:
     known: "list[StepKind]"
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
+    seconds: float  # of processor time that the search may take, for kinds that are not known; one of them at least
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
     admitted: ArenaTape | None = None  # the plans, as they are served
@@ -59,30 +62,40 @@ class KindSearch:
         assert self.tapes is not None
         return max(len(kind.size) for kind in self.tapes.kinds)
 
-    def start(self, trace: "Trace") -> None:
+    def start(self, trace: "Trace", effort: Effort) -> None:
         """Begin, in a thread."""
-        start_thread(self._run, trace)
+        start_thread(self._run, trace, effort)
 
-    def _run(self, trace: "Trace") -> None:
-        """Plan the kinds of steps that recur together with those that are known."""
+    def _run(self, trace: "Trace", effort: Effort) -> None:
         try:
-            from stalloc.lifespans.units import recurring_steps
-            from stalloc.runtime.admission import admit
-            from stalloc.runtime.tapes import plan_steps
-
-            found = recurring_steps(trace)
-            wanted = [name_of(kind.size, kind.stream) in self.wanted for kind in found]
-            usable = [kind for kind, chosen in zip(found, wanted, strict=True) if chosen and (kind.end > 0).any()]
-            known = {kind.key for kind in self.known}
-            fresh = [kind for kind in usable if kind.key not in known]
-            if fresh:
-                again = {kind.key: kind for kind in usable}
-                kinds = [again.get(kind.key, kind) for kind in self.known] + fresh
-                kinds.sort(key=lambda kind: -kind.times_seen)
-                self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device)
-                self.admitted = admit(self.tapes.plans, ring_only=True)
+            with effort.counted():
+                self._search(trace)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
         finally:
             self.done.set()
             trim()
+
+    def _search(self, trace: "Trace") -> None:
+        """Plan the kinds of steps that recur together with those that are known."""
+        from stalloc.lifespans.units import recurring_steps
+        from stalloc.runtime.admission import admit
+        from stalloc.runtime.tapes import plan_steps
+
+        found = recurring_steps(trace)
+        wanted = [name_of(kind.size, kind.stream) in self.wanted for kind in found]
+        usable = [kind for kind, chosen in zip(found, wanted, strict=True) if chosen and (kind.end > 0).any()]
+        known = {kind.key for kind in self.known}
+        fresh = [kind for kind in usable if kind.key not in known]
+        if fresh:
+            again = {kind.key: kind for kind in usable}
+            kinds = [again.get(kind.key, kind) for kind in self.known] + self._most_frequent(fresh)
+            kinds.sort(key=lambda kind: -kind.times_seen)
+            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device)
+            self.admitted = admit(self.tapes.plans, ring_only=True)
+
+    def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
+        """As many as there is time for."""
+        kinds = sorted(kinds, key=lambda kind: -kind.times_seen)
+        seconds = np.cumsum([len(kind.size) for kind in kinds]) * _SECONDS_A_REQUEST
+        return kinds[: max(1, int(np.searchsorted(seconds, self.seconds)))]

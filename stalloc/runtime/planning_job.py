@@ -12,6 +12,7 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.runtime.admission import admit
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.threads import start_thread
 from stalloc.trace.packing import KeptTrace
 
@@ -50,23 +51,14 @@ class PlanJob:
         several = tape is not None and len(np.unique(tape.stream[tape.offset >= 0])) > 1
         return self.streams == "separate" and several
 
-    def start(self, planner: "Planner | None", observed: KeptTrace | None) -> None:
+    def start(self, planner: "Planner | None", observed: KeptTrace | None, effort: Effort) -> None:
         """Begin, in a thread; `planner` stands in for `plan_tape`. The trace is packed afterwards."""
-        start_thread(self._run, planner, observed)
+        start_thread(self._run, planner, observed, effort)
 
-    def _run(self, planner: "Planner | None", observed: KeptTrace | None) -> None:
+    def _run(self, planner: "Planner | None", observed: KeptTrace | None, effort: Effort) -> None:
         try:
-            from stalloc.planner import plan_tape
-
-            make = planner or plan_tape
-            plan = make(self.tape, streams=self.streams, handover_bytes=self.handover_bytes)
-            for longer in _longer_rings(self.tape):
-                if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
-                    break
-                other = make(longer, streams=self.streams, handover_bytes=self.handover_bytes)
-                if other.peak_bytes < plan.peak_bytes:
-                    plan, self.tape = other, longer
-            self.plan, self.admitted = plan, admit([plan], ring_only=True)
+            with effort.counted():
+                self._make(planner)
         except Exception as error:
             self.error = f"planning failed: {type(error).__name__}: {error}"
         finally:
@@ -75,6 +67,19 @@ class PlanJob:
                     observed.pack()
             finally:
                 self.done.set()
+
+    def _make(self, planner: "Planner | None") -> None:
+        from stalloc.planner import plan_tape
+
+        make = planner or plan_tape
+        plan = make(self.tape, streams=self.streams, handover_bytes=self.handover_bytes)
+        for longer in _longer_rings(self.tape):
+            if plan.peak_bytes <= _CLOSE * plan.lower_bound_bytes:
+                break
+            other = make(longer, streams=self.streams, handover_bytes=self.handover_bytes)
+            if other.peak_bytes < plan.peak_bytes:
+                plan, self.tape = other, longer
+        self.plan, self.admitted = plan, admit([plan], ring_only=True)
 
 
 def _longer_rings(tape: "Tape") -> "Iterator[Tape]":

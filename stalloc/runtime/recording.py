@@ -48,6 +48,12 @@ class Recording:
             self.marks.append((self._state.record.num_events, kind, name))
 
     @property
+    def last_step_seconds(self) -> float:
+        """How long the step took that ended last; 0.0 if it was the first."""
+        times = self.step_times_ns[-2:]
+        return (times[-1] - times[0]) / 1e9
+
+    @property
     def num_steps(self) -> int:
         """Marks of steps in the record."""
         return sum(kind == MARK_STEP for _, kind, _ in self.marks)

@@ -28,6 +28,9 @@ class Settings:
     plan_wait_seconds: float = (
         20.0  #: how long a step boundary waits for the planner, once a plan, so that short runs gain
     )
+    max_effort: float = (
+        0.01  #: share of the program's processor time for planning, see `Effort`; inf: equal runs plan alike
+    )
     max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
     streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape

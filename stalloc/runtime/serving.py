@@ -92,8 +92,11 @@ class Serving:
         dearer = self._dearer(tape) if has_room else None  # pages move: the switch holds no more than there was
         if dearer is not None:
             return dearer
+        begun = self._state.record.cursor - self._state.record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+            begin, end = self._state.record.ring_start, self._state.record.ring_end
+            self._state.begin_step(begin, end, begin + begun % (end - begin))
             return None
         return Refusal(
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
@@ -115,8 +118,8 @@ class Serving:
         self._tidying.settled = True  # what the heap holds has served so far
         return Refusal(f"on the plan {needed} bytes would be reserved, without it no more than {held} were")
 
-    def serve_ready_kinds(self) -> Refusal | None:
-        """A step ended: put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
+    def _serve_ready_kinds(self) -> Refusal | None:
+        """Put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
         ready = self._steps.take_ready()
         if ready is None:
             return None
@@ -140,8 +143,12 @@ class Serving:
         self._steps.find_place()
         return refusal
 
-    def end_step(self) -> None:
-        """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned."""
+    def end_step(self) -> Refusal | None:
+        """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned.
+
+        Plans that are made by now are put in force, and new ones are waited for, no longer than the step took.
+        """
+        refusal = self._serve_ready_kinds()
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()
         if self._status.phase is Phase.PLANNED:
@@ -154,8 +161,14 @@ class Serving:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
         elif self._status.phase is Phase.PLANNING:
             steps.find_place()
-        if self._status.phase in (Phase.PLANNED, Phase.PLANNING) and not settings.keep_recording:
-            steps.search_for_more()
+            if state.record.ask_at_boundary:
+                state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # in whichever period of its ring
+        if self._status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
+            return refusal
+        if steps.search_for_more() and steps.search_ends(self._recording.last_step_seconds):
+            refusal = self._serve_ready_kinds()
+            steps.find_place()
+        return refusal
 
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
         """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
@@ -181,10 +194,12 @@ class Serving:
 
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
-        if not self._arenas.put_in_force(tape):
-            return False
-        self._tidying.begin_plan()
         status = self._status
+        with status.effort.counted():
+            if not self._arenas.put_in_force(tape):
+                return False
+        self._tidying.begin_plan()
+        status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
         self._state.record.ask_after_misses = ask_after_misses

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ class Status:
     """One device."""
 
     settings: Settings
+    effort: Effort  #: what has gone into its plans
     phase: Phase = Phase.OBSERVING
     note: str = ""  #: why the device rests, or what went wrong
     plan: "Plan | None" = None  #: the last one that was put in force

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_search import KindSearch, name_of
 from stalloc.runtime.recording import Recording
 from stalloc.trace import MARK_STEP
@@ -30,7 +31,6 @@ _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
-_MOVED_ON = 3  # recorded steps without one of a ring's, after which the program does something else
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
@@ -46,8 +46,8 @@ class _Recorded:
 class Steps:
     """The marked steps of one device."""
 
-    def __init__(self, state: DeviceState, recording: Recording) -> None:
-        self._state, self._recording = state, recording
+    def __init__(self, state: DeviceState, recording: Recording, effort: Effort) -> None:
+        self._state, self._recording, self._effort = state, recording, effort
         self.tapes: Tapes | None = None  #: in force
         self.search: KindSearch | None = None
         self.waiting: KindSearch | None = None  #: its plan is to be put in force at the first request of a step
@@ -116,6 +116,10 @@ class Steps:
             self._refused |= search.wanted
             return None
         return search
+
+    def search_ends(self, seconds: float) -> bool:
+        """Whether the search that was started ends so soon."""
+        return self.search is not None and self.search.done.wait(seconds)
 
     def wait_for_arena(self, search: KindSearch) -> None:
         """Its plans are to be put in force at the first request of a step, when less may live in the arena."""
@@ -213,7 +217,7 @@ class Steps:
 
     def _fresh(self) -> set[bytes]:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
-        if self.search is not None or self.waiting is not None:
+        if self.search is not None or self.waiting is not None or self._effort.is_spent:
             return set()
         if (
             self.tapes is None
@@ -221,23 +225,34 @@ class Steps:
         ):
             return set()  # a program whose steps are mostly all different
         fresh = self._recurring() - self._planned - self._refused
-        return {name for name in fresh if self._recorded[name].first + 1 < self._num_recorded}
+        return {name for name in fresh if self._is_shown(name)}
+
+    def _is_shown(self, name: bytes) -> bool:
+        """Whether the record shows how long the requests of a kind of step live, up to the next step."""
+        recorded = self._recorded.get(name)
+        return recorded is not None and recorded.first + 1 < self._num_recorded
 
     def _recurring(self) -> set[bytes]:
         return {name for name in self._recorded if self._times_seen.get(name, 0) > 1}
 
-    def search_for_more(self) -> None:
-        """Plan the kinds of steps that recur, and that the plan in force does not know."""
+    def search_for_more(self) -> bool:
+        """Plan the kinds of steps that recur, and that the plan in force does not know; whether there are any."""
+        fresh = self._fresh()
+        if not fresh:
+            return False
         # the plan of a ring says nothing of its single steps: they have to be in the record, or to be over
-        is_over = self._num_recorded >= _MOVED_ON and self._planned.isdisjoint(self._recorded)
-        if self._fresh() and (self.tapes is not None or is_over or self._planned <= self._recorded.keys()):
+        is_over = self._planned.isdisjoint(self._recorded) and any(self._recorded[name].count > 1 for name in fresh)
+        if self.tapes is None and not is_over and not all(map(self._is_shown, self._planned)):
+            return False
+        with self._effort.counted():
             self._start_search(self._recording.trace())
+        return True
 
     def _watch(self, missed: bool) -> None:
         """Record while there are steps that the plan does not know."""
         if not self._watched:
             self._pause -= 1
-            if missed and self._pause <= 0:
+            if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
                 self._missed_allocs = self._last_allocs
                 self._begin_record()
@@ -257,8 +272,9 @@ class Steps:
 
     def _start_search(self, trace: "Trace") -> None:
         known = self.tapes.kinds if self.tapes is not None else []
-        self.search = KindSearch(known, self._recurring() - self._refused, self._made)
-        self.search.start(trace)
+        wanted = self._recurring() - self._refused
+        self.search = KindSearch(known, wanted, self._made, self._effort.left_seconds)
+        self.search.start(trace, self._effort)
 
     def are_planned(self, search: KindSearch) -> None:
         """The plans of a search are about to be put in force: what they are of is known from here on."""

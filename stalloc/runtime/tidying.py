@@ -7,6 +7,7 @@ import numpy as np
 
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.effort import Effort
 from stalloc.runtime.paged_arena import move
 from stalloc.runtime.segment_sizes import round_up
 
@@ -19,8 +20,8 @@ _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if n
 class Tidying:
     """The segments of one device beside its plans."""
 
-    def __init__(self, arenas: Arenas) -> None:
-        self._arenas, self._state = arenas, arenas.state
+    def __init__(self, arenas: Arenas, effort: Effort) -> None:
+        self._arenas, self._state, self._effort = arenas, arenas.state, effort
         self._boundaries = 0  # until the plan has settled; below 0: since then
         self._segments_kept = 0  # of the heap, when the plan had settled
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
@@ -68,12 +69,13 @@ class Tidying:
         """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely."""
         record = self._state.record
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
-        if not displaced or record.steps_ever < self._move_after or record.private_kind:
+        if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
             return
         soon = record.steps_ever < self._move_after + self._move_wait
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
-        move(self._arenas)
+        with self._effort.counted():
+            move(self._arenas)
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.

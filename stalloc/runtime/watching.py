@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
@@ -73,12 +74,15 @@ class Watching:
             return "no repeating step was found before the record's table was full"
         if not self._looking.is_due(self._status.settings, expects_marks=self.expects_marks):
             return None
+        if self._status.effort.is_spent:
+            return None
         if self._arenas.arena is not None and self._state.record.arena_live:
             return (
                 None  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
             )
         try:
-            self._start_planning()
+            with self._status.effort.counted():
+                self._start_planning()
         except Exception as error:  # whatever it is, the program must not see it: it only marked a step
             if is_interruption(error) or isinstance(error, RecursionError):
                 raise
@@ -103,11 +107,12 @@ class Watching:
         self.plan(PlanJob(found.tape, streams, self._status.settings.handover_bytes), found.cursor)
         if self._recording.marks:
             self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
+            self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
 
     def plan(self, job: PlanJob, cursor: int) -> None:
         """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known."""
         self.job, self._wait_seconds = job, self._status.settings.plan_wait_seconds
-        job.start(self._planner, self._recording.kept)
+        job.start(self._planner, self._recording.kept, self._status.effort)
         tape, ring = job.tape, slice(job.tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
         self._state.write(check_at=0)

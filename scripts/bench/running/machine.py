@@ -4,6 +4,7 @@ Contract: what a program asks for goes through the core exactly as torch's and C
 core's own counters.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,9 @@ class Machine:
         settings: Settings | None = None,
         capacity_bytes: int = 0,
     ) -> None:
-        self.controller = make_controller(capacity_bytes, settings or Settings(plan_wait_seconds=1e6))
+        self.controller = make_controller(
+            capacity_bytes, settings or Settings(plan_wait_seconds=1e6, max_effort=math.inf)
+        )
         self.controller.watching.expects_marks = marked
         self.state = self.controller.state
         self.marked = marked

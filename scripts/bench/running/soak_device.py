@@ -5,6 +5,7 @@ plans are put in force, learnt, taken over and given up while threads run. After
 left anywhere is a problem that `Soak.run` reports.
 """
 
+import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -53,7 +54,7 @@ class Soak:
 
         self.seed = seed
         self.rng = np.random.default_rng(seed)
-        self.runtime: Runtime = start(Settings(plan_wait_seconds=0.0, max_plans=1 << 40))
+        self.runtime: Runtime = start(Settings(plan_wait_seconds=0.0, max_effort=math.inf, max_plans=1 << 40))
         self.controller = self.runtime.controllers[0]
         self.state = self.controller.state
         self.allocate, self.free = cupy_entries(self.runtime.states.ctypes.data)
