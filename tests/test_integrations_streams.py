@@ -110,3 +110,32 @@ def test_a_plan_file_with_hand_overs_is_followed_and_refused_without_them(
     done = run_program(_PROGRAM, "1024", "share", str(broken))
     assert done.returncode != 0
     assert "shared-by-streams" in done.stderr
+
+
+def test_what_another_stream_is_done_with_is_used_again_before_more_is_taken(run_checks: Any) -> None:
+    """Weights that are copied on one stream and used on another, one layer ahead: two of them live at a time."""
+    held = run_checks("""
+import json
+import stalloc
+from stalloc.device import VirtualGPU
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
+import torch
+copying = torch.cuda.Stream()
+peak = 0
+for step in range(40):
+    ready = None
+    for layer in range(7):
+        weights = ready
+        if weights is not None:
+            weights.record_stream(torch.cuda.current_stream())
+        if layer < 6:
+            with torch.cuda.stream(copying):
+                ready = torch.empty(48 << 20, dtype=torch.uint8, device="cuda")
+        for _ in range(3):
+            torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+        del weights
+print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
+""")
+    allocated, reserved = held
+    assert allocated == (2 * 48 + 2) << 20
+    assert reserved <= 1.07 * allocated + (4 << 20)

@@ -228,6 +228,18 @@ def test_a_program_that_goes_on_with_another_step_is_planned_anew() -> None:
             assert served == (37, 0)
 
 
+def test_inference_after_training_is_planned_although_nothing_marks_it() -> None:
+    program = Program()
+    for _ in range(12):
+        program.step(lambda: program.train(2000))
+    for _ in range(200):
+        program.evaluate(1500)
+    before = program.counts()
+    for _ in range(20):
+        program.evaluate(1500)
+    assert program.counts() == (before[0] + 20 * 13, before[1])
+
+
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch may be over by then, and its record gone."""
     go_on = threading.Event()

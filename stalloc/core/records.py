@@ -212,6 +212,7 @@ class State(Record):
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
     # what Python is entered for
+    marks_overdue_at: int  # Python: enter Python at a miss when so many requests were served; 0: never
     slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
     device: int
     driver_error: int  # status of the driver when it last refused memory; 0: out of memory
@@ -248,7 +249,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 7]  # the counts begin at a line
+    padding: Annotated[Words, 6]  # the counts begin at a line
     total: Total
     large: Part
     small: Part

@@ -161,11 +161,14 @@ def _try(state, stream, size, requested, stage, position):
             if stage == GOT_PAGES:
                 outcome = _take_place(state, position, key, requested)
             else:
-                outcome = _serve_planned(state, key, requested)
+                outcome = _serve_planned(state, key, requested, waiting)
             if outcome.address != 0 or outcome.reason != 0:
                 return outcome
             if state.excess_misses >= state.ask_after_misses > 0:
                 state.ask_after_misses = 0
+                return Outcome(0, STALE, 0)
+            if state.total.num_allocs >= state.marks_overdue_at > 0:
+                state.marks_overdue_at = 0
                 return Outcome(0, STALE, 0)
             if state.mode == MODE_REPLAY:
                 return _serve_unplanned(state, stream, size, requested)
@@ -176,8 +179,11 @@ def _try(state, stream, size, requested, stage, position):
 
 
 @inner(forceinline=True)
-def _serve_planned(state, key, requested):
-    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free."""
+def _serve_planned(state, key, requested, waiting):
+    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free.
+
+    `waiting`: some that were freed wait for other streams, which may be done with them.
+    """
     position, begins = follow(state, key)
     if position < 0 or state.mode != MODE_REPLAY:
         return Outcome(0, 0, 0)
@@ -186,7 +192,7 @@ def _serve_planned(state, key, requested):
     entry, bits = entry_at(state, position), state.cell_bits
     low, high = entry.cell_low, entry.cell_high
     if entry.offset < 0 or not (cells_empty(bits, low, high) or revoke(state, low, high)):
-        if entry.offset >= 0 and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+        if entry.offset >= 0 and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
             return Outcome(0, NEED_PAGES, position)
         _count_conflict(state, entry)
         return Outcome(0, 0, 0)

@@ -84,21 +84,33 @@ class Controller:
                 self._shortage.explain_refusal(detail, argument)
                 return False
             if reason == constants.NEED_PAGES:
+                self._find_freed()
                 back(self.arenas, detail)
             elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == constants.CHECK:
                 self._look()
             elif reason == constants.STALE:
+                self.watching.expects_marks &= not self.recording.marks_are_overdue
                 self._drop_plan("the program left the plan for good")
             elif reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
             elif reason == constants.POLL:
-                self.memory.find_deferred()
-                self.memory.deferred.poll()
+                self._find_freed()
         return True
 
+    def _find_freed(self) -> bool:
+        """Free what waited for other streams, if they are done with it; whether there was any."""
+        before = self.state.record.num_deferred
+        if before == 0 or self.state.record.private_kind:
+            return False  # events must not be asked for while a graph is captured
+        self.memory.find_deferred()
+        self.memory.deferred.poll()
+        return self.state.record.num_deferred < before
+
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
+        if self._find_freed():
+            return True  # the core asks again if that did not help
         if self._lasting.ends_here(expects_marks=self.watching.expects_marks):
             return True  # the core asks again for what it wants now
         planned = self.status.phase is Phase.PLANNED
@@ -156,6 +168,7 @@ class Controller:
         with self.lock:
             if kind == MARK_STEP:
                 self.status.effort.note_step()
+                self.watching.expects_marks = True
                 self._lasting.end()
                 self._doubt_unmarked_plan()
             self.recording.note_mark(kind, name)

@@ -69,9 +69,16 @@ class Looking:
         if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
             return False
         self._look_at = state.record.num_sizable * 5 // 4
-        # marks come at the right moments; without them, look again when the record has grown by a quarter
-        state.record.check_at = 0 if marks or expects_marks else state.record.num_sizable * 5 // 4 + 64
-        return num_steps >= settings.observe_steps if marks else not expects_marks
+        if marks:  # they come at the right moments
+            state.record.check_at = 0
+            return num_steps >= settings.observe_steps
+        if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
+            state.record.check_at = self._recording.overdue_requests
+            return False
+        state.record.check_at = (
+            state.record.num_sizable * 5 // 4 + 64
+        )  # look again when the record has grown by a quarter
+        return True
 
     def find(self, settings: Settings) -> Found | None:
         """What repeats in the record; None if another step may show how long the rest of its requests live."""

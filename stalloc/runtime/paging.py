@@ -72,8 +72,12 @@ class Paging:
     def back(self, begin: int, end: int) -> None:
         """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
         memory = self._arena
-        for address, size_bytes in memory.lacking(memory.ptr + begin, memory.ptr + end):
-            if not self._make_room(size_bytes, end - begin) or not self._map(memory, address, size_bytes):
+        begin, end = memory.ptr + begin, memory.ptr + end
+        lacking = sum(size_bytes for _, size_bytes in memory.lacking(begin, end))
+        if not lacking or not self._make_room(lacking, end - begin):
+            return
+        for address, size_bytes in memory.lacking(begin, end):  # some of it may have been what made room
+            if not self._map(memory, address, size_bytes):
                 return
             self._state.use_arena_pages(address - memory.ptr, address - memory.ptr + size_bytes)
 
@@ -128,7 +132,9 @@ class Paging:
             ranges = self._state.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
-        if excess > 0 and between != (0, 0):  # what is displaced gets pages of what displaced it
+        if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
+            excess -= self._peak_bytes >> _LOOSE_SHIFT
+        if excess > 0:  # what is displaced gets pages of what displaced it
             excess -= self._unmap_arena(round_up(excess), anything=False)
             if excess > 0:
                 self._unmap_arena(round_up(excess), anything=True)

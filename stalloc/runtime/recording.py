@@ -18,6 +18,8 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.trace import Trace
 
+_OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
+
 
 class Recording:
     """The record of one device."""
@@ -27,6 +29,8 @@ class Recording:
         self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
+        self.longest_step = 0  #: requests between two marks of steps, at most
+        self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
 
     def begin(self, *, lasting: bool) -> None:
@@ -44,8 +48,22 @@ class Recording:
         """The program sets a mark (trace.MARK_STEP, …)."""
         if kind == MARK_STEP:
             self.step_times_ns.append(time.monotonic_ns())
+            before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
+            self.longest_step = max(self.longest_step, self._allocs_before - before if before >= 0 else 0)
+            self._state.record.marks_overdue_at = self._allocs_before + self.overdue_requests
         if self._state.record.recording or not self.marks:
             self.marks.append((self._state.record.num_events, kind, name))
+
+    @property
+    def overdue_requests(self) -> int:
+        """Requests after which a mark of a step should have come, if there are to be any."""
+        return _OVERDUE_STEPS * self.longest_step or _OVERDUE_REQUESTS
+
+    @property
+    def marks_are_overdue(self) -> bool:
+        """Whether the program has ceased to mark steps."""
+        since = self._state.record.total.num_allocs - self._allocs_before
+        return self._allocs_before >= 0 and since >= self.overdue_requests
 
     @property
     def last_step_seconds(self) -> float:
