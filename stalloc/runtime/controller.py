@@ -84,7 +84,7 @@ class Controller:
                 self._shortage.explain_refusal(detail, argument)
                 return False
             if reason == constants.NEED_PAGES:
-                self._find_freed()
+                self.memory.free_deferred()
                 back(self.arenas, detail)
             elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
@@ -96,20 +96,11 @@ class Controller:
             elif reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
             elif reason == constants.POLL:
-                self._find_freed()
+                self.memory.free_deferred()
         return True
 
-    def _find_freed(self) -> bool:
-        """Free what waited for other streams, if they are done with it; whether there was any."""
-        before = self.state.record.num_deferred
-        if before == 0 or self.state.record.private_kind:
-            return False  # events must not be asked for while a graph is captured
-        self.memory.find_deferred()
-        self.memory.deferred.poll()
-        return self.state.record.num_deferred < before
-
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
-        if self._find_freed():
+        if self.memory.free_deferred():
             return True  # the core asks again if that did not help
         if self._lasting.ends_here(expects_marks=self.watching.expects_marks):
             return True  # the core asks again for what it wants now

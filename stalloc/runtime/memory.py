@@ -143,6 +143,15 @@ class DeviceMemory:
             for address in self.state.deferred_blocks():
                 self.deferred.add(address, capturing=True)  # its events come later
 
+    def free_deferred(self) -> bool:
+        """Free what waited for other streams and they are done with; whether there was any."""
+        before = self.state.record.num_deferred
+        if before == 0 or self.state.record.private_kind:
+            return False  # events must not be asked for while a graph is captured
+        self.find_deferred()
+        self.deferred.poll()
+        return self.state.record.num_deferred < before
+
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
