@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import GRANULE
 from stalloc.core.regions import moved_into
 from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
@@ -169,9 +170,12 @@ class Arenas:
         """Give back the arena if nothing is served from it and nothing lives in it."""
         arena_bytes = self.state.forget_arena() if self.arena is not None else 0
         if arena_bytes:
-            if self.memory.poison is not None:
-                self.memory.poison.returned(self.arena.ptr, arena_bytes)
             memory, self.arena = self.arena, None
+            if self.memory.poison is not None:
+                whole = [(memory.ptr, arena_bytes)]
+                held = [(page, GRANULE) for page in memory.mapped()] if self.memory.source.paged else whole
+                for address, size_bytes in held:
+                    self.memory.poison.returned(address, size_bytes)
             self.memory.let_go(memory)
 
     def match(self) -> None:
