@@ -27,7 +27,8 @@ from stalloc.notices import say
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
 BORROWING = {"_nrt": False}
-#: what is compiled for a function that is always inlined is not itself always inlined, as numba has it
+#: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core: each
+#: of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
@@ -54,7 +55,7 @@ class _Waiting(event.Listener):
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
             kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
-            say(f"compiling for this machine, up to a minute{kept}.")
+            say(f"compiling for this machine, up to half a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""
