@@ -27,8 +27,8 @@ from stalloc.notices import say
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
 BORROWING = {"_nrt": False}
-#: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core: each
-#: of ours says for itself whether it is always inlined
+#: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core:
+#: each of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
