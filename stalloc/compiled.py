@@ -19,16 +19,17 @@ import numba
 from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
-from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import FunctionPass, LoweringPass, register_pass
-from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 
+from stalloc.compiler import PartCompiler, WholeCompiler
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
 
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
 BORROWING = {"_nrt": False}
+#: numba hands `forceinline` on to what a function calls, and so on down, which makes one function of the whole core:
+#: each of ours says for itself whether it is always inlined
+_OWN = {"forceinline": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
@@ -54,7 +55,7 @@ class _Waiting(event.Listener):
         if self._seconds + now - self._began > self._PATIENCE:
             self._told = True
             kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
-            say(f"compiling for this machine, up to a minute{kept}.")
+            say(f"compiling for this machine, up to half a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""
@@ -110,7 +111,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)`, cached and tied to the folder."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(function)
+        dispatcher = numba.njit(pipeline_class=WholeCompiler, no_cfunc_wrapper=True, **_OWN | options)(function)
         _compile_once(dispatcher)
         _tie(dispatcher, function)
         return dispatcher
@@ -118,58 +119,11 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_later
 
 
-@register_pass(mutates_CFG=False, analysis_only=False)
-class _LeaveUnfinished(FunctionPass):
-    """Make no machine code of a function: it is optimized as a part of those that call it, once."""
-
-    _name = "stalloc_leave_unfinished"
-
-    def __init__(self) -> None:
-        FunctionPass.__init__(self)
-
-    def run_pass(self, state: Any) -> bool:
-        library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
-        library._optimize_final_module = lambda: None
-        library._finalize_final_module = lambda: setattr(library, "_finalized", True)
-        state.library = library
-        state.flags.no_compile = True
-        return True
-
-
-@register_pass(mutates_CFG=False, analysis_only=False)
-class _NameUncallable(LoweringPass):
-    """Give a function without machine code an entry point that is its own: numba finds functions by it."""
-
-    _name = "stalloc_name_uncallable"
-
-    def __init__(self) -> None:
-        LoweringPass.__init__(self)
-
-    def run_pass(self, state: Any) -> bool:
-        # numba takes a builtin function only; this one is like no other, and raises whatever it is called with
-        entry: Any = {}.__getitem__
-        state.cr = state.cr._replace(cfunc=entry)
-        state.targetctx.insert_user_function(entry, state.cr.fndesc, [state.library])
-        return True
-
-
-class _InnerCompiler(CompilerBase):
-    """numba's compiler, up to where machine code would be made."""
-
-    def define_pipelines(self) -> list[Any]:
-        """The passes."""
-        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.add_pass_after(_NameUncallable, NativeLowering)
-        passes.add_pass_after(_LeaveUnfinished, NopythonTypeInference)
-        passes.finalize()
-        return [passes]
-
-
 def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)` for what only compiled code calls; it is cached as a part of what calls it."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(pipeline_class=_InnerCompiler, **_WITHOUT_WRAPPERS, **options)(function)
+        dispatcher = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | options)(function)
         _compile_once(dispatcher)
         return dispatcher
 
@@ -180,7 +134,13 @@ def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """`numba.cfunc(signature, nopython=True)`, cached and tied to the folder; compiled at once."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
-        compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={"nopython": True})
+        compiled = CFunc(
+            function,
+            sigutils.normalize_signature(signature),
+            locals={},
+            options={"nopython": True},
+            pipeline_class=WholeCompiler,
+        )
         _tie(compiled, function)
         compiled.compile()
         return compiled

@@ -24,6 +24,7 @@ import numba
 from numba.core import config
 from numba.core.caching import FunctionCache
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from stalloc.errors import BadInputError, SetupError
@@ -107,7 +108,7 @@ class KeptCode(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for a signature, or None."""
-        target_context.refresh()
+        rtsys.initialize(target_context)  # what compiled code calls; numba loads here what it needs to compile, too
         key = self._index_key(sig, target_context.codegen())
         with contextlib.suppress(OSError, SetupError):
             content = read_private(self._file(key))

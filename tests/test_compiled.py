@@ -223,3 +223,52 @@ from stalloc.trace import load_traces
 assert load_traces({str(trace)!r})[0].num_requests == 1
 """
     compiling.run(source)
+
+
+CALLERS = """
+import numpy as np
+
+from stalloc.compiled import BORROWING, inner, njit
+
+@inner()
+def three_ways(x):
+    if x > 2:
+        return x, True
+    while x < 0:
+        x += 2
+    return max(x, 1), False
+
+@inner(forceinline=True)
+def twice(x):
+    return three_ways(x)[0] + three_ways(-x)[0]
+
+@njit(**BORROWING)
+def total(values, squares):
+    found = 0
+    for i in range(len(values)):
+        squares[i] = values[i] * values[i]
+        found += twice(values[i]) if three_ways(values[i])[1] else -1
+    return found, min(len(values), 3)
+
+@njit()
+def first_half(values):
+    return values[: len(values) // 2].copy() + 1
+"""
+
+
+def test_functions_that_only_compiled_code_calls_are_compiled_into_their_callers(tmp_path: Path) -> None:
+    """Numbers, tuples, loops, branches and arrays, through two compiled functions with one caller."""
+    (tmp_path / "callers.py").write_text(CALLERS)
+    program = (
+        "import json, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); import callers\n"
+        "squares = np.zeros(4, np.int64)\n"
+        "total = callers.total(np.array([5, 2, -3, 4]), squares)\n"
+        "print(json.dumps([total, squares.tolist(), callers.first_half(np.arange(5)).tolist()]))\n"
+    )
+    for _ in range(2):  # compiled, and as it was kept
+        command = [sys.executable, "-B", "-c", program, str(tmp_path)]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [[5 + 1 - 1 - 1 + 4 + 1, 3], [25, 4, 9, 16], [1, 2]]
+    assert len(list((tmp_path / "kept").rglob("*.compiled"))) == 2

@@ -110,11 +110,12 @@ def ensure(kind: str) -> dict[str, str]:
 
 def show_checkout() -> dict[str, str]:
     """Give this interpreter the checkout as it would be installed, `kernels/` as `stalloc.kernels` included."""
-    wanted = {entry.name: entry for entry in [*(ROOT / "stalloc").iterdir(), ROOT / "kernels"]}
+    entries = [*(ROOT / "stalloc").iterdir(), ROOT / "kernels"]
+    wanted = {entry.name: entry for entry in entries if entry.name != "__pycache__"}  # Python makes one of its own
     package = SOURCE / "stalloc"
     package.mkdir(parents=True, exist_ok=True)
     for link in package.iterdir():
-        if link.readlink() != wanted.get(link.name):
+        if link.is_symlink() and link.readlink() != wanted.get(link.name):
             link.unlink()
     for name, entry in wanted.items():
         if not (package / name).is_symlink():

@@ -5,7 +5,7 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 `leave_arena_pages`.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.arena import begin_serving
 from stalloc.core.cells import cells_empty, flip_cells, has_memory, needed_at, tape_time
 from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
@@ -45,7 +45,7 @@ def _cell_around(state, offset):
     return low
 
 
-@njit()
+@njit(**BORROWING)
 def serve_pages(device, arena, arena_bytes, pages, anew):
     """Serve the tape from addresses that have no memory so far; `pages`: where a bit for each is. For Python.
 
@@ -75,7 +75,7 @@ def _set_pages(state, begin, end, mapped):
     state.num_segment_frees += not mapped
 
 
-@njit()
+@njit(**BORROWING)
 def use_arena_pages(device, begin, end):
     """The pages [begin, end), bytes from where the arena begins, have memory now, and had none. For Python."""
     state = locked(device)
@@ -140,7 +140,7 @@ def _leave_leases(state, wanted, count, begins, ends):
     return count
 
 
-@njit()
+@njit(**BORROWING)
 def leave_arena_pages(device, wanted, anything, begins, ends):
     """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
 

@@ -4,7 +4,7 @@ Contract: the lock is held. A cell is taken (its bit is 1) while a planned reque
 lease; nobody else gets it then. What the arena has beyond the plan is one more cell.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.constants import GRANULE
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import cell_at, use_at, use_start_at, word_at
@@ -12,7 +12,7 @@ from stalloc.core.records import cell_at, use_at, use_start_at, word_at
 NEVER = 1 << 60  # tape time
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _mask(word, low, high):
     """The bits of a word of cells that belong to the cells [low, high)."""
     mask = -1
@@ -23,7 +23,7 @@ def _mask(word, low, high):
     return mask
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def cells_empty(bits, low, high):
     """Whether nobody has any of the cells [low, high); `bits` is State.cell_bits."""
     taken = 0
@@ -32,7 +32,7 @@ def cells_empty(bits, low, high):
     return taken == 0
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def flip_cells(bits, low, high):
     """Take empty cells, or empty taken ones."""
     for word in range(low >> 6, ((high - 1) >> 6) + 1):
@@ -76,7 +76,7 @@ def region_end(state, first):
     return end
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def tape_time(state):
     """Requests that the tape was followed by since it was put in force: the clock of leases."""
     return state.pass_start + state.cursor

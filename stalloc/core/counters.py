@@ -10,7 +10,7 @@ from stalloc.core.constants import GENERAL_KIND, SMALL_KIND, SMALL_LIMIT
 from stalloc.core.intrinsics import add_ever, add_now, locked, raise_peaks, unlock
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def count_alloc(state, size, requested):
     """Count a request that was served; the sizes are bytes, rounded and as asked for."""
     total = state.total
@@ -26,14 +26,14 @@ def count_alloc(state, size, requested):
         _raise_active(state)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def count_free(state, size, requested):
     """Count a block whose memory is free again."""
     add_now(state.total, -size, -requested, -1, 0)
     add_now(state.small if size <= SMALL_LIMIT else state.large, -size, -requested, -1, 0)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _raise(peaks, total, small):
     """Let peaks be at least what is counted now."""
     peaks.total = max(peaks.total, total)
@@ -104,7 +104,7 @@ def count_joined(state, number):
     state.num_segments += 1 - number
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _reset(peaks, total, small):
     """Let peaks begin with what is counted now."""
     peaks.total = total
@@ -112,7 +112,7 @@ def _reset(peaks, total, small):
     peaks.small = small
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _reset_counts(counts):
     counts.allocated_peak = counts.allocated_bytes
     counts.requested_peak = counts.requested_bytes

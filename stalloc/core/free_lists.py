@@ -31,13 +31,13 @@ _PARTS_BITS = 6  # an octave above has 2 ** this bins
 _FIRST_OCTAVE = 7  # 2 ** this is _FINE
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def pool_of(state, row):
     """The pool of a block: that of its segment."""
     return segment_at(state, block_at(state, row).segment).pool
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def is_before(state, a, b):
     """Whether a block is smaller than another, or as large and at a lower address."""
     block, other = block_at(state, a), block_at(state, b)
@@ -46,7 +46,7 @@ def is_before(state, a, b):
     )
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _bin(size):
     """The bin of blocks of `size` bytes."""
     units = size >> 9
@@ -56,7 +56,7 @@ def _bin(size):
     return _FINE + ((octave - _FIRST_OCTAVE) << _PARTS_BITS) + ((units >> (octave - _PARTS_BITS)) & 63)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _mark_bin(bins, nth, filled):
     """Note whether a bin holds any blocks."""
     word = filled_at(bins, nth >> 6)
@@ -66,7 +66,7 @@ def _mark_bin(bins, nth, filled):
     bins.summary = bins.summary | summary_bit if bits != 0 else bins.summary & ~summary_bit
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _next_bin(bins, after):
     """The first bin beyond `after` that holds any blocks; -1 if none does."""
     word = (after + 1) >> 6
@@ -89,7 +89,7 @@ def allocate_bins(state, pool):
         pool_at(state, pool).bins = unused_bins_at(state, used)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _enter_list(state, link, row):
     """Add a block to the list that begins at `link`."""
     block = block_at(state, row)
@@ -104,7 +104,7 @@ def _enter_list(state, link, row):
         block_at(state, following).left = row
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _leave_list(state, first, row):
     """Take a block out of the list that begins at the link `first`."""
     previous, following = block_at(state, row).left, block_at(state, row).right
@@ -116,7 +116,7 @@ def _leave_list(state, first, row):
         block_at(state, following).left = previous
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _priority(row):
     """The priority of a block in its treap: its row, mixed, is as good as random and need not be kept."""
     row *= 0x1E3779B97F4A7C15
@@ -206,7 +206,7 @@ def remove_free(state, row):
         _mark_bin(bins, nth, False)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _fit_under(state, root, size):
     """The best fit in the treap below a block; 0 if there is none."""
     best, current = 0, root

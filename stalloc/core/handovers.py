@@ -27,7 +27,7 @@ def _is_handle(stream):
     return stream & 7 != 2
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _stream_of(entry):
     return entry.key & (MAX_STREAMS - 1)
 

@@ -5,20 +5,20 @@ keys of the tape by themselves. Only live blocks leave their table again; theirs
 caches.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.records import LiveBlock, dtype_of, live_at, live_row, word_at
 
 _HASH = 0x1E3779B97F4A7C15
 _LIVE_WORDS = dtype_of(LiveBlock).itemsize // 8
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def hash_slot(number, mask):
     """Where the search for a number begins; of addresses and offsets the number is that of ALIGNMENT units."""
     return (number * _HASH >> 24) & mask
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def find_row(table, words, mask, number, first_word, empty):
     """The row that begins with `first_word`, or the empty row where it would be added.
 
@@ -83,7 +83,7 @@ def drop_live(state, address):
     state.live_count -= 1
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def live_is_full(state):
     """Whether the largest table of live blocks is half full: beyond that looking things up takes long."""
     return 2 * state.live_count > state.live_mask

@@ -6,7 +6,7 @@ once.
 
 from typing import NamedTuple
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     subject: int  # what the reason is about: the pool that needs a segment, the table that is full
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def rounded_bytes(state, row):
     """The bytes that a block which is not free was asked for, rounded up."""
     return (block_at(state, row).requested_bytes + (ALIGNMENT - 1)) & -ALIGNMENT

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner, njit
 from stalloc.core.records import state_at, word_at
 
 _WORD = ir.IntType(64)
@@ -176,7 +176,7 @@ _CLOCK_MONOTONIC = 1
 _MAX_PAUSES = 64  # between two looks at a lock that is held, after which other threads are let on
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def first_at_least(table, low, high, value):
     """The first of the words [low, high) that is at least `value`, in a table in ascending order; `high` if none is."""
     while low < high:
@@ -188,7 +188,7 @@ def first_at_least(table, low, high, value):
     return low
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def lock(state):
     """Take the spin lock of a state. The holder never waits for anything, the GIL least of all."""
     pauses = 1
@@ -210,13 +210,13 @@ def locked(address):
     return state
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def unlock(state):
     """Give the spin lock of a state back."""
     _store_release(state, 0)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def now_ns(state):
     """Monotonic time in nanoseconds; with the lock held."""
     clock = state.clock

@@ -9,7 +9,7 @@ place in the pass lived before. (STAlloc's paper, section 5.2, places requests o
 that layer to the one of their free; here time is the place in the pass, and lifespans are learnt.)
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.cells import NEVER, cells_empty, flip_cells, has_memory, needed_at, tape_time
 from stalloc.core.constants import (
     LEASED_KIND,
@@ -172,20 +172,20 @@ def note_death(state, block):
         known.value = max(lived, known.value - (known.value >> 3))
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _take(state, block, size, requested, row):
     address = take_block(state, block, size, requested)
     note_birth(state, block, row)
     return address
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _times_released(state):
     """How often cells were given back: by planned requests that were freed, and otherwise."""
     return state.hits - state.arena_live + state.cells_released
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _failed_before(state, stream, size, lasts):
     """Whether the last search found nothing, and this one asks for no less: no cell was given back since."""
     search = state.failed_search

@@ -5,7 +5,7 @@ them are neighbours, and all are on one list. Memory is mapped before a block be
 after it ceased to be: nobody is ever given addresses without memory. Nothing of a pool that belongs to a graph goes.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
     ACTION_SEGMENT_MAP,
     ACTION_SEGMENT_UNMAP,
@@ -257,7 +257,7 @@ def _may_leave(state, row):
     return segment.address != 0 and segment.is_paged == 1 and pool_at(state, segment.pool).status == POOL_USED
 
 
-@njit()
+@njit(**BORROWING)
 def leave_pages(device, wanted, low, high, addresses, sizes):
     """Serve no more from free pages of segments, at most `wanted` bytes of them; how many ranges. For Python.
 
@@ -288,7 +288,7 @@ def leave_pages(device, wanted, low, high, addresses, sizes):
     return count
 
 
-@njit()
+@njit(**BORROWING)
 def remove_empty_ranges(device, addresses):
     """Take segments of which nothing has memory out of the heap: writes where they begin, returns how many.
 

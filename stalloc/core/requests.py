@@ -233,7 +233,7 @@ def _take_cells(state, position, requested):
     return Outcome(state.arena + entry.offset, 0, 0)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _count(state, stream, address, size, requested):
     count_alloc(state, size, requested)
     if state.recording == 1:
@@ -336,14 +336,14 @@ def _last_resort(state, stream, size, requested):
     return address
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _find(state, address):
     """What lives at an address: the row of its slot (-1: none) and of its block (0: none)."""
     slot = find_slot(state, address) if in_arena(state, address) else -1
     return slot, find_live(state, address) if slot < 0 else 0
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _status(state, slot, block):
     """The BLOCK_ state of a slot or a block."""
     if slot >= 0:
@@ -351,7 +351,7 @@ def _status(state, slot, block):
     return block_at(state, block).state if block != 0 else BLOCK_FREE
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _set_status(state, slot, block, status):
     if slot >= 0:
         slot_at(state, slot).state = status
@@ -394,7 +394,7 @@ def _release_block(state, address, block):
         record(state, ACTION_FREE_COMPLETED, stream, address, requested)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _release(state, address, slot, block):
     """Free the slot or the block that lives at an address."""
     if slot >= 0:

@@ -5,7 +5,7 @@ neighbours are one block, so a segment in which nothing lives is one free block.
 one piece go back together.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
     ACTION_SEGMENT_ALLOC,
     ACTION_SEGMENT_FREE,
@@ -195,7 +195,7 @@ def give_segment(device, pool, address, size):
     return done
 
 
-@njit()
+@njit(**BORROWING)
 def remove_free_segments(device, addresses, sizes, idle_passes):
     """Take free segments out of the heap, as many as there is room for in two columns; how many. For Python.
 

@@ -4,14 +4,14 @@ Contract: the lock is held. Every offset of the tape has a slot from when the ta
 added or removed while the tape is in place.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.hash_table import find_row
 from stalloc.core.records import Slot, dtype_of, slot_at, slot_row
 
 _WORDS = dtype_of(Slot).itemsize // 8
 
 
-@njit()
+@njit(**BORROWING)
 def fill_slots(table, mask, offsets, rows):
     """Fill an empty table of slots with distinct offsets (bytes); `rows[i]` becomes the row of `offsets[i]`."""
     for i in range(len(offsets)):
@@ -19,7 +19,7 @@ def fill_slots(table, mask, offsets, rows):
         slot_row(table, rows[i]).offset = offsets[i]
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def in_arena(state, address):
     """Whether an address is one of the arena's."""
     return state.arena <= address < state.arena + state.arena_bytes

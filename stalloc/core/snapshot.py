@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import cells_empty
 from stalloc.core.constants import (
     BLOCK_FREE,
@@ -80,18 +80,24 @@ class Inactive:
     small_number: int
 
 
-@njit()
+@inner(**BORROWING)
+def _copy_one(source, target):
+    for i in range(len(source)):  # not a slice: it would bring in the making of an error's text, seconds to compile
+        target[i] = source[i]
+
+
+@njit(**BORROWING)
 def _copy(
     device, words, words_to, segments, segments_to, pools, pools_to, blocks, blocks_to, slots, slots_to, pages, pages_to
 ):
     """Copy tables, as words, while nobody changes them."""
     state = locked(device)
-    pages_to[:] = pages
-    words_to[:] = words
-    segments_to[:] = segments
-    pools_to[:] = pools
-    blocks_to[:] = blocks
-    slots_to[:] = slots
+    _copy_one(pages, pages_to)
+    _copy_one(words, words_to)
+    _copy_one(segments, segments_to)
+    _copy_one(pools, pools_to)
+    _copy_one(blocks, blocks_to)
+    _copy_one(slots, slots_to)
     unlock(state)
 
 
@@ -192,10 +198,10 @@ def _filled_up(address: int, size_bytes: int, taken: list[HeapBlock]) -> list[He
     return blocks
 
 
-@njit()
+@njit(**BORROWING)
 def _copy_words(device, words, words_to):
     state = locked(device)
-    words_to[:] = words
+    _copy_one(words, words_to)
     unlock(state)
 
 

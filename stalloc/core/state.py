@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.core import arena, arena_pages, counters, handovers, pages, pools, segments, stream_table, tape_cursor
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
@@ -90,7 +90,7 @@ class Tables:
     step_log: np.ndarray
 
 
-@njit()
+@njit(**BORROWING)
 def _write(device, words, values):
     """Write several words of a state at once."""
     state = locked(device)

@@ -33,7 +33,7 @@ def _find_stream(state, handle):
     return index
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def stream_index(state, handle):
     """The index of a stream; -1 if the table is full."""
     if state.last_stream == handle:

@@ -5,7 +5,7 @@ for. One extra request never moves it on its own. A search costs steps for each 
 stands, not for each entry of the tape, so a request that is on no tape costs next to nothing.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
 from stalloc.core.constants import MODE_HEAP
 from stalloc.core.hash_table import find_row
@@ -20,7 +20,7 @@ _SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
 
-@njit()
+@njit(**BORROWING)
 def fill_keys(table, mask, keys, order):
     """Fill an empty table of keys: `keys` (k,) are those of the tape's entries, `order` (k,) the entries by key."""
     first = 0
@@ -41,7 +41,7 @@ def _find_key(state, key):
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _asked(state, back):
     """The key of the request that was asked for `back` requests before this one."""
     return history_at(state, (state.history_count - 1 - back) & 3).value
@@ -155,7 +155,7 @@ def _on_any_tape(state, first, end):
     return -1
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def _matches_in_a_row(state):
     """How many requests have matched since the last one that did not."""
     return state.history_count - state.last_miss
@@ -234,7 +234,7 @@ def _search(state, key):
     return position, position >= 0 and _passes_start(state, position)
 
 
-@njit(inline="always")
+@inner(forceinline=True)
 def follow(state, key):
     """Follow the tape with one request: its entry, -1 if it is on no tape; and whether the ring begins anew with it."""
     count = state.history_count

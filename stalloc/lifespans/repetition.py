@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, inner, njit
 
 _BUCKETS = 64
 
@@ -41,7 +41,9 @@ def longest_runs(keys: Column, min_repeats: int, min_length: int) -> list[Period
     if len(keys) < 2:
         return []
     best = np.zeros((_BUCKETS, 3), np.int64)  # covered, -length, first: compared in this order
-    _all_runs(keys, min_repeats, max(min_length, 1), best)
+    backwards = np.ascontiguousarray(keys[::-1])
+    z, matches = np.empty(len(keys), np.int64), np.empty((2, len(keys)), np.int64)
+    _all_runs(keys, backwards, min_repeats, max(min_length, 1), best, z, matches, np.empty((128, 2), np.int64))
     rows = sorted((tuple(int(value) for value in row) for row in best if row[0]), reverse=True)
     return [Period(first, -negative, covered) for covered, negative, first in rows]
 
@@ -60,7 +62,7 @@ def runs_at_end(keys: Column, min_repeats: int, min_length: int) -> list[Period]
     return [Period(len(backwards) + negative, length, -negative) for negative, length in runs]
 
 
-@njit()
+@njit(**BORROWING)
 def _z_function(text, z):
     n = len(text)
     z[0] = n
@@ -76,13 +78,11 @@ def _z_function(text, z):
             left, right = i, i + length
 
 
-@njit()
-def _prefix_matches(pattern, text):
-    """For each i the length of the longest common prefix of `pattern` and text[i:]."""
+@inner(**BORROWING)
+def _prefix_matches(pattern, text, z, out):
+    """For each i the length of the longest common prefix of `pattern` and text[i:]; `z` is scratch space."""
     n, m = len(pattern), len(text)
-    z = np.empty(n, np.int64)
     _z_function(pattern, z)
-    out = np.zeros(m, np.int64)
     left, right = 0, 0
     for i in range(m):
         length = 0
@@ -93,10 +93,9 @@ def _prefix_matches(pattern, text):
         out[i] = length
         if i + length > right:
             left, right = i, i + length
-    return out
 
 
-@njit()
+@inner(**BORROWING)
 def _offer(best, first, length, covered):
     bucket, rest = 0, length
     while rest > 1:
@@ -107,19 +106,23 @@ def _offer(best, first, length, covered):
         row[0], row[1], row[2] = covered, -length, first
 
 
-@njit()
-def _all_runs(keys, min_repeats, min_length, best):
-    stack = [(0, len(keys))]
-    while len(stack):
-        low, high = stack.pop()
+@njit(**BORROWING)
+def _all_runs(keys, backwards, min_repeats, min_length, best, z, matches, stack):
+    """Offer all runs; `z`, `matches` and `stack` are scratch space, the last for the parts that wait."""
+    forward, backward = matches[0], matches[1]
+    stack[0, 0], stack[0, 1] = 0, len(keys)
+    waiting = 1
+    while waiting:
+        waiting -= 1
+        low, high = stack[waiting, 0], stack[waiting, 1]
         if high - low < 2 * min_length:
             continue
         middle = (low + high) // 2
-        whole, right = keys[low:high], keys[middle:high]
-        left_back, whole_back = keys[low:middle][::-1].copy(), whole[::-1].copy()
-        num_left, num_right = middle - low, high - middle
-        forward = _prefix_matches(right, whole)  # [i]: keys[low + i:] against keys[middle:]
-        backward = _prefix_matches(left_back, whole_back)  # [i]: keys[:high - i] against keys[:middle], from behind
+        num_left, num_right, behind_all = middle - low, high - middle, len(keys) - low
+        whole_back = backwards[len(keys) - high : behind_all]
+        # [i]: keys[low + i:] against keys[middle:], and keys[:high - i] against keys[:middle] from behind
+        _prefix_matches(keys[middle:high], keys[low:high], z, forward)
+        _prefix_matches(backwards[len(keys) - middle : behind_all], whole_back, z, backward)
         for length in range(min_length, max(num_left, num_right) + 1):
             if length <= num_left:  # matches around the pair (middle - length, middle)
                 ahead = forward[num_left - length]
@@ -133,5 +136,6 @@ def _all_runs(keys, min_repeats, min_length, best):
                 covered = length + ahead + behind
                 if covered >= min_repeats * length:
                     _offer(best, middle - behind, length, covered)
-        stack.append((low, middle))
-        stack.append((middle, high))
+        stack[waiting, 0], stack[waiting, 1] = low, middle
+        stack[waiting + 1, 0], stack[waiting + 1, 1] = middle, high
+        waiting += 2

@@ -16,8 +16,9 @@ How a plan is found, from the outside to the inside; every step has a file of it
   exact_search and its board): heights are yes-or-no questions from the bound upwards, so that a bound that rises is
   proven.
 - Larger parts, and those where the search gives up, go to the portfolio: many packings in orders that are known to be
-  good (orders), by compiled passes over the requests (placement, on trees), in two_layers, or into the tightest hole
-  (best_fit_by_birth). The first that reaches the bound ends it; otherwise the target is ratcheted down.
+  good (orders), by compiled passes over the requests (placement, on trees), in two_layers, into holes (hole_filling) or
+  into the tightest one at birth (best_fit_by_birth). The first that reaches the bound ends it; otherwise the target is
+  ratcheted down.
 - validator: judges the plan by comparing intervals, and shares no code with any of this.
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the

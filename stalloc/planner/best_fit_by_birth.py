@@ -8,7 +8,7 @@ long pipeline leaves stay few. Costs about as much as the allocator itself would
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.planner.problem import Problem
 
 #: holes that may be looked at for each request, on average
@@ -25,15 +25,16 @@ def by_birth(problem: Problem, height: int, *, high: bool = False) -> Column | N
     order = np.lexsort([problem.start - problem.end, -problem.size, problem.start])
     by_end = np.argsort(problem.end, kind="stable")
     offset = np.empty(len(order), np.int64)
-    done = best_fit(problem.start, problem.end, problem.size, order, by_end, offset, height, high)
+    holes = np.empty((2, len(order) + 2), np.int64)
+    done = best_fit(problem.start, problem.end, problem.size, order, by_end, offset, holes, height, high)
     return offset if done else None
 
 
-@njit(nogil=True)
-def best_fit(start, end, size, order, by_end, offset, height, high):
+@njit(nogil=True, **BORROWING)
+def best_fit(start, end, size, order, by_end, offset, scratch, height, high):
     """Whether all of `order` fit below the height; writes `offset`. Of equally tight holes the lowest is taken."""
     count = len(order)
-    low, top = np.empty(count + 2, np.int64), np.empty(count + 2, np.int64)  # holes, from the bottom up
+    low, top = scratch[0], scratch[1]  # holes, from the bottom up
     low[0], top[0], holes = 0, height, 1
     looks = MAX_HOLES * count
     num_dead = 0
@@ -42,7 +43,13 @@ def best_fit(start, end, size, order, by_end, offset, height, high):
             begin = offset[by_end[num_dead]]
             stop = begin + size[by_end[num_dead]]
             num_dead += 1
-            h = np.searchsorted(low[:holes], begin)
+            h, behind = 0, holes
+            while h < behind:
+                middle = (h + behind) >> 1
+                if low[middle] < begin:
+                    h = middle + 1
+                else:
+                    behind = middle
             below = h > 0 and top[h - 1] == begin
             above = h < holes and low[h] == stop
             if below and above:

@@ -11,7 +11,7 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.planner.budget import Budget
 from stalloc.planner.constraints import Constraints
-from stalloc.planner.placement import fit
+from stalloc.planner.hole_filling import fit
 from stalloc.planner.portfolio import HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
 from stalloc.planner.two_layers import skyline
@@ -81,7 +81,8 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
 
     def fitted(order: Column, best_fit: bool, kept: Column = taken) -> tuple[int, Column]:
         offset = kept.copy()
-        fit(*whole, sizes, align, offset, order, best_fit)
+        a, b, a2, b2 = whole
+        fit(a, b, a2, b2, sizes, align, offset, order, best_fit)
         return int((offset + sizes)[:count].max(initial=0)), offset[:count]
 
     best: tuple[int, Column] | None = None

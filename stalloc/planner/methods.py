@@ -8,8 +8,9 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.groups import by_phase, by_size
+from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import METHODS, SINGLE, ranks
-from stalloc.planner.placement import fill_holes, sweep
+from stalloc.planner.placement import sweep
 from stalloc.planner.portfolio import HOLES_LIMIT, Packing, compressed
 from stalloc.planner.problem import Problem
 from stalloc.planner.trees import FAR

@@ -6,7 +6,8 @@ Times are epochs in [0, T), T = len(floor); sizes are positive; ranks are a perm
 
 import numpy as np
 
-from stalloc.compiled import BORROWING, njit
+from stalloc.columns import Column
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.planner.trees import (
     FAR,
     add_load,
@@ -26,18 +27,14 @@ from stalloc.planner.trees import (
 )
 
 
-@njit(nogil=True)
-def _counts_below(times, num_epochs):
+def _counts_below(times: Column, num_epochs: int) -> Column:
     """(T + 2,) how many of `times` are below each epoch."""
     below = np.zeros(num_epochs + 2, np.int64)
-    for t in times:
-        below[t + 1] += 1
-    for t in range(1, num_epochs + 2):
-        below[t] += below[t - 1]
+    np.cumsum(np.bincount(times, minlength=num_epochs + 1), out=below[1:])
     return below
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _split(right, left, height, lowest, run, at):
     """Split a run of the skyline in two of equal height."""
     right[at], left[at], height[at] = right[run], run, height[run]
@@ -47,7 +44,7 @@ def _split(right, left, height, lowest, run, at):
     set_minimum(lowest, at, height[at])
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _merge(right, left, height, lowest, run):
     """Join a run with the one on its right if they are equally high."""
     other = right[run]
@@ -58,25 +55,19 @@ def _merge(right, left, height, lowest, run):
         set_minimum(lowest, other, FAR)
 
 
-@njit(nogil=True)
-def _skyline(floor):
+def _skyline(floor: Column) -> tuple[Column, Column, Column, Column]:
     """(right, left, height, lowest): a run begins at `a`, ends at right[a], the one before it begins at left[a]."""
     num_epochs = len(floor)
     right = np.full(num_epochs, num_epochs, np.int64)
     left = np.full(num_epochs, -1, np.int64)
-    height = floor.copy()
     heads = np.full(num_epochs, FAR, np.int64)
-    run = 0
-    heads[0] = height[0]
-    for t in range(1, num_epochs):
-        if height[t] != height[run]:
-            right[run], left[t] = t, run
-            run = t
-            heads[t] = height[t]
-    return right, left, height, build_minima(heads)
+    runs = np.flatnonzero(np.diff(floor, prepend=floor[0] - 1))
+    right[runs[:-1]], left[runs[1:]] = runs[1:], runs[:-1]
+    heads[runs] = floor[runs]
+    return right, left, floor.copy(), build_minima(heads)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def _raise_run(right, left, height, lowest, run, begin, stop, level):
     """Raise the part [begin, stop) of a run to a level, and join it with neighbours of that level."""
     if begin > run:
@@ -91,8 +82,9 @@ def _raise_run(right, left, height, lowest, run, begin, stop, level):
         _merge(right, left, height, lowest, left[run])
 
 
-@njit(nogil=True)
-def sweep(start, end, size, rank, floor, target, guided):
+def sweep(
+    start: Column, end: Column, size: Column, rank: Column, floor: Column, target: int, guided: bool
+) -> tuple[Column, int]:
     """Offset sweep: fill the lowest run of the skyline with the best request that fits inside it.
 
     If nothing fits, the run rises to its lower neighbour (best fit of Burke, Kendall and Whitwell, 2004; used for
@@ -101,20 +93,37 @@ def sweep(start, end, size, rank, floor, target, guided):
 
     Returns (offset, peak); peak -1: given up because the target height cannot be kept.
     """
-    count, num_epochs = len(start), len(floor)
-    by_start = np.argsort(start, kind="mergesort")
-    starts_below = _counts_below(start, num_epochs)
-    first_end, last_end, best_rank = build_requests(end[by_start], rank[by_start])
+    num_epochs = len(floor)
+    by_start = np.argsort(start, kind="stable")
     # for the empty part to the left of an epoch: the latest end first, the starts negated, make it a tree of minima
-    by_end = np.argsort(-end, kind="mergesort")
-    place_by_end = np.argsort(by_end, kind="mergesort")
-    ends_below = _counts_below(end, num_epochs)
-    start_by_end = build_minima(-start[by_end])
-    load, pending = build_load(start, end, size, num_epochs)
-    stack = np.empty((96, 3), np.int64)
+    by_end = np.argsort(-end, kind="stable")
+    place_by_end = np.empty_like(by_end)
+    place_by_end[by_end] = np.arange(len(by_end))
+    offset = np.zeros(len(start), np.int64)
+    peak = _sweep(
+        (start, end, size, offset),
+        (by_start, _counts_below(start, num_epochs)),
+        build_requests(end[by_start], rank[by_start]),
+        (by_end, place_by_end, _counts_below(end, num_epochs), build_minima(-start[by_end])),
+        build_load(start, end, size, num_epochs),
+        _skyline(floor),
+        np.empty((96, 3), np.int64),
+        target,
+        guided,
+    )
+    return offset, peak
 
-    right, left, height, lowest = _skyline(floor)
-    offset = np.zeros(count, np.int64)
+
+@njit(nogil=True, **BORROWING)
+def _sweep(requests, starts, tree, ends, loads, runs, stack, target, guided):
+    """`sweep` with its tables made: the peak, or -1."""
+    start, end, size, offset = requests
+    by_start, starts_below = starts
+    first_end, last_end, best_rank = tree
+    by_end, place_by_end, ends_below, start_by_end = ends
+    load, pending = loads
+    right, left, height, lowest = runs
+    count, num_epochs = len(start), len(height)
     peak = np.int64(0)
     unplaced = count
     while unplaced > 0:
@@ -140,7 +149,7 @@ def sweep(start, end, size, rank, floor, target, guided):
             begin, stop, new = start[i], end[i], level + size[i]
             peak = max(peak, new)
             if peak > target:
-                return offset, np.int64(-1)
+                return np.int64(-1)
             remove_request(first_end, last_end, best_rank, found)
             if guided:
                 add_load(load, pending, begin, stop, -size[i])
@@ -151,7 +160,7 @@ def sweep(start, end, size, rank, floor, target, guided):
                 new = min(new, height[stop])
             if guided:
                 if most + new > target:
-                    return offset, np.int64(-1)
+                    return np.int64(-1)
                 before = first_at_most(start_by_end, count - ends_below[epoch + 1], count, -run)
                 if before >= 0:
                     begin = max(begin, end[by_end[before]])
@@ -159,11 +168,19 @@ def sweep(start, end, size, rank, floor, target, guided):
                 if behind >= 0:
                     stop = start[by_start[behind]]
         _raise_run(right, left, height, lowest, run, begin, stop, new)
-    return offset, peak
+    return peak
 
 
-@njit(nogil=True)
-def pack(start, end, start2, end2, size, rank, floor, target):
+def pack(
+    start: Column,
+    end: Column,
+    start2: Column,
+    end2: Column,
+    size: Column,
+    rank: Column,
+    floor: Column,
+    target: int,
+) -> tuple[Column, int]:
     """Slack-guided placement at a target height: the epoch with the most unplaced bytes is served first.
 
     There, the best request whose lifespan lies between the walls (epochs with a higher floor) goes on the floor; if
@@ -175,25 +192,41 @@ def pack(start, end, start2, end2, size, rank, floor, target):
 
     Returns (offset, peak); peak -1: some epoch has no request that keeps the target.
     """
-    count, num_epochs = len(start), len(floor)
+    num_epochs = len(floor)
     once = np.flatnonzero(start2 >= end2)
     twice = np.flatnonzero(start2 < end2)  # few: looked at one by one
+    by_start = once[np.argsort(start[once], kind="stable")]
+    begin, stop = np.concatenate([start, start2[twice]]), np.concatenate([end, end2[twice]])
+    offset = np.zeros(len(start), np.int64)
+    peak = _pack(
+        (start, end, start2, end2, size, rank, offset),
+        (by_start, _counts_below(start[once], num_epochs)),
+        build_requests(end[by_start], rank[by_start]),
+        build_load(begin, stop, np.concatenate([size, size[twice]]), num_epochs),
+        build_floor(floor),
+        twice,
+        np.empty((96, 3), np.int64),
+        num_epochs,
+        target,
+    )
+    return offset, peak
+
+
+@njit(nogil=True, **BORROWING)
+def _pack(requests, starts, tree, loads, floors, twice, stack, num_epochs, target):
+    """`pack` with its tables made: the peak, or -1."""
+    start, end, start2, end2, size, rank, offset = requests
+    by_start, starts_below = starts
+    first_end, last_end, best_rank = tree
+    load, pending = loads
+    cover, top = floors
     num_twice = len(twice)
-    by_start = once[np.argsort(start[once], kind="mergesort")]
-    starts_below = _counts_below(start[once], num_epochs)
-    first_end, last_end, best_rank = build_requests(end[by_start], rank[by_start])
-    load, pending = build_load(start, end, size, num_epochs)
-    for i in twice:
-        add_load(load, pending, start2[i], end2[i], size[i])
-    cover, top = build_floor(floor)
-    stack = np.empty((96, 3), np.int64)
-    offset = np.zeros(count, np.int64)
     peak = np.int64(0)
-    for _ in range(count):
+    for _ in range(len(start)):
         most, epoch = highest_load(load, pending, 0, num_epochs)
         level = highest_floor(cover, top, epoch, epoch + 1)
         if level + most > target:
-            return offset, np.int64(-1)
+            return np.int64(-1)
         chosen, position, place = np.int64(-1), np.int64(-1), np.int64(-1)
         for reach in (level, target - most):
             begin = nearest_wall(cover, top, epoch, reach, 0) + 1
@@ -217,7 +250,7 @@ def pack(start, end, start2, end2, size, rank, floor, target):
             if chosen >= 0:
                 break
         if chosen < 0:
-            return offset, np.int64(-1)
+            return np.int64(-1)
         offset[chosen] = highest_floor(cover, top, start[chosen], end[chosen])
         if place >= 0:
             offset[chosen] = max(offset[chosen], highest_floor(cover, top, start2[chosen], end2[chosen]))
@@ -232,65 +265,4 @@ def pack(start, end, start2, end2, size, rank, floor, target):
         if place >= 0:
             add_load(load, pending, start2[chosen], end2[chosen], -size[chosen])
             raise_floor(cover, top, start2[chosen], end2[chosen], new)
-    return offset, peak
-
-
-@njit(nogil=True)
-def fit(start, end, start2, end2, size, align, offset, order, best_fit):
-    """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
-
-    Each goes to a multiple of its `align`, a power of two. A request is live during [start, end) and [start2, end2),
-    which is empty for most. Requests that have an offset (>= 0) already are in the way. Writes `offset` and returns the
-    peak of all. Needs no floor.
-    """
-    count = len(start)
-    placed = np.empty(count, np.int64)
-    num_placed = 0
-    peak = np.int64(0)
-    for i in np.argsort(offset, kind="mergesort"):
-        if offset[i] >= 0:
-            placed[num_placed] = i
-            num_placed += 1
-            peak = max(peak, offset[i] + size[i])
-    for i in order:
-        a, b, c, d, need = start[i], end[i], start2[i], end2[i], size[i]
-        free_from = np.int64(0)
-        chosen, chosen_gap = np.int64(-1), FAR
-        for k in range(num_placed):
-            j = placed[k]
-            together = start[j] < b and a < end[j]
-            if start2[j] < end2[j]:
-                together = together or (start2[j] < b and a < end2[j]) or (start2[j] < d and c < end2[j])
-            if c < d:
-                together = together or (start[j] < d and c < end[j])
-            if not together:
-                continue
-            gap = offset[j] - free_from
-            place = (free_from + align[i] - 1) & -align[i]
-            if place + need <= offset[j] and gap < chosen_gap:
-                chosen, chosen_gap = place, gap
-                if not best_fit:
-                    break
-            free_from = max(free_from, offset[j] + size[j])
-        if chosen < 0:
-            chosen = (free_from + align[i] - 1) & -align[i]
-        offset[i] = chosen
-        peak = max(peak, chosen + need)
-        low, high = 0, num_placed
-        while low < high:
-            middle = (low + high) >> 1
-            if offset[placed[middle]] <= chosen:
-                low = middle + 1
-            else:
-                high = middle
-        for k in range(num_placed, low, -1):
-            placed[k] = placed[k - 1]
-        placed[low] = i
-        num_placed += 1
     return peak
-
-
-@njit(nogil=True)
-def fill_holes(start, end, start2, end2, size, offset, order, best_fit):
-    """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
-    return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)

@@ -13,8 +13,9 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.planner.best_fit_by_birth import by_birth
 from stalloc.planner.budget import Budget
+from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.orders import GUIDED, PLAIN, ranks
-from stalloc.planner.placement import fill_holes, pack, sweep
+from stalloc.planner.placement import pack, sweep
 from stalloc.planner.problem import Problem, epochs
 from stalloc.planner.trees import FAR
 from stalloc.planner.two_layers import cuts, divided, part_of, raised

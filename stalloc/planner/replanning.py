@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from stalloc.columns import Column
 from stalloc.compiled import njit
 from stalloc.errors import BadInputError
+from stalloc.planner.hole_filling import fit
 from stalloc.planner.layout import columns, plan_arrays
-from stalloc.planner.placement import fit
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.planning import Arrays, plan, where_live
 from stalloc.planner.problem import epochs, load_curve
@@ -204,10 +204,15 @@ def place_few(start, end, size, offset, order):
         count = 0
         for j in range(len(start)):
             if offset[j] >= 0 and size[j] > 0 and start[j] < end[i] and start[i] < end[j]:
-                met[count] = j
+                place = count  # by offset: NumPy's sort would take seconds to compile
+                while place > 0 and offset[met[place - 1]] > offset[j]:
+                    met[place] = met[place - 1]
+                    place -= 1
+                met[place] = j
                 count += 1
         lowest, chosen, smallest = np.int64(0), np.int64(-1), np.int64(1) << 62
-        for j in met[:count][np.argsort(offset[met[:count]], kind="mergesort")]:
+        for k in range(count):
+            j = met[k]
             gap = offset[j] - lowest
             if size[i] <= gap < smallest:
                 chosen, smallest = lowest, gap

@@ -8,9 +8,10 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner.budget import Budget
+from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
 from stalloc.planner.orders import GUIDED, ranks
-from stalloc.planner.placement import fill_holes, pack
+from stalloc.planner.placement import pack
 from stalloc.planner.portfolio import EFFORT, FRACTIONS, HOLES_LIMIT, Packing, solve
 from stalloc.planner.problem import Problem, epochs, load_curve, split_at_cuts
 

@@ -1,49 +1,47 @@
 """Three segment trees that placement asks: load over time, requests by start, floor over time.
 
-Contract: plain int64 arrays in heap order (children of node k are 2k and 2k+1), so that compiled code can be cached.
-Epochs are indices [0, T); every range is half open.
+Contract: plain int64 arrays in heap order (children of node k are 2k and 2k+1). Epochs are indices [0, T); every range
+is half open. NumPy makes the trees, compiled code asks and changes them.
 """
+
+from typing import Any
 
 import numpy as np
 
-from stalloc.compiled import BORROWING, njit
+from stalloc.columns import Column
+from stalloc.compiled import BORROWING, inner
+from stalloc.planner.problem import load_curve
 
-FAR = np.int64(1) << 62
+FAR = 1 << 62
 
 
-@njit(nogil=True, **BORROWING)
-def leaves_for(count):
+def leaves_for(count: int) -> int:
     """The smallest power of two that is at least `count`."""
-    leaves = 1
-    while leaves < count:
-        leaves *= 2
-    return leaves
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _tree(leaves: int, first: int, values: Column, empty: int, higher: Any) -> Column:
+    """A tree whose leaves from `first` on are the values, all others `empty`; each node is the higher of its two."""
+    tree = np.full(2 * leaves, empty, np.int64)
+    tree[leaves + first : leaves + first + len(values)] = values
+    while leaves > 1:
+        higher(tree[leaves : 2 * leaves : 2], tree[leaves + 1 : 2 * leaves : 2], out=tree[leaves >> 1 : leaves])
+        leaves >>= 1
+    return tree
 
 
 # Load: add over a range, ask for the highest epoch. `pending` holds what was added to a whole node and never moves
 # down; two spare leaves, one on each side, let the climb treat both ends alike.
 
 
-@njit(nogil=True)
-def build_load(start, end, size, num_epochs):
+def build_load(start: Column, end: Column, size: Column, num_epochs: int) -> tuple[Column, Column]:
     """(top, pending) of the load of the requests given."""
     leaves = leaves_for(num_epochs + 2)
-    top = np.full(2 * leaves, -FAR, np.int64)
-    pending = np.zeros(2 * leaves, np.int64)
-    change = np.zeros(num_epochs + 1, np.int64)
-    for i in range(len(start)):
-        change[start[i]] += size[i]
-        change[end[i]] -= size[i]
-    load = np.int64(0)
-    for t in range(num_epochs):
-        load += change[t]
-        top[leaves + 1 + t] = load
-    for node in range(leaves - 1, 0, -1):
-        top[node] = max(top[2 * node], top[2 * node + 1])
-    return top, pending
+    top = _tree(leaves, 1, load_curve(start, end, size, num_epochs), -FAR, np.maximum)
+    return top, np.zeros(2 * leaves, np.int64)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def add_load(top, pending, begin, stop, amount):
     """Add `amount` to the load of the epochs [begin, stop)."""
     leaves = len(top) // 2
@@ -65,7 +63,7 @@ def add_load(top, pending, begin, stop, amount):
         top[left] = max(top[2 * left], top[2 * left + 1]) + pending[left]
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def highest_load(top, pending, begin, stop):
     """(load, epoch) of the highest epoch in [begin, stop), the first of equals."""
     leaves = len(top) // 2
@@ -100,25 +98,18 @@ def highest_load(top, pending, begin, stop):
 # Requests, sorted by start: the best rank among those that start in a range and end in a range.
 
 
-@njit(nogil=True)
-def build_minima(values):
+def build_minima(values: Column) -> Column:
     """A tree of minima over `values`."""
-    leaves = leaves_for(len(values))
-    lowest = np.full(2 * leaves, FAR, np.int64)
-    for leaf in range(len(values)):  # not a slice: see build_floor
-        lowest[leaves + leaf] = values[leaf]
-    for node in range(leaves - 1, 0, -1):
-        lowest[node] = min(lowest[2 * node], lowest[2 * node + 1])
-    return lowest
+    return _tree(leaves_for(len(values)), 0, values, FAR, np.minimum)
 
 
-@njit(nogil=True)
-def build_requests(end_by_start, rank_by_start):
+def build_requests(end_by_start: Column, rank_by_start: Column) -> tuple[Column, Column, Column]:
     """(first end, last end, best rank) of the requests below each node."""
-    return build_minima(end_by_start), -build_minima(-end_by_start), build_minima(rank_by_start)
+    last = _tree(leaves_for(len(end_by_start)), 0, end_by_start, -FAR, np.maximum)
+    return build_minima(end_by_start), last, build_minima(rank_by_start)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def remove_request(first_end, last_end, best_rank, position):
     """Take the request at `position` out."""
     node = len(first_end) // 2 + position
@@ -133,7 +124,7 @@ def remove_request(first_end, last_end, best_rank, position):
         first_end[node], last_end[node], best_rank[node] = first, last, best
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def best_request(first_end, last_end, best_rank, low, high, after, until, stack):
     """The position in [low, high) of best rank whose end is in (after, until]; -1 if there is none.
 
@@ -165,7 +156,7 @@ def best_request(first_end, last_end, best_rank, low, high, after, until, stack)
     return found
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def first_at_most(lowest, low, high, limit):
     """The first position in [low, high) whose value is at most `limit`, in a tree of minima; -1 if there is none."""
     leaves = len(lowest) // 2
@@ -185,7 +176,7 @@ def first_at_most(lowest, low, high, limit):
     return node - leaves if node - leaves < high else -1
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def set_minimum(lowest, position, value):
     """Set one value of a tree of minima."""
     node = len(lowest) // 2 + position
@@ -198,7 +189,7 @@ def set_minimum(lowest, position, value):
         lowest[node] = least
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def first_lowest(lowest):
     """The first position of the least value of a tree of minima."""
     leaves = len(lowest) // 2
@@ -213,20 +204,15 @@ def first_lowest(lowest):
 # Floor: it only ever rises, so what covers a whole node can stay there (`cover`) and the highest wins.
 
 
-@njit(nogil=True)
-def build_floor(floor):
+def build_floor(floor: Column) -> tuple[Column, Column]:
     """(cover, top) of a floor given for each epoch."""
     leaves = leaves_for(len(floor))
     cover = np.zeros(2 * leaves, np.int64)
-    for epoch in range(len(floor)):  # a slice would bring in the making of an error's text: two seconds to compile
-        cover[leaves + epoch] = floor[epoch]
-    top = cover.copy()
-    for node in range(leaves - 1, 0, -1):
-        top[node] = max(top[2 * node], top[2 * node + 1])
-    return cover, top
+    cover[leaves : leaves + len(floor)] = floor
+    return cover, _tree(leaves, 0, floor, 0, np.maximum)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def highest_floor(cover, top, begin, stop):
     """The highest floor over the epochs [begin, stop), which are at least one."""
     leaves = len(cover) // 2
@@ -249,7 +235,7 @@ def highest_floor(cover, top, begin, stop):
     return highest
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def raise_floor(cover, top, begin, stop, level):
     """Raise the floor of the epochs [begin, stop) to `level`, which is above all of it."""
     leaves = len(cover) // 2
@@ -273,7 +259,7 @@ def raise_floor(cover, top, begin, stop, level):
         top[last] = max(top[last], level)
 
 
-@njit(nogil=True, **BORROWING)
+@inner(nogil=True, **BORROWING)
 def nearest_wall(cover, top, epoch, level, side):
     """The nearest epoch whose floor is above `level` on the right (side 1) or left (side 0); -1 if there is none.
 

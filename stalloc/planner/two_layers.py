@@ -8,9 +8,9 @@ sizes, which tile where the mixture does not (the idea behind the HomoSize group
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.planner.problem import Problem, load_curve
-from stalloc.planner.trees import build_floor, leaves_for, raise_floor
+from stalloc.planner.trees import build_floor, raise_floor
 
 #: sizes at which a problem may be divided, and how many of those that are good enough are tried
 MAX_CUTS, MAX_TRIED = 16, 3
@@ -49,14 +49,20 @@ def raised(problem: Problem, rows: Column, offset: Column) -> Column:
     return skyline(problem.start[rows][order], problem.end[rows][order], top[order], problem.floor)
 
 
-@njit(nogil=True)
-def skyline(start, end, top, floor):
+def skyline(start: Column, end: Column, top: Column, floor: Column) -> Column:
     """(T,) the highest of the floor and the tops of the requests that cover an epoch; tops ascend."""
     num_epochs = len(floor)
     cover, highest = build_floor(np.zeros(num_epochs, np.int64))
+    _raise_each(cover, highest, start, end, top)
+    level = 2
+    while level < len(cover):  # what covers a node covers its children
+        children = cover[level : 2 * level]
+        np.maximum(children, np.repeat(cover[level // 2 : level], 2), out=children)
+        level *= 2
+    return np.maximum(cover[len(cover) // 2 :][:num_epochs], floor)
+
+
+@njit(nogil=True, **BORROWING)
+def _raise_each(cover, highest, start, end, top):
     for i in range(len(start)):
         raise_floor(cover, highest, start[i], end[i], top[i])
-    leaves = leaves_for(num_epochs)
-    for node in range(2, 2 * leaves):
-        cover[node] = max(cover[node], cover[node >> 1])
-    return np.maximum(cover[leaves : leaves + num_epochs], floor)

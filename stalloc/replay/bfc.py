@@ -18,7 +18,7 @@ Chunks are shared between streams, as in TensorFlow, whose allocations all belon
 
 from dataclasses import dataclass
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import at, new_segment, split
 from stalloc.replay.driver import driver_of
@@ -51,7 +51,7 @@ class Settings:
 _OWN = own_type(Settings, "region", "backed_down")
 
 
-@njit()
+@inner()
 def _find(t, m, size):
     block = best_fit(t, 0, size)
     if block != 0:
@@ -62,7 +62,7 @@ def _find(t, m, size):
     return block
 
 
-@njit()
+@inner()
 def _extend(t, m, size):
     """Add a region for a request; whether there was room."""
     available = (m.limit - t.reserved) // _UNIT * _UNIT
@@ -89,7 +89,7 @@ def _extend(t, m, size):
     return True
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     size = round_up(requested, _UNIT)
     block = _find(t, m, size)
@@ -103,7 +103,7 @@ def _allocate(t, m, request, requested, stream):
     return block if block != 0 else -1
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     free_into(t, 0, block)
 

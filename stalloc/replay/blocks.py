@@ -9,7 +9,7 @@ bytes hold no block.
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import Record, record_at, row_of, table
 from stalloc.core.records import Word
 from stalloc.replay.protocol import Kind
@@ -100,13 +100,13 @@ def make_store(capacity_bytes: int) -> Owner:
     return store
 
 
-@njit()
+@inner()
 def has_room(t):
     """Whether the tables have room for any one event."""
     return t.num_blocks - t.blocks_used >= ROWS_AHEAD and t.num_segments - t.segments_used >= ROWS_AHEAD
 
 
-@njit()
+@inner()
 def new_block(t):
     """A row of the block table; what is in it is the last owner's, but it is free and holds no request."""
     row = t.blocks_spare
@@ -124,7 +124,7 @@ def new_block(t):
     return row
 
 
-@njit()
+@inner()
 def drop_block(t, row):
     """Give a row back."""
     block = at(t, row)
@@ -135,14 +135,14 @@ def drop_block(t, row):
     t.num_spare += 1
 
 
-@njit()
+@inner()
 def count_reserved(t, change):
     """Count bytes that came from the device, or went back where `change` is negative."""
     t.reserved += change
     t.peak_reserved = max(t.peak_reserved, t.reserved)
 
 
-@njit()
+@inner()
 def count_call(t, change):
     """Count a call of the device that took bytes, or gave them back where `change` is negative."""
     count_reserved(t, change)
@@ -152,13 +152,13 @@ def count_call(t, change):
         t.device_frees += 1
 
 
-@njit()
+@inner()
 def fits(t, size):
     """Whether the device has so many bytes left."""
     return t.capacity == 0 or t.reserved + size <= t.capacity
 
 
-@njit()
+@inner()
 def take_addresses(t, size):
     """Where the device puts `size` bytes."""
     address = t.next_address
@@ -166,7 +166,7 @@ def take_addresses(t, size):
     return address
 
 
-@njit()
+@inner()
 def whole_block(t, address, size):
     """A free block, in no tree, that has no neighbours."""
     row = new_block(t)
@@ -178,7 +178,7 @@ def whole_block(t, address, size):
     return row
 
 
-@njit()
+@inner()
 def new_segment(t, size, stream, tag):
     """A segment of `size` bytes that is one free block in no tree: the block, or -1 if the device has no room."""
     if not fits(t, size):
@@ -202,7 +202,7 @@ def new_segment(t, size, stream, tag):
     return block
 
 
-@njit()
+@inner()
 def drop_segment(t, block):
     """Give the segment back to the device of which a free block, in no tree, is all."""
     number = at(t, block).segment
@@ -214,13 +214,13 @@ def drop_segment(t, block):
     drop_block(t, block)
 
 
-@njit()
+@inner()
 def is_whole(t, block):
     """Whether a block is all of its segment."""
     return at(t, block).previous == 0 and at(t, block).next == 0
 
 
-@njit()
+@inner()
 def split(t, block, size):
     """Cut a block after `size` bytes; the new block behind it, free and in no tree."""
     row = new_block(t)
@@ -240,7 +240,7 @@ def split(t, block, size):
     return row
 
 
-@njit()
+@inner()
 def absorb(t, block, following):
     """Let a block take in the one behind it; neither is in a tree."""
     after = at(t, following).next
@@ -251,7 +251,7 @@ def absorb(t, block, following):
     drop_block(t, following)
 
 
-@njit()
+@inner()
 def hold(t, row, block, requested):
     """Note that a request holds a block; 0 for a request without bytes, below 0 for one refused: False then."""
     if block <= 0:
@@ -270,7 +270,7 @@ def hold(t, row, block, requested):
     return True
 
 
-@njit()
+@inner()
 def give_up(t, row, kind):
     """A free of either kind: the block that is to become free now, 0 for none."""
     block = place_at(t, row).value

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner, njit
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.replay.blocks import at, fits, new_segment, split
@@ -66,13 +66,13 @@ def _peaks(kind, request, size, classes, peaks):
             live[row] = 0
 
 
-@njit()
+@inner()
 def _release(t):
     for tree in range(_BUFFERS, t.num_headers):
         release_whole(t, tree)
 
 
-@njit()
+@inner()
 def _begin(t, m):
     """Take the buffers; False if the device has no room for them."""
     for which in range(_BUFFERS):
@@ -87,7 +87,7 @@ def _begin(t, m):
     return True
 
 
-@njit()
+@inner()
 def _from_rest(t, size, stream):
     small = size <= SMALL_BYTES
     tree = _BUFFERS + 2 * stream + (0 if small else 1)
@@ -109,7 +109,7 @@ def _from_rest(t, size, stream):
     return block
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     which = _class_at(m, request).value
     if not _begin(t, m):
@@ -128,12 +128,12 @@ def _allocate(t, m, request, requested, stream):
     return _from_rest(t, size, stream)
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     free_into(t, at(t, block).tree, block)
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, request):
     _release(t)
 

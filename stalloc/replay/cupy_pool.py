@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
@@ -43,20 +43,20 @@ _OWN = own_type(Settings, "chosen")
 _chosen_at = row_of("chosen", Word)  # (n,) address of the chunk that a real pool took for each request, 0 for any
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, request):
     """Give back every cached chunk that is all of what came from the device."""
     for tree in range(t.num_headers):
         release_whole(t, tree)
 
 
-@njit()
+@inner()
 def _within_limit(t, m, size):
     limit = m.limit
     return limit == 0 or t.reserved + size <= limit
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     size = round_up(requested, _UNIT)
     block, chosen = best_fit(t, stream, size), _chosen_at(m, request).value
@@ -74,7 +74,7 @@ def _allocate(t, m, request, requested, stream):
     return new_segment(t, size, stream, 0) if _within_limit(t, m, size) else -1
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     free_into(t, at(t, block).stream, block)
 

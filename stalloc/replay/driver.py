@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import Record, record_at
 from stalloc.replay.blocks import give_up as usual_give_up
 from stalloc.replay.blocks import has_room as usual_has_room
@@ -17,24 +17,24 @@ from stalloc.replay.blocks import hold, store_at
 from stalloc.replay.protocol import Kind
 
 
-@njit()
+@inner()
 def has_room(t, m, size):
     """Whether the model's tables have room for any event, a request of `size` bytes among them."""
     return usual_has_room(t)
 
 
-@njit()
+@inner()
 def empty(t, m, kind, request):
     """Empty the cache; `kind` is EMPTY_CACHE, or what the model alone knows."""
 
 
-@njit()
+@inner()
 def give_up(t, m, request, kind):
     """A free of either kind: the block that is to become free now, 0 for none."""
     return usual_give_up(t, request, kind)
 
 
-@njit()
+@inner()
 def note(t, m, at, columns):
     """Write the figures after an event: (k, m) columns, of which the first are reserved and allocated."""
     columns[0, at] = t.reserved
@@ -89,5 +89,5 @@ def driver_of(name: str, own: type[Record], **rules: Callable[..., Any]) -> Call
     """
     copy = FunctionType(_run.__code__, _run.__globals__ | rules | {"own_at": record_at(own)}, f"run_{name}")
     copy.__qualname__ = f"run_{name}"
-    driver: Callable[..., int] = njit(nogil=True)(copy)
+    driver: Callable[..., int] = njit(nogil=True, **BORROWING)(copy)
     return driver

@@ -20,7 +20,7 @@ The map shows physical memory: a request that holds a stitched block holds sever
 from dataclasses import dataclass
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import table
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes
@@ -75,7 +75,7 @@ _COUNTS = (
 _OWN = own_type(Settings, *CHUNK_FIELDS, *_COUNTS, "need")
 
 
-@njit()
+@inner()
 def _has_room(t, m, size):
     """Whether the tables have room for an event with a request of `size` bytes."""
     chunks = size // CHUNK_BYTES + LARGE_SEGMENT // CHUNK_BYTES + ROWS_AHEAD
@@ -88,14 +88,14 @@ def _has_room(t, m, size):
     )
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, size, stream):
     if size <= SMALL_BYTES:
         return allocate_small(t, m, size, stream)
     return allocate_large(t, m, size, stream, request)
 
 
-@njit()
+@inner()
 def _give_up(t, m, request, kind):
     block = give_up(t, request, kind)
     held = place_at(t, request).value
@@ -104,7 +104,7 @@ def _give_up(t, m, request, kind):
     return block
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     if at(t, block).address >= _FIRST_STITCHED:
         free_stitched(t, m, block)
@@ -114,7 +114,7 @@ def _free(t, m, block):
         free_block(t, m, block)
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, request):
     release(t, m)
 

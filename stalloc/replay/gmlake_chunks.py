@@ -6,7 +6,7 @@ exactly while all are free and nobody holds it. A chunk is busy while the primit
 Numbers of chunks are never used again.
 """
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import Record, row_of
 from stalloc.replay.blocks import FREE, LIVE, absorb, at, drop_block, new_block, segment_at, split
 from stalloc.replay.treap import insert, remove
@@ -52,20 +52,20 @@ chunk_at, node_at = row_of("chunks", Chunk), row_of("nodes", Node)  # row 0 of e
 # in the row of a stitched block, `segment` counts its free chunks, `other` those in use; `extra` is its first node
 
 
-@njit()
+@inner()
 def first_chunk(t, block):
     """The number of a primitive block's first chunk."""
     segment = at(t, block).segment
     return segment_at(t, segment).tag + (at(t, block).address - segment_at(t, segment).address) // CHUNK_BYTES
 
 
-@njit()
+@inner()
 def num_chunks(t, block):
     """How many chunks a block has."""
     return at(t, block).size // CHUNK_BYTES
 
 
-@njit()
+@inner()
 def own_chunks(t, m, block):
     """Note that a primitive block's chunks are its own."""
     first = first_chunk(t, block)
@@ -73,7 +73,7 @@ def own_chunks(t, m, block):
         chunk_at(m, chunk).owner = block
 
 
-@njit()
+@inner()
 def number_chunks(t, m, block):
     """Give numbers to the chunks of a new segment."""
     segment_at(t, at(t, block).segment).tag = m.chunks_used
@@ -85,12 +85,12 @@ def number_chunks(t, m, block):
     own_chunks(t, m, block)
 
 
-@njit()
+@inner()
 def _tree(t, block, which):
     return at(t, block).stream * TREES + which
 
 
-@njit()
+@inner()
 def _set_busy(t, m, chunk, busy):
     chunk_at(m, chunk).busy = busy
     node = chunk_at(m, chunk).first_node
@@ -105,7 +105,7 @@ def _set_busy(t, m, chunk, busy):
         node = node_at(m, node).after
 
 
-@njit()
+@inner()
 def take_block(t, m, block, row):
     """A free primitive block, in no tree, is taken by a request."""
     at(t, block).state = LIVE
@@ -115,7 +115,7 @@ def take_block(t, m, block, row):
         _set_busy(t, m, chunk, 1)
 
 
-@njit()
+@inner()
 def cut(t, m, block, size):
     """Cut a block in no tree after `size` bytes and put the rest into the tree."""
     rest = split(t, block, size)
@@ -123,7 +123,7 @@ def cut(t, m, block, size):
     insert(t, _tree(t, rest, LARGE), rest)
 
 
-@njit()
+@inner()
 def take_range(t, m, low, high, row):
     """Take the free chunks [low, high), which follow each other in one segment, out of the blocks that hold them."""
     while low < high:
@@ -141,7 +141,7 @@ def take_range(t, m, low, high, row):
         low += num_chunks(t, block)
 
 
-@njit()
+@inner()
 def free_block(t, m, block):
     """Free a primitive block; it merges with free neighbours."""
     first = first_chunk(t, block)
@@ -161,7 +161,7 @@ def free_block(t, m, block):
     insert(t, _tree(t, block, LARGE), block)
 
 
-@njit()
+@inner()
 def new_stitched(t, m, count, stream):
     """A stitched block for `count` chunks, none of them known yet."""
     block = new_block(t)
@@ -180,7 +180,7 @@ def new_stitched(t, m, count, stream):
     return block
 
 
-@njit()
+@inner()
 def add_chunks(t, m, stitched, tail, block):
     """Let a stitched block, whose last node is `tail`, end with the busy chunks of a primitive one; the new tail."""
     first = first_chunk(t, block)
@@ -208,7 +208,7 @@ def add_chunks(t, m, stitched, tail, block):
     return tail
 
 
-@njit()
+@inner()
 def take_stitched(t, m, stitched, count, row):
     """A stitched block whose chunks are all free is taken by a request, which needs its first `count` chunks."""
     remove(t, stitched)
@@ -229,7 +229,7 @@ def take_stitched(t, m, stitched, count, row):
         take_range(t, m, low, high, row)
 
 
-@njit()
+@inner()
 def mark_parts(t, m, stitched, state):
     """Set the state of the primitive blocks that a held stitched block is made of."""
     node = at(t, stitched).extra
@@ -238,7 +238,7 @@ def mark_parts(t, m, stitched, state):
         node = node_at(m, node).following
 
 
-@njit()
+@inner()
 def free_stitched(t, m, stitched):
     """Free the primitive blocks of a stitched block that nobody holds any more; it stays known."""
     at(t, stitched).state = FREE
@@ -251,7 +251,7 @@ def free_stitched(t, m, stitched):
     at(t, stitched).other = 0
 
 
-@njit()
+@inner()
 def drop_stitched(t, m, stitched):
     """Forget a stitched block that nobody holds; the memory stays where it is."""
     if at(t, stitched).segment == num_chunks(t, stitched):
@@ -280,7 +280,7 @@ def drop_stitched(t, m, stitched):
     drop_block(t, stitched)
 
 
-@njit()
+@inner()
 def forget_chunks(t, m, block):
     """Forget every stitched block that shows a chunk of a free primitive block."""
     first = first_chunk(t, block)

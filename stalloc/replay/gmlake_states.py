@@ -3,7 +3,7 @@
 Contract: a block that a function returns is taken by the request; -1 says that the device has no room for it.
 """
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.replay.blocks import FREE, LIVE, at, drop_segment, fits, is_whole, new_segment, split
 from stalloc.replay.gmlake_chunks import (
     CHUNK_BYTES,
@@ -27,7 +27,7 @@ from stalloc.replay.treap import after, best_fit, first, insert, last, remove
 _UNIT = 512  # bytes
 
 
-@njit()
+@inner()
 def release(t, m):
     """Give back every segment without live blocks."""
     for tree in range(t.num_headers):
@@ -47,7 +47,7 @@ def release(t, m):
             block = after(t, tree, size, address)
 
 
-@njit()
+@inner()
 def _new_chunks(t, m, size, stream):
     """New physical memory as one free block in no tree, -1 if the device has no room."""
     block = new_segment(t, size, stream, 0)
@@ -58,7 +58,7 @@ def _new_chunks(t, m, size, stream):
     return block
 
 
-@njit()
+@inner()
 def allocate_small(t, m, requested, stream):
     size, tree = round_up(requested, _UNIT), stream * TREES + SMALL
     block = best_fit(t, tree, size)
@@ -76,7 +76,7 @@ def allocate_small(t, m, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _collect_garbage(t, m):
     """Forget every stitched block that nobody holds."""
     block = m.stitched_first
@@ -88,7 +88,7 @@ def _collect_garbage(t, m):
         block = following
 
 
-@njit()
+@inner()
 def _stitch(t, m, size, stream, row):
     """Stitch free blocks, the largest first, with new memory for what they lack if that is allowed; 0 if impossible."""
     tree = stream * TREES + LARGE
@@ -131,7 +131,7 @@ def _stitch(t, m, size, stream, row):
     return stitched
 
 
-@njit()
+@inner()
 def _find(t, m, size, stream, row):
     """Go through the states with what there is, as far as stitching with new memory; 0 if they do not serve."""
     tree = stream * TREES + LARGE
@@ -161,7 +161,7 @@ def _find(t, m, size, stream, row):
     return _stitch(t, m, size, stream, row)
 
 
-@njit()
+@inner()
 def _new(t, m, size, stream, row):
     """Plain new memory; -1 if the device has no room."""
     whole = torch_segment_size(size, LARGE_SEGMENT)
@@ -173,7 +173,7 @@ def _new(t, m, size, stream, row):
     return block
 
 
-@njit()
+@inner()
 def allocate_large(t, m, requested, stream, row):
     size = round_up(requested, CHUNK_BYTES)
     if m.stitched_bytes > m.stitch_limit:

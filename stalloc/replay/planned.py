@@ -18,10 +18,11 @@ from typing import cast
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, TINY
+from stalloc.core.entry import core_entries
+from stalloc.core.intrinsics import call3
 from stalloc.core.records import state_at
-from stalloc.core.requests import free, malloc
 from stalloc.core.snapshot import segments
 from stalloc.replay.model import check_capacity, check_rows
 from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve_recording
@@ -35,14 +36,17 @@ _HELD, _GIVEN_UP = 1, 2  # in Planned._held
 _PATIENT_SECONDS = 1e6
 
 
-@njit(nogil=True)
-def _run(device, words, held, address, kind, request, size, stream, reserved, allocated):
-    """Feed events that are no EMPTY_CACHE; the position of the first that ran out of memory, or their number."""
+@njit(nogil=True, **BORROWING)
+def _run(allocate, release, device, words, held, address, kind, request, size, stream, reserved, allocated):
+    """Feed events that are no EMPTY_CACHE; the position of the first that ran out of memory, or their number.
+
+    `allocate` and `release` are the addresses of `core_entries`: the core is not compiled once more for this loop.
+    """
     state = state_at(device)
     for i in range(len(kind)):
         row = request[i]
         if kind[i] == _ALLOC:
-            place = malloc(device, size[row], stream[row])
+            place = call3(allocate, device, size[row], stream[row])
             if place == 0 and size[row] > 0:
                 words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], state.reserved_bytes)
                 return i
@@ -57,7 +61,7 @@ def _run(device, words, held, address, kind, request, size, stream, reserved, al
                 held[row] = _GIVEN_UP
             if kind[i] == _FREE_COMPLETED:
                 held[row] = 0
-                free(device, address[row])
+                call3(release, device, address[row], 0)
         reserved[i] = state.reserved_bytes
         words[_PEAK_RESERVED] = max(words[_PEAK_RESERVED], reserved[i])
         allocated[i] = words[_ALLOCATED]
@@ -136,7 +140,7 @@ class Planned:
         for stop in [*np.flatnonzero(kind == Kind.EMPTY_CACHE).tolist(), num_events]:
             piece = slice(start, stop)
             columns = kind[piece], request[piece], size, stream, reserved[piece], allocated[piece]
-            done = int(_run(state.address, words, self._held, self._address, *columns))
+            done = int(_run(*core_entries(), state.address, words, self._held, self._address, *columns))
             if done < stop - start:
                 failed = start + done
                 break

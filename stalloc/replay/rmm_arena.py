@@ -18,7 +18,7 @@ after the first request, unless the size is 0: `touched_bytes` says how far up a
 from dataclasses import dataclass
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import Record, row_of, table
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import (
@@ -68,7 +68,7 @@ class Superblock(Record):
 _super_at = row_of("supers", Superblock)
 
 
-@njit()
+@inner()
 def _new_super(t, m, block, size):
     row = m.supers_spare
     if row != 0:
@@ -82,13 +82,13 @@ def _new_super(t, m, block, size):
     at(t, block).extra = row
 
 
-@njit()
+@inner()
 def _is_empty(t, m, block):
     """Whether a free block is all of its superblock."""
     return at(t, block).size == _super_at(m, at(t, block).extra).size
 
 
-@njit()
+@inner()
 def _take_memory(t, m, size):
     """An arena of so many bytes, one superblock; False if the device has no room for it."""
     block = new_segment(t, size, 0, 0)
@@ -99,7 +99,7 @@ def _take_memory(t, m, size):
     return True
 
 
-@njit()
+@inner()
 def _take_global(t, m, size):
     """A block that fits, out of its tree, in a superblock that is no larger than it has to be; 0 for none."""
     block = first_fit(t, _GLOBAL, size)
@@ -115,7 +115,7 @@ def _take_global(t, m, size):
     return block
 
 
-@njit()
+@inner()
 def _shorten(t, block, size, tree):
     if at(t, block).size > size:
         rest = split(t, block, size)
@@ -123,7 +123,7 @@ def _shorten(t, block, size, tree):
         insert_fit(t, tree, rest)
 
 
-@njit()
+@inner()
 def _move_super(t, m, row, tree, without):
     """Move the free blocks of a superblock, all but one, to the tree of another arena."""
     _super_at(m, row).tree = tree
@@ -135,7 +135,7 @@ def _move_super(t, m, row, tree, without):
         block = at(t, block).next
 
 
-@njit()
+@inner()
 def _try(t, m, size, stream):
     if size > _SUPERBLOCK:
         block = _take_global(t, m, size)
@@ -155,7 +155,7 @@ def _try(t, m, size, stream):
     return block
 
 
-@njit()
+@inner()
 def _join_supers(t, m, block):
     """Merge an empty superblock of the global arena, in its tree, with empty neighbours there."""
     following, previous = at(t, block).next, at(t, block).previous
@@ -165,14 +165,14 @@ def _join_supers(t, m, block):
         _swallow(t, m, previous, block)
 
 
-@njit()
+@inner()
 def _is_free_super(t, m, block):
     if at(t, block).state != FREE or not _is_empty(t, m, block):
         return False
     return _super_at(m, at(t, block).extra).tree == _GLOBAL
 
 
-@njit()
+@inner()
 def _swallow(t, m, block, following):
     gone = at(t, following).extra
     remove_fit(t, block)
@@ -185,7 +185,7 @@ def _swallow(t, m, block, following):
     insert_fit(t, _GLOBAL, block)
 
 
-@njit()
+@inner()
 def _defragment(t, m):
     """Return every superblock to the global arena."""
     block = segment_at(t, 1).first
@@ -203,7 +203,7 @@ def _defragment(t, m):
             block = following
 
 
-@njit()
+@inner()
 def _extend(t, m, size):
     """Lengthen an arena without a size of its own by an empty superblock at its end; whether there was room."""
     least = max(_SUPERBLOCK, size)
@@ -234,7 +234,7 @@ def _extend(t, m, size):
     return True
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     if m.supers_used == 1 and m.size > 0 and not _take_memory(t, m, m.size):  # the first request
         return -1
@@ -253,7 +253,7 @@ def _allocate(t, m, request, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     row = at(t, block).extra
     following, previous = at(t, block).next, at(t, block).previous
@@ -269,7 +269,7 @@ def _free(t, m, block):
         _join_supers(t, m, block)
 
 
-@njit()
+@inner()
 def _has_room(t, m, size):
     return has_room_for_one(t) and m.num_supers - m.supers_used >= ROWS_AHEAD
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
@@ -42,7 +42,7 @@ _OWN = own_type(Settings, *rmm_pool.OWN, "prepared", "bin_chunks", "heads", "num
 _head_at = row_of("heads", Word)  # (k,) first free block of each bin, 0 for none
 
 
-@njit()
+@inner()
 def _fill(t, m, number, stream):
     """Take blocks for a bin from the pool; whether it had them."""
     size = 1 << (m.smallest_exponent + number)
@@ -60,7 +60,7 @@ def _fill(t, m, number, stream):
     return True
 
 
-@njit()
+@inner()
 def _prepare(t, m):
     if not begin(t, m):
         return False
@@ -71,7 +71,7 @@ def _prepare(t, m):
     return True
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     if not _prepare(t, m):
         return -1
@@ -87,7 +87,7 @@ def _allocate(t, m, request, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     number = at(t, block).extra - 1
     if number < 0:
@@ -97,7 +97,7 @@ def _free(t, m, block):
         _head_at(m, number).value = block
 
 
-@njit()
+@inner()
 def _has_room(t, m, size):
     rows = _BLOCKS * (m.num_heads + 1 - m.prepared) + ROWS_AHEAD
     return has_room_for_one(t) and t.num_blocks - t.blocks_used >= rows

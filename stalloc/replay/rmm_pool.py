@@ -19,7 +19,7 @@ RMM orders the lists of streams by where their events lie in memory; the model b
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import LIVE, at, new_segment, split
 from stalloc.replay.driver import driver_of
@@ -45,7 +45,7 @@ OWN = ("begun", "lists_taken_over")
 _OWN = own_type(Settings, *OWN)
 
 
-@njit()
+@inner()
 def begin(t, m):
     """Take the initial memory, once; False if the device has no room for it."""
     if m.begun == 0:
@@ -58,7 +58,7 @@ def begin(t, m):
     return True
 
 
-@njit()
+@inner()
 def _take_over(t, m, stream, other):
     """Move all free blocks of another stream to the list of this one."""
     m.lists_taken_over += 1
@@ -70,7 +70,7 @@ def _take_over(t, m, stream, other):
         block = root(t, other)
 
 
-@njit()
+@inner()
 def _from_others(t, m, size, stream):
     for other in range(t.num_headers):
         block = best_fit(t, other, size) if other != stream else 0
@@ -89,7 +89,7 @@ def _from_others(t, m, size, stream):
     return 0
 
 
-@njit()
+@inner()
 def _grow(t, m, size, stream):
     held, maximum = t.reserved, m.maximum
     if maximum != 0:
@@ -105,7 +105,7 @@ def _grow(t, m, size, stream):
     return -1
 
 
-@njit()
+@inner()
 def take(t, m, requested, stream):
     """A block for a request; -1 if the pool cannot grow."""
     size = round_up(requested, UNIT)
@@ -124,12 +124,12 @@ def take(t, m, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     return take(t, m, requested, stream) if begin(t, m) else -1
 
 
-@njit()
+@inner()
 def free(t, m, block):
     """Free a block of the pool."""
     free_into(t, at(t, block).stream, block)

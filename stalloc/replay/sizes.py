@@ -1,6 +1,6 @@
 """Sizes: rounding, and what torch takes from the device for a request. Compiled, and usable from Python."""
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner, njit
 
 GRANULE = 2 << 20  # bytes; segments begin at multiples of it, and what the device maps is a multiple
 SMALL_BYTES = 1 << 20  # torch serves requests up to this from segments of one granule
@@ -13,7 +13,7 @@ def round_up(size, unit):
     return (size + unit - 1) // unit * unit
 
 
-@njit()
+@inner()
 def torch_segment_size(size, large):
     """What torch takes from the device for a block of `size` bytes; `large`: for those from 1 MiB to below 10 MiB."""
     if size <= SMALL_BYTES:
@@ -21,7 +21,7 @@ def torch_segment_size(size, large):
     return large if size < 10 * SMALL_BYTES else round_up(size, GRANULE)
 
 
-@njit()
+@inner()
 def log2(value):
     """The position of the highest bit of a positive number."""
     position = 0

@@ -17,7 +17,7 @@ is more; best fit, split to the unit; neighbours of one stream merge.
 
 from dataclasses import dataclass
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.replay.blocks import at, drop_segment, fits, is_whole, new_segment, split
 from stalloc.replay.driver import driver_of, note
 from stalloc.replay.model import TableModel, own_type
@@ -46,7 +46,7 @@ class Settings:
 _OWN = own_type(Settings, "events", "reused_across_streams", "dependencies_inserted")
 
 
-@njit()
+@inner()
 def _merge_streams(t):
     """The device is idle: whatever is free is free for every stream, and neighbours merge."""
     for tree in range(1, t.num_headers):
@@ -58,7 +58,7 @@ def _merge_streams(t):
             block = root(t, tree)
 
 
-@njit()
+@inner()
 def _trim(t, keep):
     """Give free chunks back, in the order of their sizes, as long as more than `keep` bytes are held."""
     _merge_streams(t)
@@ -71,7 +71,7 @@ def _trim(t, keep):
         block = after(t, 0, size, address)
 
 
-@njit()
+@inner()
 def _from_others(t, size, stream):
     """The best block that another stream has freed, in no tree; 0 for none."""
     best = 0
@@ -85,7 +85,7 @@ def _from_others(t, size, stream):
     return best
 
 
-@njit()
+@inner()
 def _find(t, m, size, stream):
     """A free block that serves the request, in no tree; 0 for none."""
     block = best_fit(t, stream, size)
@@ -97,7 +97,7 @@ def _find(t, m, size, stream):
     return block
 
 
-@njit()
+@inner()
 def _take(t, m, size, stream):
     """A block that the device or, where it has no more, another stream gives; -1 if neither can."""
     chunk, block = max(_CHUNK, round_up(size, GRANULE)), 0
@@ -114,7 +114,7 @@ def _take(t, m, size, stream):
     return block if block != 0 else new_segment(t, chunk, stream, 0)
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     size = round_up(requested, _UNIT)
     block = _find(t, m, size, stream)
@@ -129,17 +129,17 @@ def _allocate(t, m, request, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     free_into(t, at(t, block).stream, block)
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, request):
     _trim(t, 0)
 
 
-@njit()
+@inner()
 def _wait_and_note(t, m, at, columns):
     """Wait for the device at times."""
     m.events += 1

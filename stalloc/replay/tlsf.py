@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.errors import BadInputError
@@ -50,13 +50,13 @@ _level_at = row_of("second_bits", Word)  # (_LEVELS,) bit of each list of a leve
 _head_at = row_of("heads", Word)  # (_LEVELS * _DIVISIONS,) first block of each list, linked by `left` and `right`
 
 
-@njit()
+@inner()
 def _lowest(bits):
     """The position of the lowest bit of a word that has one."""
     return log2(bits & -bits)
 
 
-@njit()
+@inner()
 def _list_of(t, m, units):
     """The list that a block of so many units belongs to: level and division."""
     bits = m.bits
@@ -66,7 +66,7 @@ def _list_of(t, m, units):
     return high - bits + 1, (units >> (high - bits)) - (1 << bits)
 
 
-@njit()
+@inner()
 def _insert(t, m, block):
     level, division = _list_of(t, m, at(t, block).size >> _UNIT_BITS)
     head = _head_at(m, level * _DIVISIONS + division).value
@@ -79,7 +79,7 @@ def _insert(t, m, block):
     _level_at(m, level).value |= 1 << division
 
 
-@njit()
+@inner()
 def _remove(t, m, block):
     before, behind = at(t, block).left, at(t, block).right
     if behind != 0:
@@ -95,7 +95,7 @@ def _remove(t, m, block):
             m.first_bits &= ~(1 << level)
 
 
-@njit()
+@inner()
 def _searched(t, m, units):
     """The units of the smallest block of the first list in which every block holds `units`."""
     bits = m.bits
@@ -105,7 +105,7 @@ def _searched(t, m, units):
     return round_up(units, step)
 
 
-@njit()
+@inner()
 def _find(t, m, units):
     """A block of a list in which every block holds so many units, out of its list; 0 for none."""
     level, division = _list_of(t, m, _searched(t, m, units))
@@ -121,7 +121,7 @@ def _find(t, m, units):
     return block
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, request):
     """Give back every region without live blocks."""
     for segment in range(1, t.segments_used):
@@ -133,7 +133,7 @@ def _empty(t, m, kind, request):
             drop_segment(t, block)
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, requested, stream):
     size = (requested + _UNIT - 1) >> _UNIT_BITS << _UNIT_BITS
     block = _find(t, m, size >> _UNIT_BITS)
@@ -153,7 +153,7 @@ def _allocate(t, m, request, requested, stream):
     return block
 
 
-@njit()
+@inner()
 def _free(t, m, block):
     following, previous = at(t, block).next, at(t, block).previous
     if following != 0 and at(t, following).state == FREE:

@@ -8,7 +8,7 @@ segment that it belongs to, 0 for none; `other` of a free one counts for the col
 
 import numpy as np
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.core.record_types import row_of
 from stalloc.core.records import Word
 from stalloc.replay.blocks import FREE, LIVE, UNMAPPED, WAITING, at, split, whole_block
@@ -37,13 +37,13 @@ _given_at = row_of("given", Word)  # (num_given,) device addresses to be handed 
 _ALIGN = np.int64(0x1FFFFF)
 
 
-@njit()
+@inner()
 def pool_of(t, block):
     """The pool of a block."""
     return at(t, block).tree >> 1
 
 
-@njit()
+@inner()
 def cut(t, block, size, state):
     """Split a block that is in no tree after `size` bytes; the rest is a new block with that state, in no tree."""
     rest = split(t, block, size)
@@ -52,7 +52,7 @@ def cut(t, block, size, state):
     return rest
 
 
-@njit()
+@inner()
 def add_free(t, m, block):
     """A mapped block joins the free ones of its pool."""
     pool, free = pool_of(t, block), at(t, block)
@@ -62,7 +62,7 @@ def add_free(t, m, block):
     insert(t, 2 * pool, block)
 
 
-@njit()
+@inner()
 def add_unmapped(t, block):
     """A range of addresses without memory joins the unmapped ones of its pool."""
     at(t, block).state = UNMAPPED
@@ -70,7 +70,7 @@ def add_unmapped(t, block):
     insert_by_address(t, 2 * pool_of(t, block) + 1, block)
 
 
-@njit()
+@inner()
 def free_and_merge(t, m, block):
     """A mapped block in no tree becomes free, with the free neighbours that it has; the merged block."""
     block = merge(t, 2 * pool_of(t, block), FREE, block)
@@ -78,7 +78,7 @@ def free_and_merge(t, m, block):
     return block
 
 
-@njit()
+@inner()
 def add_segment(t, pool, address, size, base):
     """A new block that spans a segment, in no tree."""
     block = whole_block(t, address, size)
@@ -88,7 +88,7 @@ def add_segment(t, pool, address, size, base):
     return block
 
 
-@njit()
+@inner()
 def _is_taken(t, begin, end):
     for row in range(1, t.blocks_used):
         block = at(t, row)
@@ -98,13 +98,13 @@ def _is_taken(t, begin, end):
     return False
 
 
-@njit()
+@inner()
 def raise_next_address(t, end):
     """Segments that come later lie behind `end`."""
     t.next_address = max(t.next_address, (end + _ALIGN) & ~_ALIGN)
 
 
-@njit()
+@inner()
 def device_address(t, m, size, mapped):
     """Where the device puts the next segment of `size` bytes, of which `mapped` are used soon: as given, or above all
     others.

@@ -5,7 +5,7 @@ whether it is split, when device memory is taken, and what goes back when the de
 when its capacity is exceeded. A request of no bytes gets no block.
 """
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner, njit
 from stalloc.replay.blocks import (
     FREE,
     LIVE,
@@ -62,14 +62,14 @@ def round_size(parts, size):
     return (size + 511) // 512 * 512
 
 
-@njit()
+@inner()
 def _growing_size(t, block):
     """What a block can become by mapping more."""
     after = at(t, block).next
     return at(t, block).size + (at(t, after).size if after != 0 and at(t, after).state == UNMAPPED else 0)
 
 
-@njit()
+@inner()
 def _find_cached(t, m, pool, size):
     """Take a free block that serves the request out of its tree; 0 if there is none."""
     if m.collect_above >= 0:
@@ -92,7 +92,7 @@ def _find_cached(t, m, pool, size):
     return block
 
 
-@njit()
+@inner()
 def _take_from_device(t, m, pool, size):
     """A block of a new segment, in no tree; 0 if the device or the process's share has no more."""
     wanted = torch_segment_size(size, m.large_segment_bytes)
@@ -107,7 +107,7 @@ def _take_from_device(t, m, pool, size):
     return block
 
 
-@njit()
+@inner()
 def _release(t, block):
     """Give a segment that is one free block back to the device."""
     remove(t, block)
@@ -115,13 +115,13 @@ def _release(t, block):
     drop_block(t, block)
 
 
-@njit()
+@inner()
 def _is_free_segment(t, block):
     """Whether a row is a free block that spans a segment of its own."""
     return at(t, block).state == FREE and is_whole(t, block)
 
 
-@njit()
+@inner()
 def _collect(t, m):
     """Give back the large segments that were free for longer than the mean, until enough is free."""
     if m.collect_above < 0 or t.reserved <= m.collect_above:
@@ -148,7 +148,7 @@ def _collect(t, m):
                 _release(t, block)
 
 
-@njit()
+@inner()
 def _release_oversize(t, m, pool, size):
     """Give back unsplittable blocks of the stream, enough for the request if there are; whether it was enough.
 
@@ -172,7 +172,7 @@ def _release_oversize(t, m, pool, size):
     return True
 
 
-@njit()
+@inner()
 def _empty_cache(t, m):
     """Wait for all streams, then give back every segment and page without a live block."""
     end = t.blocks_used
@@ -190,7 +190,7 @@ def _empty_cache(t, m):
                 _release(t, block)
 
 
-@njit()
+@inner()
 def _empty(t, m, kind, address):
     if kind == Kind.EMPTY_CACHE:
         _empty_cache(t, m)
@@ -201,7 +201,7 @@ def _empty(t, m, kind, address):
             return
 
 
-@njit()
+@inner()
 def _take(t, m, pool, size):
     """A block of at least `size` bytes, in no tree, from the cache or from the device; 0 when memory runs out."""
     block = _find_cached(t, m, pool, size)
@@ -217,7 +217,7 @@ def _take(t, m, pool, size):
     return block
 
 
-@njit()
+@inner()
 def _allocate(t, m, request, size, stream):
     rounded = round_size(divisions_at(m, interval_of(size)).value, size)
     pool = 2 * stream + (1 if rounded > SMALL_BYTES else 0)
@@ -236,7 +236,7 @@ def _allocate(t, m, request, size, stream):
     return block
 
 
-@njit()
+@inner()
 def _give_up(t, m, request, kind):
     held = place_at(t, request).value
     if held != 0 and at(t, held).state == LIVE:
@@ -248,14 +248,14 @@ def _give_up(t, m, request, kind):
     return block
 
 
-@njit()
+@inner()
 def _has_room(t, m, size):
     """Unmapping may cut every free block in three."""
     used = t.blocks_used - t.num_spare
     return t.num_blocks - used >= 16 + (2 * used if m.expandable_segments else 0)
 
 
-@njit()
+@inner()
 def _note(t, m, at_event, columns):
     note(t, m, at_event, columns)
     columns[2, at_event] = m.block_bytes

@@ -5,7 +5,7 @@ end of its address space, and goes when all of it is unmapped. The steps are tho
 c10/cuda/CUDACachingAllocator.cpp, "Expandable Segments".
 """
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner
 from stalloc.replay.blocks import FREE, UNMAPPED, at, count_call, drop_block, fits, is_whole
 from stalloc.replay.sizes import GRANULE, round_up
 from stalloc.replay.torch_blocks import (
@@ -20,12 +20,12 @@ from stalloc.replay.torch_blocks import (
 from stalloc.replay.treap import first, following, merge, remove
 
 
-@njit()
+@inner()
 def _page_bytes(m, pool):
     return m.large_segment_bytes if pool & 1 else GRANULE
 
 
-@njit()
+@inner()
 def _has_room(t, block, size):
     found = 0
     while block != 0 and found < size and (at(t, block).state == FREE or at(t, block).state == UNMAPPED):
@@ -34,7 +34,7 @@ def _has_room(t, block, size):
     return found >= size
 
 
-@njit()
+@inner()
 def _find_room(t, m, pool, size):
     """Where `size` bytes can be had by mapping, lowest address first; a new segment if nowhere."""
     block = first(t, 2 * pool + 1)
@@ -53,7 +53,7 @@ def _find_room(t, m, pool, size):
     return block
 
 
-@njit()
+@inner()
 def _map(t, m, block, size):
     """Map at least `size` bytes from the start of an unmapped range; the free block that they belong to then, 0 if the
     device has not as many."""
@@ -68,7 +68,7 @@ def _map(t, m, block, size):
     return free_and_merge(t, m, block)
 
 
-@njit()
+@inner()
 def grow(t, m, pool, size):
     """A block of at least `size` bytes made by mapping, in no tree; 0 if the device has not as much.
 
@@ -85,7 +85,7 @@ def grow(t, m, pool, size):
     return block
 
 
-@njit()
+@inner()
 def unmap_pages(t, m, block):
     """Give the whole pages of a free block back to the device, and the segment if nothing of it is left."""
     page, start = _page_bytes(m, pool_of(t, block)), at(t, block).address - at(t, block).extra

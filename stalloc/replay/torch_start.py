@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.record_types import record_at
 from stalloc.errors import BadInputError
 from stalloc.replay.blocks import at, count_reserved, hold, store_at
@@ -203,7 +203,7 @@ def _expandable(trace: Trace, blocks: BlockMap) -> Column:
     return found
 
 
-@njit()
+@njit(**BORROWING)
 def load_blocks(store, own, columns, requested, small, base):
     """Put blocks into an empty model that has rows enough, whose store and own record are at these addresses.
 
@@ -239,7 +239,7 @@ def load_blocks(store, own, columns, requested, small, base):
     _close(t, m, before)
 
 
-@njit()
+@inner()
 def _append(t, before, pool, address, size, base):
     """A new block behind another one, or without one."""
     block = add_segment(t, pool, address, size, base)
@@ -249,7 +249,7 @@ def _append(t, before, pool, address, size, base):
     return block
 
 
-@njit()
+@inner()
 def _close(t, m, before):
     """The rest of an expandable segment's addresses, if the block before is of one; always no block."""
     if before == 0 or at(t, before).extra == 0:

@@ -9,7 +9,7 @@ A tree by address can tell the first block that fits: then the field `other` of 
 at or below it, and blocks come and go by insert_fit and remove_fit only.
 """
 
-from stalloc.compiled import njit
+from stalloc.compiled import inner, njit
 from stalloc.core.record_types import offset_of
 from stalloc.replay.blocks import (
     FREE,
@@ -42,25 +42,25 @@ def new_tree(store, tree):
     header.priority = _SEED + tree
 
 
-@njit()
+@inner()
 def root(t, tree):
     """Some block of a tree; 0 if it is empty."""
     return at(t, header_at(t, tree).value).left
 
 
-@njit()
+@inner()
 def insert(t, tree, block):
     """Put a block into a tree by size."""
     _insert(t, tree, block, at(t, block).size)
 
 
-@njit()
+@inner()
 def insert_by_address(t, tree, block):
     """Put a block into a tree by address."""
     _insert(t, tree, block, 0)
 
 
-@njit()
+@inner()
 def _insert(t, tree, block, key):
     node, header = at(t, block), header_at(t, tree).value
     x = at(t, header).priority
@@ -96,7 +96,7 @@ def _insert(t, tree, block, key):
     cell_at(t, high).value = 0
 
 
-@njit()
+@inner()
 def remove(t, block):
     """Take a block out of the tree that it is in."""
     node = at(t, block)
@@ -121,7 +121,7 @@ def remove(t, block):
     cell_at(t, link).value = a if a != 0 else b
 
 
-@njit()
+@inner()
 def best_fit(t, tree, size):
     """The smallest block of at least `size` bytes, among equal ones the one at the lowest address; 0 for none."""
     best, current = 0, root(t, tree)
@@ -133,7 +133,7 @@ def best_fit(t, tree, size):
     return best
 
 
-@njit()
+@inner()
 def after(t, tree, key, address):
     """The first block behind (key, address) in the order of a tree; 0 for none."""
     best, current = 0, root(t, tree)
@@ -146,27 +146,27 @@ def after(t, tree, key, address):
     return best
 
 
-@njit()
+@inner()
 def following(t, block):
     """The next block in the order of the tree that a block is in; 0 at the end."""
     node = at(t, block)
     return after(t, node.tree, node.key, node.address)
 
 
-@njit()
+@inner()
 def find(t, tree, size, address):
     """The block of exactly this size at exactly this address; 0 for none."""
     block = after(t, tree, size, address - 1)
     return block if block != 0 and at(t, block).size == size and at(t, block).address == address else 0
 
 
-@njit()
+@inner()
 def first(t, tree):
     """The first block of a tree; 0 for none."""
     return after(t, tree, -1, 0)
 
 
-@njit()
+@inner()
 def last(t, tree):
     """The last block of a tree: of one by size, the largest at the highest address; 0 for none."""
     current = root(t, tree)
@@ -175,7 +175,7 @@ def last(t, tree):
     return current
 
 
-@njit()
+@inner()
 def merge(t, tree, state, block):
     """A block in no tree, merged with the neighbours that are in a tree and have a state; the merged block."""
     behind, ahead = at(t, block).next, at(t, block).previous
@@ -189,7 +189,7 @@ def merge(t, tree, state, block):
     return block
 
 
-@njit()
+@inner()
 def free_into(t, tree, block):
     """Put a free block into a tree by size, merged with the free neighbours that are in it; the merged block."""
     block = merge(t, tree, FREE, block)
@@ -197,7 +197,7 @@ def free_into(t, tree, block):
     return block
 
 
-@njit()
+@inner()
 def release_whole(t, tree):
     """Give back every segment that is one free block of a tree."""
     block = first(t, tree)
@@ -209,21 +209,21 @@ def release_whole(t, tree):
         block = after(t, tree, key, address)
 
 
-@njit()
+@inner()
 def insert_fit(t, tree, block):
     """Put a block into a tree by address that can tell the first fit."""
     insert_by_address(t, tree, block)
     _update_towards(t, root(t, tree), at(t, block).address)
 
 
-@njit()
+@inner()
 def remove_fit(t, block):
     """Take a block out of such a tree."""
     remove(t, block)
     _update_towards(t, root(t, at(t, block).tree), at(t, block).address)
 
 
-@njit()
+@inner()
 def _update_towards(t, block, address):
     """Correct the largest size at or below every block between this one and an address. As deep as the tree."""
     if block == 0:
@@ -241,7 +241,7 @@ def _update_towards(t, block, address):
     node.other = largest
 
 
-@njit()
+@inner()
 def first_fit(t, tree, size):
     """The block at the lowest address that has at least `size` bytes; 0 for none."""
     current = root(t, tree)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.compiled import njit
+from stalloc.compiled import BORROWING, njit
 from stalloc.errors import BadInputError
 
 MAX_ELEMENT_BYTES = 1 << 20
@@ -26,12 +26,17 @@ def list_elements(path: Path, data: bytes, key: str | None) -> tuple[Column, Col
     The list is the value of `key` in the outermost object, or the outermost list itself with None. Returns None when
     there is no such list; raises BadInputError when the text is cut short or no JSON.
     """
-    verdict, begin, end = _scan(np.frombuffer(data, np.uint8), np.frombuffer((key or "").encode(), np.uint8))
+    text, name = np.frombuffer(data, np.uint8), np.frombuffer((key or "").encode(), np.uint8)
+    places = np.empty((2, 4096), np.int64)
+    verdict, count = _scan(text, name, places)
+    if count > places.shape[1]:
+        places = np.empty((2, count), np.int64)
+        verdict, count = _scan(text, name, places)
     if verdict == _CUT_SHORT:
         raise BadInputError(f"{path}: the JSON is cut short: copy the file again, or let the profiler finish writing.")
     if verdict == _DAMAGED:
         raise BadInputError(f"{path}: not readable as JSON: copy or export the file again.")
-    return (begin, end) if verdict == _FOUND else None
+    return (places[0, :count], places[1, :count]) if verdict == _FOUND else None
 
 
 def decode(path: Path, text: bytes, what: str) -> Any:
@@ -44,10 +49,10 @@ def decode(path: Path, text: bytes, what: str) -> Any:
         raise BadInputError(f"{path}: {what} is not readable as JSON: copy or export the file again.") from error
 
 
-@njit()
-def _scan(data, key):
+@njit(**BORROWING)
+def _scan(data, key, places):
+    """What came of it, and how many elements there are; writes where those begin and end, as far as there is room."""
     total, depth, position, count = len(data), 0, 0, 0
-    begins, ends = np.empty(256, np.int64), np.empty(256, np.int64)
     list_depth, found, complete = 0, False, False
     element, expected = -1, False  # where the element began; whether the next value in the object is the one wanted
     name_begin, name_end = 0, 0  # the last string in the outermost object
@@ -57,16 +62,14 @@ def _scan(data, key):
             position += 1
             continue
         if complete or (depth == 0 and byte not in (_OPEN_LIST, _OPEN_OBJECT)):
-            return _DAMAGED, begins[:0], ends[:0]
+            return _DAMAGED, 0
         inside = list_depth > 0 and depth == list_depth
         if inside and byte in (_COMMA, _CLOSE_LIST):
             if element < 0 and (byte == _COMMA or count > 0):
-                return _DAMAGED, begins[:0], ends[:0]
+                return _DAMAGED, 0
             if element >= 0:
-                if count == len(begins):
-                    begins = np.concatenate((begins, np.empty_like(begins)))
-                    ends = np.concatenate((ends, np.empty_like(ends)))
-                begins[count], ends[count] = element, position
+                if count < places.shape[1]:
+                    places[0, count], places[1, count] = element, position
                 count += 1
                 element = -1
         elif inside and element < 0:
@@ -76,7 +79,7 @@ def _scan(data, key):
             while closing < total and data[closing] != _QUOTE:
                 closing += 2 if data[closing] == _BACKSLASH else 1
             if closing >= total:
-                return _CUT_SHORT, begins[:0], ends[:0]
+                return _CUT_SHORT, 0
             if depth == 1:
                 name_begin, name_end = position + 1, closing
             position = closing
@@ -98,5 +101,5 @@ def _scan(data, key):
             expected = False
         position += 1
     if not complete:
-        return _CUT_SHORT, begins[:0], ends[:0]
-    return (_FOUND if found else _NOT_FOUND), begins[:count], ends[:count]
+        return _CUT_SHORT, 0
+    return (_FOUND if found else _NOT_FOUND), count

@@ -11,7 +11,7 @@ import enum
 
 import numpy as np
 
-from stalloc.compiled import BORROWING, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.trace.sources import pickle_opcodes as op
 
 MAX_DEPTH = 64
@@ -144,7 +144,7 @@ def _scan(data, rules, stack, memo, marks, containers, found, state):
     return _CUT_SHORT
 
 
-@njit(forceinline=True, **BORROWING)
+@inner(forceinline=True, **BORROWING)
 def _read_argument(data, layout, argument):
     """(verdict, position of the next opcode, number) of the argument at a position."""
     position, total, number = argument, len(data), np.int64(0)
@@ -177,7 +177,7 @@ def _read_argument(data, layout, argument):
     return _FINE, position, number
 
 
-@njit(**BORROWING)
+@inner(**BORROWING)
 def _mark(marks, s):
     if s.num_marks == MAX_DEPTH:
         return _NESTED
@@ -186,7 +186,7 @@ def _mark(marks, s):
     return _FINE
 
 
-@njit(**BORROWING)
+@inner(**BORROWING)
 def _memoize(number, num_opcodes, stack, memo, s):
     """Keep the value on top of the stack under a number."""
     if number > num_opcodes + 256 or s.height == s.floor:
@@ -199,7 +199,7 @@ def _memoize(number, num_opcodes, stack, memo, s):
     return _FINE
 
 
-@njit(forceinline=True, **BORROWING)
+@inner(forceinline=True, **BORROWING)
 def _take(rule, argument, stack, marks, containers, found, s):
     """(verdict, value) of an opcode that takes values from the stack; op.NOTHING: it pushes none."""
     what, value, first = rule.what, rule.value, s.height - rule.takes
@@ -232,7 +232,7 @@ def _take(rule, argument, stack, marks, containers, found, s):
     return _fill(container, containers, stack, first, s), value
 
 
-@njit(**BORROWING)
+@inner(**BORROWING)
 def _ask_for(what, argument, stack, first, found, s):
     """Note where the names of a global are."""
     if s.num_globals == MAX_GLOBALS:
@@ -249,7 +249,7 @@ def _ask_for(what, argument, stack, first, found, s):
     return _FINE
 
 
-@njit(forceinline=True, **BORROWING)
+@inner(forceinline=True, **BORROWING)
 def _fill(container, containers, stack, first, s):
     """Put the values of the stack from `first` on into a container."""
     verdict, num_items = _FINE, s.height - first

@@ -1,0 +1,94 @@
+"""Compiled placement one by one: each request into a hole among those that are placed, lifespans as they are.
+
+Contract: offsets of a packing without overlap, whatever the order. Needs no floor and no epochs.
+"""
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.compiled import BORROWING, njit
+from stalloc.planner.trees import FAR
+
+
+def fit(
+    start: Column,
+    end: Column,
+    start2: Column,
+    end2: Column,
+    size: Column,
+    align: Column,
+    offset: Column,
+    order: Column,
+    best_fit: bool,
+) -> int:
+    """Place the requests of `order` one by one into the lowest hole, or the smallest with `best_fit`, that they fit.
+
+    Each goes to a multiple of its `align`, a power of two. A request is live during [start, end) and [start2, end2),
+    which is empty for most. Requests that have an offset (>= 0) already are in the way. Writes `offset` and returns the
+    peak of all. Needs no floor.
+    """
+    placed, by_offset = np.empty(len(start), np.int64), np.argsort(offset, kind="stable")
+    return int(_fit((start, end, start2, end2, size, align, offset), by_offset, order, placed, best_fit))
+
+
+@njit(nogil=True, **BORROWING)
+def _fit(requests, by_offset, order, placed, best_fit):
+    """`fit` with its tables made."""
+    start, end, start2, end2, size, align, offset = requests
+    num_placed = 0
+    peak = np.int64(0)
+    for i in by_offset:
+        if offset[i] >= 0:
+            placed[num_placed] = i
+            num_placed += 1
+            peak = max(peak, offset[i] + size[i])
+    for i in order:
+        a, b, c, d, need = start[i], end[i], start2[i], end2[i], size[i]
+        free_from = np.int64(0)
+        chosen, chosen_gap = np.int64(-1), FAR
+        for k in range(num_placed):
+            j = placed[k]
+            together = start[j] < b and a < end[j]
+            if start2[j] < end2[j]:
+                together = together or (start2[j] < b and a < end2[j]) or (start2[j] < d and c < end2[j])
+            if c < d:
+                together = together or (start[j] < d and c < end[j])
+            if not together:
+                continue
+            gap = offset[j] - free_from
+            place = (free_from + align[i] - 1) & -align[i]
+            if place + need <= offset[j] and gap < chosen_gap:
+                chosen, chosen_gap = place, gap
+                if not best_fit:
+                    break
+            free_from = max(free_from, offset[j] + size[j])
+        if chosen < 0:
+            chosen = (free_from + align[i] - 1) & -align[i]
+        offset[i] = chosen
+        peak = max(peak, chosen + need)
+        low, high = 0, num_placed
+        while low < high:
+            middle = (low + high) >> 1
+            if offset[placed[middle]] <= chosen:
+                low = middle + 1
+            else:
+                high = middle
+        for k in range(num_placed, low, -1):
+            placed[k] = placed[k - 1]
+        placed[low] = i
+        num_placed += 1
+    return peak
+
+
+def fill_holes(
+    start: Column,
+    end: Column,
+    start2: Column,
+    end2: Column,
+    size: Column,
+    offset: Column,
+    order: Column,
+    best_fit: bool,
+) -> int:
+    """`fit` for requests that may lie anywhere, as when all sizes are multiples of the one alignment."""
+    return fit(start, end, start2, end2, size, np.ones(len(size), np.int64), offset, order, best_fit)
