@@ -939,3 +939,43 @@ for nth in range(9):
 show(*[report.steps for report in stalloc.statistics()])
 """
     ) == [9, 3]
+
+
+def test_optimizers_that_take_turns_are_planned_as_one_cycle(run_checks: Any) -> None:
+    """Two steps of one network, one of the other: kinds of steps that displace one another, until the cycle is found."""
+    counts = run_checks(
+        """
+import json
+import stalloc
+from stalloc.device import VirtualGPU
+RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=8 << 30))
+import torch
+from torch import nn
+from torch.nn import functional as F
+STATE = RUNTIME.controllers[0].state.record
+maker = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 4096)).cuda()
+teller = nn.Sequential(nn.Linear(4096, 2048), nn.LeakyReLU(), nn.Linear(2048, 1)).cuda()
+for_maker, for_teller = torch.optim.Adam(maker.parameters()), torch.optim.Adam(teller.parameters())
+def turn():
+    for _ in range(2):
+        with torch.no_grad():
+            made = maker(torch.randn(4096, 256, device="cuda"))
+        truth = torch.empty(4096, 4096).cuda()
+        (F.softplus(teller(made)).mean() + F.softplus(-teller(truth)).mean()).backward()
+        for_teller.step()
+        for_teller.zero_grad()
+    F.softplus(-teller(maker(torch.randn(4096, 256, device="cuda")))).mean().backward()
+    for_maker.step()
+    for_maker.zero_grad()
+    for_teller.zero_grad()
+for _ in range(40):
+    turn()
+before = STATE.hits, STATE.misses + STATE.conflicts
+for _ in range(5):
+    turn()
+print(json.dumps([STATE.hits - before[0], STATE.misses + STATE.conflicts - before[1]]))
+"""
+    )
+    hits, missed = counts
+    assert hits > 100
+    assert missed == 0

@@ -68,6 +68,7 @@ class Controller:
             self.status, self.arenas, self.recording, self.steps, self._lasting, self._tidying, planner
         )
         self._plans_in_a_row = 0
+        self._sought_cycle = False  # since the kinds of steps that were planned displaced one another
         self.observe()
 
     # --- what the core asks for
@@ -241,6 +242,10 @@ class Controller:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")
+            elif self._tidying.moves_in_vain and self.steps.tapes is not None and not self._sought_cycle:
+                self._sought_cycle = True
+                self.watching.look_for_cycle()
+                self._drop_plan("its kinds of steps displaced one another")
             return
         job = self.watching.take_made()
         if job is None:

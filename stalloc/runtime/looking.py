@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
+_CYCLE_STEPS = 16  # marked steps in which a cycle of several shows twice
 _MIN_PERIOD = 4  # requests; shorter repetitions are none
 
 
@@ -51,7 +52,8 @@ class Looking:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._min_period = _MIN_PERIOD
+        self._min_period = _MIN_PERIOD  # without marks
+        self._min_cycle = 1  # requests of a cycle of marked steps
         self._look_at = 0  # sizable requests in the record at the next look
         self._patience = _PATIENCE
 
@@ -62,6 +64,15 @@ class Looking:
     def was_misled(self) -> None:
         """The ring that is followed is no step: only a longer one can be."""
         self._min_period = max(_MIN_PERIOD, self._state.record.ring_end - self._state.record.ring_start + 1)
+
+    def look_for_cycle(self, longest: int) -> None:
+        """The kinds of steps that are planned, of at most so many requests, get in one another's way: look for more."""
+        self._min_cycle = longest + 1
+
+    @property
+    def awaits_cycle(self) -> bool:
+        """Whether a cycle of several steps may show soon."""
+        return self._min_cycle > 1 and self._recording.num_steps < _CYCLE_STEPS
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to look now."""
@@ -87,7 +98,7 @@ class Looking:
 
         trace = self._recording.trace()
         if self._recording.marks:
-            period = find_step_period(trace)
+            period = find_step_period(trace, min_length=self._min_cycle)
         else:
             repeats = max(3, settings.observe_steps)
             period = find_step_period(trace, min_repeats=repeats, min_share=_COVERAGE, min_length=self._min_period)

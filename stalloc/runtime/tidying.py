@@ -13,6 +13,7 @@ from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
+_VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
 _FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
@@ -76,6 +77,11 @@ class Tidying:
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
             move(self._arenas)
+
+    @property
+    def moves_in_vain(self) -> bool:
+        """Whether the arena was moved again and again, and requests are displaced all the same."""
+        return self._move_wait >= _VAIN_WAIT
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.

@@ -63,6 +63,11 @@ class Watching:
         if not self._recording.marks:
             self._looking.was_misled()
 
+    def look_for_cycle(self) -> None:
+        """Look for a cycle of several steps first, from here on: those that are planned displace one another."""
+        assert self._steps.tapes is not None
+        self._looking.look_for_cycle(max(len(kind.size) for kind in self._steps.tapes.kinds))
+
     def look(self) -> str | None:
         """Look for a repeating step in the record and start planning it; why the device is to rest, if it is.
 
@@ -94,7 +99,7 @@ class Watching:
         if found is None:
             return
         if found.tape is None:
-            if self._recording.marks:
+            if self._recording.marks and not self._looking.awaits_cycle:
                 self._steps.look_for_kinds(found.trace)
                 if self._recording.num_steps >= _SETTLE_STEPS:
                     self._tidying.settle()
