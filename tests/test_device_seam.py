@@ -46,6 +46,17 @@ def test_known_gpus_have_the_memory_that_their_name_says():
             assert 0.95 * promised_bytes < gpu.total_bytes <= promised_bytes
 
 
+def test_slices_have_their_share_of_the_card():
+    for name, gpu in KNOWN_GPUS.items():
+        whole_name, slice_of, num_slices = name.partition("-MIG-")
+        if slice_of:
+            whole = KNOWN_GPUS[whole_name]
+            share = int(num_slices.removesuffix("g")) / 7
+            assert gpu.compute_capability == whole.compute_capability
+            assert share * 0.8 * whole.num_multiprocessors < gpu.num_multiprocessors <= whole.num_multiprocessors
+            assert share * 0.8 * whole.total_bytes < gpu.total_bytes < whole.total_bytes
+
+
 @pytest.mark.parametrize(
     "wrong", [{"total_bytes": 0}, {"num_devices": 0}, {"num_devices": 65}, {"copy_limit_bytes": -1}]
 )

@@ -38,31 +38,71 @@ class VirtualGPU:
             )
 
 
-def _gpu(name: str, total_mib: int, capability: tuple[int, int], num_multiprocessors: int) -> VirtualGPU:
-    return VirtualGPU(
-        name=name,
-        total_bytes=total_mib * _MIB,
-        compute_capability=capability,
-        num_multiprocessors=num_multiprocessors,
-    )
+# Where a card's memory is from: what torch.cuda.get_device_properties or deviceQuery printed on such a card, as others
+# published it; NVIDIA's MIG User Guide, which lists the slices; or computed, from the capacity that out-of-memory
+# messages on such a card name or from a card with the same chips. Multiprocessors are of the same print or of the
+# vendor's data sheet.
+_PRINTED, _GUIDE, _COMPUTED = "printed on such a card", "MIG User Guide", "computed"
 
-
+# name here, name that the driver gives, MiB of memory, compute capability, multiprocessors, where the memory is from
+_CARDS = (
+    ("B200", "NVIDIA B200", 182_642, (10, 0), 148, _PRINTED),
+    ("H200", "NVIDIA H200", 143_156, (9, 0), 132, _COMPUTED),
+    ("H100", "NVIDIA H100 80GB HBM3", 81_079, (9, 0), 132, _PRINTED),
+    ("H100-PCIe", "NVIDIA H100 PCIe", 81_008, (9, 0), 114, _PRINTED),
+    ("H100-NVL", "NVIDIA H100 NVL", 95_355, (9, 0), 132, _COMPUTED),
+    ("H20", "NVIDIA H20", 97_285, (9, 0), 78, _PRINTED),
+    ("GH200", "NVIDIA GH200 480GB", 96_768, (9, 0), 132, _COMPUTED),
+    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 81_251, (8, 0), 108, _COMPUTED),
+    ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 81_049, (8, 0), 108, _PRINTED),
+    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40_536, (8, 0), 108, _PRINTED),
+    ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40_326, (8, 0), 108, _PRINTED),
+    ("A40", "NVIDIA A40", 45_416, (8, 6), 84, _PRINTED),
+    ("A30", "NVIDIA A30", 24_169, (8, 0), 56, _COMPUTED),
+    ("A10", "NVIDIA A10", 22_592, (8, 6), 72, _COMPUTED),
+    ("A10G", "NVIDIA A10G", 22_587, (8, 6), 80, _PRINTED),
+    ("L40S", "NVIDIA L40S", 45_589, (8, 9), 142, _PRINTED),
+    ("L40", "NVIDIA L40", 45_589, (8, 9), 142, _COMPUTED),
+    ("L4", "NVIDIA L4", 22_563, (8, 9), 58, _COMPUTED),
+    ("T4", "Tesla T4", 15_095, (7, 5), 40, _COMPUTED),
+    ("V100-32GB", "Tesla V100-SXM2-32GB", 32_510, (7, 0), 80, _COMPUTED),
+    ("V100-16GB", "Tesla V100-SXM2-16GB", 16_160, (7, 0), 80, _PRINTED),
+    ("A100-40GB-MIG-1g", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, (8, 0), 14, _GUIDE),
+    ("A100-40GB-MIG-2g", "NVIDIA A100-SXM4-40GB MIG 2g.10gb", 9_984, (8, 0), 28, _GUIDE),
+    ("A100-40GB-MIG-3g", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20_090, (8, 0), 42, _GUIDE),
+    ("A100-80GB-MIG-1g", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9_728, (8, 0), 14, _PRINTED),
+    ("A100-80GB-MIG-2g", "NVIDIA A100-SXM4-80GB MIG 2g.20gb", 19_968, (8, 0), 28, _PRINTED),
+    ("A100-80GB-MIG-3g", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40_192, (8, 0), 42, _GUIDE),
+    ("H100-MIG-1g", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_984, (9, 0), 16, _GUIDE),
+    ("H100-MIG-2g", "NVIDIA H100 80GB HBM3 MIG 2g.20gb", 20_090, (9, 0), 32, _GUIDE),
+    ("H100-MIG-3g", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40_448, (9, 0), 60, _GUIDE),
+    ("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", 48_622, (8, 9), 142, _PRINTED),
+    ("RTX-A6000", "NVIDIA RTX A6000", 48_676, (8, 6), 84, _PRINTED),
+    ("RTX-A5000", "NVIDIA RTX A5000", 24_114, (8, 6), 64, _PRINTED),
+    ("RTX-A4000", "NVIDIA RTX A4000", 16_095, (8, 6), 48, _COMPUTED),
+    ("RTX-5090", "NVIDIA GeForce RTX 5090", 32_119, (12, 0), 170, _COMPUTED),
+    ("RTX-5080", "NVIDIA GeForce RTX 5080", 16_302, (12, 0), 84, _PRINTED),
+    ("RTX-4090", "NVIDIA GeForce RTX 4090", 24_217, (8, 9), 128, _COMPUTED),
+    ("RTX-4080", "NVIDIA GeForce RTX 4080", 16_049, (8, 9), 76, _PRINTED),
+    ("RTX-4070-Ti", "NVIDIA GeForce RTX 4070 Ti", 12_001, (8, 9), 60, _COMPUTED),
+    ("RTX-4070", "NVIDIA GeForce RTX 4070", 12_001, (8, 9), 46, _COMPUTED),
+    ("RTX-4060-Ti", "NVIDIA GeForce RTX 4060 Ti", 7_940, (8, 9), 34, _COMPUTED),
+    ("RTX-4060", "NVIDIA GeForce RTX 4060", 7_806, (8, 9), 24, _COMPUTED),
+    ("RTX-3090-Ti", "NVIDIA GeForce RTX 3090 Ti", 24_259, (8, 6), 84, _COMPUTED),
+    ("RTX-3090", "NVIDIA GeForce RTX 3090", 24_268, (8, 6), 82, _COMPUTED),
+    ("RTX-3080-Ti", "NVIDIA GeForce RTX 3080 Ti", 12_053, (8, 6), 80, _COMPUTED),
+    ("RTX-3080", "NVIDIA GeForce RTX 3080", 10_015, (8, 6), 68, _COMPUTED),
+    ("RTX-3070", "NVIDIA GeForce RTX 3070", 7_977, (8, 6), 46, _COMPUTED),
+    ("RTX-3060-Ti", "NVIDIA GeForce RTX 3060 Ti", 7_977, (8, 6), 38, _COMPUTED),
+    ("RTX-3060", "NVIDIA GeForce RTX 3060", 11_931, (8, 6), 28, _PRINTED),
+    ("RTX-2080-Ti", "NVIDIA GeForce RTX 2080 Ti", 11_019, (7, 5), 68, _PRINTED),
+)
 KNOWN_GPUS: dict[str, VirtualGPU] = {
-    "B200": _gpu("NVIDIA B200", 182_642, (10, 0), 148),
-    "H200": _gpu("NVIDIA H200", 143_156, (9, 0), 132),
-    "H100": _gpu("NVIDIA H100 80GB HBM3", 81_079, (9, 0), 132),
-    "A100-80GB": _gpu("NVIDIA A100-SXM4-80GB", 81_251, (8, 0), 108),
-    "A100-40GB": _gpu("NVIDIA A100-SXM4-40GB", 40_536, (8, 0), 108),
-    "L40S": _gpu("NVIDIA L40S", 45_589, (8, 9), 142),
-    "A10": _gpu("NVIDIA A10", 22_592, (8, 6), 72),
-    "L4": _gpu("NVIDIA L4", 22_563, (8, 9), 58),
-    "T4": _gpu("Tesla T4", 15_095, (7, 5), 40),
-    "V100-32GB": _gpu("Tesla V100-SXM2-32GB", 32_510, (7, 0), 80),
-    "V100-16GB": _gpu("Tesla V100-SXM2-16GB", 16_160, (7, 0), 80),
-    "RTX-5090": _gpu("NVIDIA GeForce RTX 5090", 32_119, (12, 0), 170),
-    "RTX-4090": _gpu("NVIDIA GeForce RTX 4090", 24_217, (8, 9), 128),
-    "RTX-3090": _gpu("NVIDIA GeForce RTX 3090", 24_268, (8, 6), 82),
+    key: VirtualGPU(name=name, total_bytes=mib * _MIB, compute_capability=capability, num_multiprocessors=num)
+    for key, name, mib, capability, num, _ in _CARDS
 }
+MEMORY_SOURCES: dict[str, str] = {key: source for key, *_, source in _CARDS}
+"""Where the memory of each of KNOWN_GPUS is from."""
 DEFAULT_GPU = KNOWN_GPUS["H200"]
 
 

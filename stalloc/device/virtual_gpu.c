@@ -65,7 +65,8 @@ void *find_function(const char *name) {
     return found;
 }
 
-// Attributes by their documented numbers (cudaDeviceAttr and CUdevice_attribute agree).
+// Attributes by their documented numbers (cudaDeviceAttr and CUdevice_attribute agree).  What depends on the architecture
+// is as in the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 int device_attribute(int *value, int attribute, int device) {
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     int capability = 10 * gpu.major + gpu.minor;
@@ -76,6 +77,8 @@ int device_attribute(int *value, int attribute, int device) {
                        : capability >= 80                     ? 166912
                        : capability == 75                     ? 65536
                                                               : 98304;
+    int reserved_shared = capability >= 80 ? 1024 : 0;
+    int num_blocks = capability == 89 || capability == 120 ? 24 : small_core ? 16 : 32;
     switch (attribute) {
     case 1: *value = 1024; break; // threads in a block
     case 2:
@@ -108,7 +111,7 @@ int device_attribute(int *value, int attribute, int device) {
     case 78:
     case 79:
     case 80: *value = 1; break;                   // stream priorities, caches
-    case 81: *value = shared_optin + 1024; break; // shared memory of a multiprocessor
+    case 81: *value = shared_optin + reserved_shared; break; // shared memory of a multiprocessor
     case 83: *value = 1; break;                   // managed memory
     case 89:
     case 90: *value = 1; break; // concurrent managed access, compute preemption
@@ -116,8 +119,8 @@ int device_attribute(int *value, int attribute, int device) {
     case 97: *value = shared_optin; break;
     case 99: *value = 1; break;                     // host registration
     case 102: *value = 1; break;                    // virtual memory management
-    case 106: *value = small_core ? 16 : 32; break; // blocks of a multiprocessor
-    case 111: *value = 1024; break;                 // reserved shared memory of a block
+    case 106: *value = num_blocks; break; // blocks of a multiprocessor
+    case 111: *value = reserved_shared; break;      // reserved shared memory of a block
     case 115: *value = 1; break;                    // memory pools
     case 120: *value = capability >= 90; break;     // clusters
     default: *value = 0;

@@ -107,6 +107,9 @@ uint64_t capture_id(void *stream); // 0: not capturing
 // The function of that name in this library, or with the suffix _v2 or _v3; NULL if there is none.
 void *find_function(const char *name);
 
+// The architecture (86 for 8.6) of the binary that the device runs for a kernel, named by its address on the host.
+int kernel_architecture(const void *function);
+
 int device_attribute(int *value, int attribute, int device);
 int attribute_of(int attribute, int device); // 0 for a device that is not there
 

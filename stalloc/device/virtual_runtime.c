@@ -104,7 +104,7 @@ Error cudaGetDeviceProperties(void *properties, int device) {
     put_int(p, 668, 1); // cooperative launch
     put_size(p, 672, (size_t)attribute_of(97, device));
     put_int(p, 688, attribute_of(106, device));
-    put_size(p, 696, 1024);
+    put_size(p, 696, (size_t)attribute_of(111, device));
     put_int(p, 720, 1); // memory pools
     put_int(p, 748, attribute_of(120, device));
     return SUCCESS;
@@ -137,7 +137,7 @@ Error cudaGetDeviceProperties_v2(void *properties, int device) {
     put_int(p, 688, 1);
     put_size(p, 696, (size_t)attribute_of(97, device));
     put_int(p, 712, attribute_of(106, device));
-    put_size(p, 720, 1024);
+    put_size(p, 720, (size_t)attribute_of(111, device));
     return SUCCESS;
 }
 

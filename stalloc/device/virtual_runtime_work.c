@@ -142,16 +142,6 @@ Error __cudaPopCallConfiguration(Dim3 *grid, Dim3 *block, size_t *shared_bytes, 
     *stream = call_configuration.stream;
     return SUCCESS;
 }
-void **__cudaRegisterFatBinary(void *binary) {
-    static void *handle;
-    return &handle;
-}
-void __cudaRegisterFatBinaryEnd(void **handle) {}
-void __cudaUnregisterFatBinary(void **handle) {}
-void __cudaRegisterFunction(void) {}
-void __cudaRegisterVar(void) {}
-void __cudaRegisterManagedVar(void) {}
-char __cudaInitModule(void **handle) { return 1; }
 Error __cudaGetKernel(Handle *kernel, const void *function) {
     *kernel = (Handle)function;
     return SUCCESS;
@@ -187,7 +177,7 @@ Error cudaFuncGetAttributes(FunctionAttributes *attributes, const void *function
     memset(attributes, 0, sizeof *attributes);
     attributes->max_threads = 1024;
     attributes->num_registers = 32;
-    attributes->ptx_version = attributes->binary_version = 10 * gpu.major + gpu.minor;
+    attributes->ptx_version = attributes->binary_version = kernel_architecture(function);
     attributes->max_dynamic_shared_bytes = attribute_of(97, current_device);
     return SUCCESS;
 }

@@ -1,0 +1,22 @@
+"""The operators of PyTorch run on every card that has a name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalloc.device import KNOWN_GPUS
+
+pytestmark = pytest.mark.usefixtures("cuda_torch")
+
+_PROBE = Path(__file__).parent / "programs" / "operator_probe.py"
+# architectures differ in which binaries, kernels and sizes are chosen; cards of one differ in the sizes alone
+_ONE_OF_EACH = {gpu.compute_capability: name for name, gpu in KNOWN_GPUS.items()}
+_CARDS = [
+    pytest.param(name, marks=() if name in _ONE_OF_EACH.values() else pytest.mark.slow, id=name) for name in KNOWN_GPUS
+]
+
+
+@pytest.mark.parametrize("name", _CARDS)
+def test_every_operator_runs(run_checks: Any, name: str) -> None:
+    assert run_checks(_PROBE.read_text(encoding="utf-8"), name) == {}
