@@ -19,4 +19,7 @@ _CARDS = [
 
 @pytest.mark.parametrize("name", _CARDS)
 def test_every_operator_runs(run_checks: Any, name: str) -> None:
-    assert run_checks(_PROBE.read_text(encoding="utf-8"), name) == {}
+    wrong = run_checks(_PROBE.read_text(encoding="utf-8"), name)
+    if KNOWN_GPUS[name].compute_capability < (7, 5):  # torch itself refuses its cuDNN there, as on a real one
+        assert "is not compatible with devices with SM < 7.5" in wrong.pop("recurrent networks")
+    assert wrong == {}

@@ -193,7 +193,7 @@ def test_attention_and_its_backward_have_the_right_shapes(results):
     assert results["attention"] == [[2, 8, 128, 64], [2, 8, 128, 64]]
 
 
-def test_convolutions_run_without_cudnn(results):
+def test_convolutions_run(results):
     assert results["convolution"] == [2, 8, 15, 15]
 
 

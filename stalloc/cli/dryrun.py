@@ -6,8 +6,9 @@
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
 GPU. Programs that read values back and act on them see zeros. What does not fit is run again with memory to spare,
 to say what it would need. JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native` and `stalloc` whether it
-`fits`, `needed_bytes` (reserved at the peak) and `allocated_peak_bytes`; `devices` lists both a device. The exit code
-is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
+`fits`, `needed_bytes` (reserved at the peak) and `allocated_peak_bytes`; `devices` lists both a device; `uncertain`
+says what the figures could not know. The exit code is 0 if the program fits with stalloc, 1 if it does not or if it
+fails for another reason.
 """
 
 import argparse
@@ -57,8 +58,12 @@ def run(args: argparse.Namespace) -> int:
         "gpu": gpu.name,
         "memory_bytes": gpu.total_bytes,
         "headroom_bytes": headroom,
-        **{name: {key: value for key, value in tried.items() if key != "devices"} for name, tried in results.items()},
+        **{
+            name: {key: value for key, value in tried.items() if key not in ("devices", "uncertain")}
+            for name, tried in results.items()
+        },
         "devices": _by_device(results),
+        "uncertain": results["native"]["uncertain"],
     }
     if wants_text(args):
         _print(result, gpu, command)
@@ -84,6 +89,7 @@ def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
         "needed_bytes": max((device["needed_bytes"] for device in tried["devices"]), default=0),
         "allocated_peak_bytes": max((device["allocated_peak_bytes"] for device in tried["devices"]), default=0),
         "devices": tried["devices"],
+        "uncertain": tried.get("virtual", {}),
     }
 
 
@@ -117,6 +123,16 @@ def _by_device(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[index] for index in sorted(found)]
 
 
+def _doubts(uncertain: dict[str, Any]) -> list[str]:
+    convolutions = uncertain.get("convolutions", {})
+    if not convolutions.get("unknown_bytes"):
+        return []
+    return [
+        f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
+        f"convolutions: peaks may differ by up to {human_bytes(convolutions['unknown_bytes'])}"
+    ]
+
+
 def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
     from rich.table import Table
 
@@ -129,6 +145,8 @@ def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
         table.add_row(name, verdict, human_bytes(tried["needed_bytes"]), human_bytes(tried["allocated_peak_bytes"]))
     console = table_console()
     console.print(table)
+    for line in _doubts(result["uncertain"]):
+        console.print(line)
     if result["stalloc"]["fits"]:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:

@@ -114,7 +114,7 @@ def main() -> int:
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import after_torch_import
+        from stalloc.device.virtual import after_torch_import, findings
         from stalloc.integrations.imports import after_import
 
         kind = device.activate(args.device, chosen_gpu(args))
@@ -133,6 +133,8 @@ def main() -> int:
     after_import("torch", watch_torch)
     code = run_program(command)
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times)}
+    if kind == "virtual":
+        result["virtual"] = findings()
     write_whole(args.result, json.dumps(result))
     return code
 

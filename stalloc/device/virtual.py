@@ -10,11 +10,13 @@ import importlib.abc
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
@@ -28,7 +30,9 @@ __all__ = [
     "active_gpu",
     "after_torch_import",
     "built_directory",
+    "convolutions",
     "find_gpu",
+    "findings",
     "parse_memory",
     "peak_bytes",
     "restart_peak",
@@ -89,6 +93,7 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
     library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
+    load_table(library)
     return library
 
 
@@ -127,14 +132,15 @@ def active_gpu() -> VirtualGPU | None:
 
 
 def after_torch_import() -> None:
-    """Turn off what torch cannot do here: cuDNN, whose attention and convolutions answer through opaque descriptors.
+    """Let cuDNN have the version that torch was built with, as torch checks.
 
     It runs by itself at the end of `import torch`; calling it again, or without a virtual GPU, does nothing.
     """
     torch: Any = sys.modules.get("torch")
-    if _gpu is not None and torch is not None:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.backends.cudnn.enabled = False
+    if _library is not None and torch is not None:
+        major, minor, patch = torch._C._cudnn.getCompileVersion()
+        version = major * (1000 if major < 9 else 10_000) + minor * 100 + patch
+        _library.stalloc_virtual_set_cudnn_version(version)
 
 
 def _active_library() -> ctypes.CDLL:
@@ -148,6 +154,16 @@ def statistics() -> dict[str, int]:
     counts = (ctypes.c_uint64 * len(_STATISTICS))()
     _active_library().stalloc_virtual_statistics(counts)
     return dict(zip(_STATISTICS, counts, strict=True))
+
+
+def convolutions() -> list[AskedConvolution]:
+    """The different convolutions that this process made so far, with the work spaces that cuDNN was taken to need."""
+    return asked_convolutions(_active_library())
+
+
+def findings() -> dict[str, Any]:
+    """What keeps this process's figures from being certain, as plain values."""
+    return {"convolutions": asdict(certainty(convolutions()))}
 
 
 def used_bytes(device: int = 0) -> int:

@@ -238,10 +238,7 @@ HANDLE(ncclCommInitRankScalable) FILLS(ncclCommSplit, Handle, 3, new_handle()) F
     return status == 0 ? "no error" : "error of the virtual GPU";
 }
 const char *ncclGetLastError(Handle communicator) { return "no error"; }
-const char *cudnnGetErrorString(Status status) { return ncclGetErrorString(status); }
 const char *cusparseGetErrorString(Status status) { return ncclGetErrorString(status); }
 const char *cusparseGetErrorName(Status status) { return ncclGetErrorString(status); }
 const char *cutensorGetErrorString(Status status) { return ncclGetErrorString(status); }
-size_t cudnnGetVersion(void) { return 91300; }
-size_t cudnnGetCudartVersion(void) { return 13000; }
 size_t cutensorGetVersion(void) { return 20300; }

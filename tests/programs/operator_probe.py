@@ -198,6 +198,12 @@ def flash_attention() -> None:
 
 
 @operator
+def cudnn_attention() -> None:
+    if torch.cuda.get_device_capability() >= (8, 0):
+        attend(SDPBackend.CUDNN_ATTENTION, torch.bfloat16)
+
+
+@operator
 def losses() -> None:
     F.cross_entropy(numbers(64, 1000), tokens(64)).backward()
     F.nll_loss(numbers(2, 5, 8, 8), tokens(2, 8, 8).clamp(0, 4)).backward()

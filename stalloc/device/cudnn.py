@@ -1,0 +1,160 @@
+"""The work spaces that cuDNN asks for, by convolution: the table, and what a program asked of it.
+
+Contract: `cudnn_workspaces.csv` beside this file holds a row for each kind of convolution, or for a single shape, with
+the source of its figure; the first row that fits answers. A row whose figure was not seen on a GPU says how far off it
+may be (`unknown_bytes`), so that whoever reads a peak can be told how certain it is.
+
+A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
+channels rounded up to `channels`, and its bytes up to `round_bytes`.
+"""
+
+import csv
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_MAX_RANK = 8
+_FILE = Path(__file__).with_name("cudnn_workspaces.csv")
+_DIRECTIONS = ("forward", "data", "filter")
+_CHOICES = {
+    "layout": {"any": -1, "first": 0, "last": 1},  # channels
+    "direction": {"any": -1} | {name: index for index, name in enumerate(_DIRECTIONS)},
+    "window": {"any": -1, "wide": 0, "1": 1},  # of the filter
+    "stride": {"any": -1, "1": 0, "more": 1},
+    "groups": {"any": -1, "1": 0, "more": 1},
+}
+_MOST_CONVOLUTIONS = 4096
+_Sizes = ctypes.c_int64 * _MAX_RANK
+
+
+class _Row(ctypes.Structure):
+    """WorkspaceRow of virtual_convolution.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("cudnn_from", "cudnn_below", "architecture_from", "architecture_below")),
+        *((name, ctypes.c_int64) for name in ("element_bytes", "layout", "direction", "window", "stride", "groups")),
+        *((name, _Sizes) for name in ("input", "filter", "strides")),
+        *((name, ctypes.c_int64) for name in ("inputs", "filters", "outputs", "channels", "round_bytes")),
+        *((name, ctypes.c_int64) for name in ("more_bytes", "unknown_bytes")),
+    )
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("rank", ctypes.c_int), ("sizes", _Sizes), ("tensor_strides", _Sizes))
+
+
+class _Asked(ctypes.Structure):
+    """AskedConvolution of virtual_convolution.h."""
+
+    _fields_ = (
+        ("direction", ctypes.c_int),
+        *((name, _Tensor) for name in ("input", "filter", "output")),
+        *((name, _Sizes) for name in ("strides", "dilations", "paddings")),
+        *((name, ctypes.c_int64) for name in ("row", "workspace_bytes")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkspaceRow:
+    """A row of the table, as it is written: empty fields fit everything."""
+
+    fields: dict[str, str]
+    unknown_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedConvolution:
+    """A convolution that a program made, and the work space that cuDNN was taken to ask for."""
+
+    direction: str
+    input_sizes: tuple[int, ...]
+    filter_sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    workspace_bytes: int
+    unknown_bytes: int | None
+    """How far off that may be; 0 where the figure was seen on a GPU, None where no row of the table fits."""
+
+
+@cache
+def workspace_table() -> tuple[WorkspaceRow, ...]:
+    """The rows in the order in which they are tried."""
+    with _FILE.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(line for line in file if not line.startswith("#"))
+        return tuple(
+            WorkspaceRow(fields=fields, unknown_bytes=int(fields["unknown_bytes"] or 0), source=fields["source"])
+            for fields in lines
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certainty:
+    """What a program's convolutions leave uncertain in its peaks."""
+
+    num_convolutions: int
+    num_unseen: int
+    """Those whose work space no GPU was seen to ask for."""
+    unknown_bytes: int
+    """How far off a peak can be by it: work spaces of one stream live one at a time."""
+
+
+def certainty(convolutions: list[AskedConvolution]) -> Certainty:
+    """How certain the peaks of a program with these convolutions are."""
+    unseen = [one for one in convolutions if one.unknown_bytes != 0]
+    return Certainty(
+        num_convolutions=len(convolutions),
+        num_unseen=len(unseen),
+        unknown_bytes=max((one.unknown_bytes or 0 for one in unseen), default=0),
+    )
+
+
+def _number(text: str, otherwise: int = 0) -> int:
+    return int(text) if text else otherwise
+
+
+def _packed(row: WorkspaceRow) -> _Row:
+    packed = _Row()
+    for name, text in row.fields.items():
+        if name in _CHOICES:
+            setattr(packed, name, _CHOICES[name][text or "any"])
+        elif name == "shape":
+            # "1x512x7x7 by 512x512x3x3 stride 1x1"
+            if text:
+                sizes, _, rest = text.partition(" by ")
+                window, _, stride = rest.partition(" stride ")
+                for field, part in (("input", sizes), ("filter", window), ("strides", stride)):
+                    setattr(packed, field, _Sizes(*map(int, part.split("x"))))
+        elif name != "source":
+            setattr(packed, name, _number(text, -1 if name == "element_bytes" else 0))
+    return packed
+
+
+def load_table(library: ctypes.CDLL) -> None:
+    """Hand the table to the virtual GPU."""
+    rows = [_packed(row) for row in workspace_table()]
+    library.stalloc_virtual_set_workspaces((_Row * len(rows))(*rows), ctypes.c_int64(len(rows)))
+    library.stalloc_virtual_convolutions.restype = ctypes.c_int64
+
+
+def _unknown(row: WorkspaceRow, workspace_bytes: int) -> int:
+    """What is a guess may be missing altogether, too."""
+    return max(row.unknown_bytes, workspace_bytes) if row.unknown_bytes else 0
+
+
+def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
+    """The different convolutions that this process made so far."""
+    kept = (_Asked * _MOST_CONVOLUTIONS)()
+    num = library.stalloc_virtual_convolutions(kept, ctypes.c_int64(_MOST_CONVOLUTIONS))
+    table = workspace_table()
+    return [
+        AskedConvolution(
+            direction=_DIRECTIONS[one.direction],
+            input_sizes=tuple(one.input.sizes[: one.input.rank]),
+            filter_sizes=tuple(one.filter.sizes[: one.filter.rank]),
+            strides=tuple(one.strides[: one.input.rank - 2]),
+            workspace_bytes=one.workspace_bytes,
+            unknown_bytes=_unknown(table[one.row], one.workspace_bytes) if one.row >= 0 else None,
+        )
+        for one in kept[:num]
+    ]

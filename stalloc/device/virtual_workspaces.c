@@ -1,0 +1,109 @@
+// The work space of a convolution, by the table that Python hands over (cudnn_workspaces.csv).
+//
+// Contract: the first row that fits answers; where none does, the work space is 0.  Each different convolution that is
+// asked about is kept with the row that answered, so that a report can say how much of a peak is not known for certain.
+#define _GNU_SOURCE
+#include "virtual_convolution.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+static WorkspaceRow *rows; // set once, before torch is loaded
+static int64_t num_rows;
+
+static pthread_mutex_t asked_lock = PTHREAD_MUTEX_INITIALIZER;
+FREE_AT_FORK(asked_lock)
+enum { MAX_ASKED = 4096 }; // different convolutions of a program; later ones are answered, not kept
+static AskedConvolution *asked; // under asked_lock
+static int64_t num_asked;
+
+int stalloc_virtual_set_workspaces(const WorkspaceRow *table, int64_t num) {
+    WorkspaceRow *copy = malloc((size_t)num * sizeof *copy);
+    if (!copy) return OUT_OF_MEMORY;
+    memcpy(copy, table, (size_t)num * sizeof *copy);
+    rows = copy;
+    num_rows = num;
+    return SUCCESS;
+}
+
+// The convolutions asked about so far, at most `most`; returns how many were written.
+int64_t stalloc_virtual_convolutions(AskedConvolution *out, int64_t most) {
+    pthread_mutex_lock(&asked_lock);
+    int64_t num = num_asked < most ? num_asked : most;
+    if (num) memcpy(out, asked, (size_t)num * sizeof *asked);
+    pthread_mutex_unlock(&asked_lock);
+    return num;
+}
+
+static int64_t element_bytes(int type) { // cudnnDataType_t
+    switch (type) {
+    case 1: return 8;           // double
+    case 2:
+    case 9: return 2;           // half, bfloat16
+    case 3:
+    case 12:
+    case 13: return 1;          // bytes, eight-bit floats
+    default: return 4;
+    }
+}
+
+static int64_t padded_bytes(const Tensor *tensor, const WorkspaceRow *row) {
+    int64_t bytes = element_bytes(tensor->type);
+    int64_t multiple = row->channel_multiple > 0 ? row->channel_multiple : 1;
+    for (int i = 0; i < tensor->rank; i++)
+        bytes *= i == 1 ? (int64_t)round_up((size_t)tensor->sizes[i], (size_t)multiple) : tensor->sizes[i];
+    return (int64_t)round_up((size_t)bytes, row->round_bytes > 0 ? (size_t)row->round_bytes : 1);
+}
+
+static bool in_range(int64_t value, int64_t from, int64_t below) { return value >= from && (!below || value < below); }
+static bool is_any_or(int64_t wanted, int64_t value) { return wanted < 0 || wanted == value; }
+
+static bool has_sizes(const int64_t *wanted, const int64_t *sizes, int num) {
+    for (int i = 0; i < num; i++)
+        if (wanted[i] != sizes[i]) return false;
+    return true;
+}
+
+static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_version) {
+    bool pointwise = true, strided = false;
+    for (int i = 2; i < c->filter.rank; i++) {
+        pointwise = pointwise && c->filter.sizes[i] == 1;
+        strided = strided || c->strides[i - 2] != 1;
+    }
+    bool grouped = c->input.sizes[1] != c->filter.sizes[1], last = c->input.rank > 2 && c->input.strides[1] == 1;
+    if (!in_range(cudnn_version, row->cudnn_from, row->cudnn_below) ||
+        !in_range(10 * gpu.major + gpu.minor, row->architecture_from, row->architecture_below) ||
+        !is_any_or(row->element_bytes, element_bytes(c->input.type)) || !is_any_or(row->channels_last, last) ||
+        !is_any_or(row->direction, c->direction) || !is_any_or(row->pointwise, pointwise) ||
+        !is_any_or(row->strided, strided) || !is_any_or(row->grouped, grouped))
+        return false;
+    return !row->input[0] || (has_sizes(row->input, c->input.sizes, c->input.rank) &&
+                              has_sizes(row->filter, c->filter.sizes, c->filter.rank) &&
+                              has_sizes(row->stride, c->strides, c->input.rank - 2));
+}
+
+static void remember(const Convolution *c, int64_t row, int64_t workspace_bytes) {
+    pthread_mutex_lock(&asked_lock);
+    if (!asked) asked = calloc(MAX_ASKED, sizeof *asked);
+    int64_t i = 0;
+    while (asked && i < num_asked && memcmp(&asked[i].convolution, c, sizeof *c)) i++;
+    if (asked && i == num_asked && num_asked < MAX_ASKED)
+        asked[num_asked++] = (AskedConvolution){*c, row, workspace_bytes};
+    pthread_mutex_unlock(&asked_lock);
+}
+
+int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
+    if (c->direction == NO_CONVOLUTION) return 0;
+    int64_t i = 0, bytes = 0;
+    while (i < num_rows && !fits(&rows[i], c, cudnn_version)) i++;
+    if (i < num_rows) {
+        const WorkspaceRow *row = &rows[i];
+        bytes = row->more_bytes;
+        if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row);
+        if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row);
+        if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row);
+    }
+    remember(c, i < num_rows ? i : -1, bytes);
+    return bytes;
+}

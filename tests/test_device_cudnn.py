@@ -1,0 +1,96 @@
+"""cuDNN on the virtual GPU: torch takes its usual path, and the work spaces are those of the table."""
+
+from typing import Any
+
+import pytest
+
+from stalloc.device.cudnn import workspace_table
+
+pytestmark = pytest.mark.usefixtures("cuda_torch")
+
+_PROGRAM = """
+import json, sys
+from stalloc.device import activate, find_gpu, virtual
+activate("virtual", find_gpu(sys.argv[1]))
+import torch
+import torch.nn.functional as F
+
+def requests(function):
+    torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python")
+    function()
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return [event["size"] for event in events if event["action"] == "alloc"]
+
+half, single = ({"device": "cuda", "dtype": dtype} for dtype in (torch.float16, torch.float32))
+image, filters = torch.randn(2, 3, 32, 32, **half), torch.randn(16, 3, 3, 3, **half)
+network = torch.nn.LSTM(32, 64, num_layers=2, bidirectional=True).cuda()
+weights = list(network.parameters())
+query = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+result = {
+    "enabled": torch.backends.cudnn.enabled,
+    "version": list(torch._C._cudnn.getCompileVersion()) == list(torch._C._cudnn.getRuntimeVersion()),
+    "padded": requests(lambda: F.conv2d(image, filters, padding=1)),
+    "last": requests(lambda: F.conv2d(image.to(memory_format=torch.channels_last), filters, padding=1)),
+    "single": requests(lambda: F.conv2d(image.float(), filters.float(), stride=2)),
+    "bytes of weights": [sum(w.numel() * 4 for w in weights), weights[0].untyped_storage().nbytes(),
+                         len({w.untyped_storage().data_ptr() for w in weights})],
+    "attention": torch._fused_sdp_choice(query, query, query),
+    "asked": [[c.direction, c.input_sizes, c.filter_sizes, c.strides, c.workspace_bytes, c.unknown_bytes]
+              for c in virtual.convolutions()],
+}
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def on_h100(run_checks: Any) -> Any:
+    return run_checks(_PROGRAM, "H100")
+
+
+def test_cudnn_is_on_in_the_version_that_torch_was_built_with(on_h100: Any) -> None:
+    assert on_h100["enabled"] is True
+    assert on_h100["version"] is True
+
+
+def test_a_convolution_in_half_precision_copies_its_tensors_with_channels_padded(on_h100: Any) -> None:
+    image, filters, output = (8 * 2 * 32 * 32 * 2, 16 * 8 * 3 * 3 * 2, 16 * 2 * 32 * 32 * 2)
+    filters += -filters % 512
+    assert on_h100["padded"] == [output, image + filters + output + 512]
+
+
+def test_a_convolution_with_channels_last_has_no_work_space(on_h100: Any) -> None:
+    image, output, filters = 2 * 3 * 32 * 32 * 2, 2 * 16 * 32 * 32 * 2, 16 * 3 * 3 * 3 * 2
+    assert on_h100["last"] == [image, output, filters]  # the two copies are torch's own
+
+
+def test_what_is_not_known_for_certain_is_said(on_h100: Any) -> None:
+    half, last, single = on_h100["asked"]
+    assert half[:4] == ["forward", [2, 3, 32, 32], [16, 3, 3, 3], [1, 1]]
+    assert half[5] == 0
+    assert last[4] == 0
+    assert last[5] > 0
+    assert single[3] == [2, 2]
+    assert single[4] == on_h100["single"][-1]
+    assert single[5] >= single[4]
+
+
+def test_weights_of_recurrent_networks_lie_in_one_buffer_without_gaps(on_h100: Any) -> None:
+    parameters, buffer, num_buffers = on_h100["bytes of weights"]
+    assert buffer == parameters
+    assert num_buffers == 1
+
+
+@pytest.mark.parametrize(("gpu", "cudnn"), [("H100", True), ("A100-40GB", False)])
+def test_attention_goes_to_cudnn_where_torch_prefers_it(run_checks: Any, gpu: str, cudnn: bool) -> None:
+    choice = run_checks(_PROGRAM, gpu)["attention"]
+    assert (choice == 3) is cudnn  # SDPBackend.CUDNN_ATTENTION
+
+
+def test_every_row_of_the_table_has_its_source() -> None:
+    rows = workspace_table()
+    assert all(row.source for row in rows)
+    seen = [row for row in rows if not row.unknown_bytes]
+    assert seen
+    assert not any(row.source.startswith("assumed") for row in seen)
+    assert all(row.source.startswith("assumed") or "shapes" in row.source for row in rows if row.unknown_bytes)
