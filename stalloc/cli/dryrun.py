@@ -4,11 +4,11 @@
   stalloc dryrun --memory 24GiB -m package.train
 
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
-GPU. Programs that read values back and act on them see zeros. What does not fit is run again with memory to spare,
-to say what it would need. JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native` and `stalloc` whether it
-`fits`, `needed_bytes` (reserved at the peak) and `allocated_peak_bytes`; `devices` lists both a device; `uncertain`
-says what the figures could not know. The exit code is 0 if the program fits with stalloc, 1 if it does not or if it
-fails for another reason.
+GPU. Small integers and booleans have their values; programs that read others and act on them see zeros, and are told
+where. What does not fit is run again with memory to spare, to say what it would need. JSON: `gpu`, `memory_bytes`,
+`headroom_bytes`, and for `native` and `stalloc` whether it `fits`, `needed_bytes` (reserved at the peak) and
+`allocated_peak_bytes`; `devices` lists both a device; `uncertain` says what the figures could not know. The exit code
+is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
 from stalloc.printable import printable
 
+_MOST_PLACES = 3  # of decisions, shown
 _PLENTY = 1 << 44  # bytes; more than any program of today asks of one device
 
 
@@ -124,13 +125,19 @@ def _by_device(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _doubts(uncertain: dict[str, Any]) -> list[str]:
-    convolutions = uncertain.get("convolutions", {})
-    if not convolutions.get("unknown_bytes"):
-        return []
-    return [
-        f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
-        f"convolutions: peaks may differ by up to {human_bytes(convolutions['unknown_bytes'])}"
-    ]
+    lines = []
+    convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
+    if convolutions.get("unknown_bytes"):
+        lines.append(
+            f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
+            f"convolutions: peaks may differ by up to {human_bytes(convolutions['unknown_bytes'])}"
+        )
+    if decisions:
+        shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
+        more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
+        num = sum(one["num_reads"] for one in decisions)
+        lines.append(f"{num} decisions were taken on values that no kernel computed: {shown}{more}")
+    return lines
 
 
 def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:

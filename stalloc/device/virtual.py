@@ -9,7 +9,7 @@ import ctypes
 import importlib.abc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -17,7 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table
+from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.values import Values
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
 from stalloc.errors import BadInputError, SetupError
@@ -47,6 +49,7 @@ _STATISTICS = (
 
 _library: ctypes.CDLL | None = None
 _gpu: VirtualGPU | None = None
+_values: Values | None = None
 
 
 def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
@@ -106,21 +109,23 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "torch":
-            return _torch_spec()
+            return _adapted_spec(name, path, lambda _: after_torch_import())
+        if name == "torch._dynamo":
+            return _adapted_spec(name, path, leave_uncompiled)
         if name in ("cupy", "cupy_backends") and not self._cupy_is_ready:
             self._cupy_is_ready = True
             redirect(self._library)
         return None  # the usual finders go on from here
 
 
-def _torch_spec() -> ModuleSpec | None:
-    spec = PathFinder.find_spec("torch")
+def _adapted_spec(name: str, path: Sequence[str] | None, adapt: Callable[[ModuleType], None]) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(name, path)
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 
         def execute_and_adapt(module: ModuleType) -> None:
             execute(module)
-            after_torch_import()
+            adapt(module)
 
         spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
     return spec
@@ -132,15 +137,18 @@ def active_gpu() -> VirtualGPU | None:
 
 
 def after_torch_import() -> None:
-    """Let cuDNN have the version that torch was built with, as torch checks.
+    """Let cuDNN have the version that torch was built with, as torch checks, and small integers their true values.
 
     It runs by itself at the end of `import torch`; calling it again, or without a virtual GPU, does nothing.
     """
+    global _values
     torch: Any = sys.modules.get("torch")
     if _library is not None and torch is not None:
         major, minor, patch = torch._C._cudnn.getCompileVersion()
         version = major * (1000 if major < 9 else 10_000) + minor * 100 + patch
         _library.stalloc_virtual_set_cudnn_version(version)
+        if _values is None:
+            _values = follow_values(torch, _library)
 
 
 def _active_library() -> ctypes.CDLL:
@@ -163,7 +171,8 @@ def convolutions() -> list[AskedConvolution]:
 
 def findings() -> dict[str, Any]:
     """What keeps this process's figures from being certain, as plain values."""
-    return {"convolutions": asdict(certainty(convolutions()))}
+    decisions = _values.decisions() if _values is not None else []
+    return {"convolutions": asdict(certainty(convolutions())), "decisions": [asdict(one) for one in decisions]}
 
 
 def used_bytes(device: int = 0) -> int:

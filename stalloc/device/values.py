@@ -1,0 +1,179 @@
+"""What is known of the small tensors of integers and booleans on the virtual GPU.
+
+Contract: what is known of a tensor is kept beside its storage, goes with it, and is the host's result of the functions
+that wrote it. What is not known counts as zero, as everything that a kernel would have computed does, and so does what
+follows from it: a decision on it is counted, with the line that took it. Changes in place that are not followed are
+seen by the version that PyTorch counts.
+"""
+
+import ctypes
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
+_MAX_SITES = 64
+_LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
+_PLACES = ("device", "pin_memory")  # arguments that say where a result goes
+
+
+@dataclass
+class _Known:
+    """The host's copy of what a storage on the GPU holds."""
+
+    keeper: Any  # a weak reference to the storage: while it is here, no other has its address
+    elements: Any  # a flat tensor of the host
+    version: int | None
+    certain: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Reads, at one place of a program, of integers or booleans that follow from what no kernel computed."""
+
+    place: str
+    num_reads: int
+
+
+class Values:
+    """What is known of small tensors; one a process."""
+
+    def __init__(self, torch: Any, library: ctypes.CDLL) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self.torch, self._library, self._keep = torch, library, StorageWeakRef
+        self.kinds = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+        self.plain = (torch.Tensor, torch.nn.Parameter)
+        self._known: dict[int, _Known] = {}
+        self._places: Counter[str] = Counter()
+        self._sweep_at = 1024
+        self._skipped = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+    def is_followed(self, value: Any) -> bool:
+        """Whether a value is a small tensor of integers or booleans on the GPU."""
+        return isinstance(value, self.torch.Tensor) and value.is_cuda and value.dtype in self.kinds
+
+    def known(self, tensor: Any) -> _Known | None:
+        """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
+        if type(tensor) not in self.plain:
+            return None  # a tensor of another making may have no memory
+        storage = tensor.untyped_storage()
+        found = self._known.get(storage._cdata)
+        if found is None:
+            num_bytes = storage.nbytes()
+            if num_bytes == 0 or num_bytes > 8 * MAX_ELEMENTS:
+                return None
+            elements = self._zeros(num_bytes // tensor.element_size(), tensor.dtype)
+            copied = num_bytes > _LONGEST_NUMBER and bool(
+                self._library.stalloc_virtual_copied(
+                    ctypes.c_void_p(storage.data_ptr()),
+                    ctypes.c_size_t(num_bytes),
+                    ctypes.c_void_p(elements.data_ptr()),
+                )
+            )
+            found = self._keep_known(tensor, elements, certain=copied)
+        elif found.version != self._version(tensor):
+            found.certain, found.version = False, self._version(tensor)
+        return found
+
+    def host(self, tensor: Any, known: _Known) -> Any:
+        """The tensor's elements on the host: a view of what is known of its storage."""
+        flat = known.elements if known.elements.dtype == tensor.dtype else known.elements.view(tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _zeros(self, num: int, dtype: Any) -> Any:
+        return self.torch.zeros(num, dtype=dtype, device="cpu")
+
+    def _version(self, tensor: Any) -> int | None:
+        return None if tensor.is_inference() else tensor._version
+
+    def _keep_known(self, tensor: Any, elements: Any, *, certain: bool) -> _Known:
+        storage = tensor.untyped_storage()
+        if len(self._known) >= self._sweep_at:
+            self._known = {key: one for key, one in self._known.items() if not one.keeper.expired()}
+            self._sweep_at = max(1024, 2 * len(self._known))
+        kept = _Known(self._keep(storage), elements, self._version(tensor), certain)
+        self._known[storage._cdata] = kept
+        return kept
+
+    def on_host(self, value: Any, used: list[_Known]) -> Any:
+        """An argument as the host's function takes it. Raises LookupError if it is not known here."""
+        if isinstance(value, self.torch.Tensor):
+            if not value.is_cuda:
+                return value
+            known = self.known(value)
+            if known is None or value.numel() > MAX_ELEMENTS:
+                raise LookupError
+            used.append(known)
+            return self.host(value, known)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.on_host(one, used) for one in value)
+        return value
+
+    def compute(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, makes: bool = False
+    ) -> tuple[Any, bool] | None:
+        """The function's result on the host, and whether it is certain; None where the arguments are not known."""
+        used: list[_Known] = []
+        try:
+            here = [self.on_host(value, used) for value in args]
+            named = {name: self.on_host(value, used) for name, value in kwargs.items() if name not in _PLACES}
+            if "device" in kwargs or makes:  # whatever the default device is, this is no request of the program
+                named["device"] = "cpu"
+            with self.torch.no_grad():
+                return function(*here, **named), all(one.certain for one in used)
+        except Exception:
+            return None  # whatever the host cannot do is not known, and the program need not hear of it
+
+    def learn(self, result: Any, computed: tuple[Any, bool] | None) -> None:
+        """Keep what the host computed as what the result on the GPU holds."""
+        if computed is None:
+            return
+        host, certain = computed
+        if isinstance(result, (list, tuple)):
+            for one, known in zip(result, host, strict=False):
+                self.learn(one, (known, certain))
+        elif self.is_followed(result) and type(result) in self.plain and result.shape == host.shape:
+            there = self._known.get(result.untyped_storage()._cdata)
+            if there is not None:  # changed in place on the host too, or a view
+                there.certain, there.version = there.certain and certain, self._version(result)
+            elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
+                num = result.untyped_storage().nbytes() // result.element_size()
+                kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
+                self.host(result, kept).copy_(host)
+
+    def read(self, tensor: Any) -> Any:
+        """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
+        try:
+            known = self.known(tensor)
+            if known is None:
+                self._count()
+                return None
+            if not known.certain:
+                self._count()
+            return self.host(tensor, known)
+        except Exception:
+            return None
+
+    def _count(self) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(self._skipped):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if place in self._places or len(self._places) < _MAX_SITES:
+            self._places[place] += 1
+
+    def decisions(self) -> list[Decision]:
+        """The places that read what is not certain, those that read most first."""
+        return [Decision(place=place, num_reads=num) for place, num in self._places.most_common()]
+
+    def expect(self, num: int) -> None:
+        """Let the next count that is read from the GPU be `num`."""
+        self._library.stalloc_virtual_expect(ctypes.c_int64(num))
+
+    def expect_nothing(self) -> None:
+        """End what `expect` began."""
+        self._library.stalloc_virtual_expect(ctypes.c_int64(-1))

@@ -1,0 +1,190 @@
+"""Small integers and booleans on the virtual GPU: they have their values, and no request is made for it."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cuda_torch")
+
+_PROLOGUE = """
+import json, sys
+from stalloc.device import VirtualGPU, virtual
+virtual.activate(VirtualGPU(name="Test GPU", total_bytes=8 << 30, compute_capability=(8, 0)))
+import torch
+def decisions():
+    return [[one["place"].rpartition(":")[2], one["num_reads"]] for one in virtual.findings()["decisions"]]
+"""
+
+_VALUES = (
+    _PROLOGUE
+    + """
+mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).cuda()
+numbers = torch.arange(10, device="cuda")
+weights = torch.randn(10, 4, device="cuda", requires_grad=True)
+chosen = weights[numbers > 6]
+chosen.sum().backward()
+even = numbers[numbers % 2 == 0].tolist()
+numbers[2:4] = 7
+numbers += 1
+filled = torch.zeros(4, dtype=torch.long, device="cuda")
+filled[1:].fill_(3)
+with torch.inference_mode():
+    inference = [torch.cat([mask[0], mask[1]]).sum().item(), (mask * 2).max().item()]
+with torch.device("cuda"):
+    by_default = [torch.arange(3).tolist(), str(torch.ones(2, dtype=torch.int32).device)]
+once = torch.unique(mask, return_counts=True)
+lengths = mask.sum(-1)
+print(json.dumps({
+    "reductions": [bool(torch.all(mask == 1)), bool((mask[1] == 1).all()), mask.sum().item(), int(mask.max())],
+    "running": [mask.cumsum(-1).tolist(), (mask.long().cumsum(-1) - 1).clamp(min=0).cpu().tolist()],
+    "masks": [even, list(chosen.shape), list(weights.grad.shape)],
+    "in place": [numbers.tolist(), filled.tolist()],
+    "lengths": [lengths.tolist(), torch.repeat_interleave(lengths).tolist(), list(torch.nonzero(mask).shape)],
+    "unique": [part.tolist() for part in once],
+    "one hot": list(torch.nn.functional.one_hot(lengths).shape),
+    "where": [part.tolist() for part in torch.where(mask == 0)],
+    "inference": inference,
+    "by default": by_default,
+    "conversions": [mask.bool().tolist()[0], mask.to(torch.int32).to("cpu").tolist()[1], mask.clone()[0, 2].item()],
+    "decisions": decisions(),
+}))
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def values(run_checks: Any) -> Any:
+    return run_checks(_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("reductions", [False, True, 5, 1]),
+        ("running", [[[1, 2, 2], [1, 2, 3]], [[0, 1, 1], [0, 1, 2]]]),
+        ("masks", [[0, 2, 4, 6, 8], [3, 4], [10, 4]]),
+        ("in place", [[1, 2, 8, 8, 5, 6, 7, 8, 9, 10], [0, 3, 3, 3]]),
+        ("lengths", [[2, 3], [0, 0, 1, 1, 1], [5, 2]]),
+        ("unique", [[0, 1], [1, 5]]),
+        ("one hot", [2, 4]),
+        ("where", [[0], [2]]),
+        ("inference", [5, 2]),
+        ("by default", [[0, 1, 2], "cuda:0"]),
+        ("conversions", [[True, True, False], [1, 1, 1], 0]),
+    ],
+)
+def test_small_integers_are_computed(values: Any, what: str, expected: Any) -> None:
+    assert values[what] == expected
+
+
+def test_what_is_known_is_no_doubtful_decision(values: Any) -> None:
+    assert values["decisions"] == []
+
+
+_GENERATION = (
+    _PROLOGUE
+    + """
+torch.manual_seed(0)
+head = torch.nn.Linear(16, 100, device="cuda")
+table = torch.nn.Embedding(100, 16, device="cuda")
+tokens = torch.randint(5, 100, (2, 4)).cuda()
+unfinished = torch.ones(2, dtype=torch.long, device="cuda")
+end, longest = torch.tensor([2], device="cuda"), 9
+while True:
+    following = head(table(tokens))[:, -1].argmax(-1)
+    following = following * unfinished + (1 - unfinished)
+    tokens = torch.cat([tokens, following[:, None]], dim=-1)
+    is_long = torch.full((2,), tokens.shape[1] >= longest, dtype=torch.bool, device="cuda")
+    done = is_long | torch.isin(tokens[:, -1], end)
+    unfinished = unfinished & ~done
+    if unfinished.max() == 0:
+        break
+print(json.dumps([list(tokens.shape), decisions()]))
+"""
+)
+
+
+def test_generation_ends_and_names_the_line_that_reads_what_is_not_known(run_checks: Any) -> None:
+    shape, decisions = run_checks(_GENERATION)
+    assert shape == [2, 9]
+    line = 1 + _GENERATION.splitlines().index("    if unfinished.max() == 0:")
+    assert decisions == [[str(line), 5]]
+
+
+_NOTHING_ADDED = """
+import json, sys
+from stalloc.device import VirtualGPU, virtual
+if sys.argv[1] == "without":
+    virtual.follow_values = lambda *_: None  # the virtual GPU as it would be
+virtual.activate(VirtualGPU(total_bytes=8 << 30))
+import torch
+import torch.nn.functional as F
+torch.cuda.memory._record_memory_history(max_entries=100000, stacks="python")
+{program}
+events = torch.cuda.memory._snapshot()["device_traces"][0]
+print(json.dumps([[event["action"], event["size"]] for event in events]))
+"""
+
+_TRAINING = """
+model = torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(0, 100, (4, 16)).cuda()
+for step in range(3):
+    positions = torch.arange(16, device="cuda")
+    mask = (positions[None] <= positions[:, None]) & (tokens[:, None] >= 0)
+    scores = torch.randn(4, 16, 16, device="cuda").masked_fill(~mask, float("-inf")).softmax(-1)
+    logits = scores @ model(tokens)
+    F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    lengths = (tokens != 0).sum(-1)
+    counts = torch.bincount(tokens.flatten(), minlength=100)
+    order = counts.argsort(descending=True)[:5]
+    is_even = order % 2 == 0
+    is_even.any()
+"""
+_INFERENCE = """
+with torch.inference_mode():
+    tokens = torch.ones(2, 8, dtype=torch.long, device="cuda")
+    places = (tokens.cumsum(-1) - 1).masked_fill(tokens == 0, 1)
+    past = torch.zeros(2, 32, 16, device="cuda")
+    for step in range(8):
+        past.index_copy_(1, places[0, step:step + 1], torch.randn(2, 1, 16, device="cuda"))
+        picked = past.argmax(-1).clone()
+        tokens = torch.cat([tokens, picked[:, :1]], -1).contiguous()
+"""
+
+
+@pytest.mark.parametrize("program", [_TRAINING, _INFERENCE], ids=["training", "inference"])
+def test_no_request_is_added(run_checks: Any, program: str) -> None:
+    source = _NOTHING_ADDED.replace("{program}", textwrap.dedent(program))
+    assert run_checks(source, "with") == run_checks(source, "without")
+
+
+_COMPILED = (
+    _PROLOGUE
+    + """
+import pathlib
+source = "def scripted(x: torch.Tensor):\\n    return torch.arange(3, device=x.device) + torch.sum(x)\\n"
+pathlib.Path(sys.argv[1]).write_text("import torch\\n" + source)
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
+import scripted
+
+def count(x):
+    return (x[None] == torch.arange(4, device="cuda")[:, None]).any(-1).sum()
+
+import torch._dynamo
+x = torch.arange(3, device="cuda")
+breaks = torch._dynamo.explain(count)(x).graph_break_count
+compiled = torch.compile(count, backend="eager", fullgraph=True)(x).item()
+import pickle
+print(json.dumps([list(torch.jit.script(scripted.scripted)(x).shape), breaks, compiled,
+                  pickle.loads(pickle.dumps(torch.sum)) is torch.sum]))
+"""
+)
+
+
+def test_scripts_compilers_and_pickles_find_the_functions_of_torch(run_checks: Any, tmp_path: Path) -> None:
+    assert run_checks(_COMPILED, str(tmp_path / "scripted.py")) == [[3], 0, 3, True]
