@@ -10,7 +10,9 @@ import pytest
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 
 
-@pytest.mark.parametrize("name", ["capacity", "hostile", "kernels", "no_harm", "planner", "replay", "runtime", "soak"])
+@pytest.mark.parametrize(
+    "name", ["capacity", "fidelity", "hostile", "kernels", "no_harm", "planner", "replay", "runtime", "soak"]
+)
 def test_a_bench_enters_the_environment_by_itself(name, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["STALLOC_PYTHON"] = sys.executable

@@ -1,0 +1,1 @@
+"""Programs that others recorded on real GPUs, run again on the virtual one."""

@@ -1,0 +1,82 @@
+"""The programs that were rebuilt: what runs them, and which recording they are held against."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One program, as it was when its memory was recorded on a real GPU."""
+
+    name: str
+    recording: str
+    """Below the shared directory."""
+    torch: str
+    """The release that made the recording, or the nearest one."""
+    gpu: str
+    program: tuple[str, ...]
+    """The script below `fidelity/programs`, and its arguments."""
+    writes: str
+    """The file that the program leaves in its working directory."""
+    needs: tuple[str, ...] = ()
+    """Packages beside torch."""
+    blocks: bool = False
+    """The recording holds the sizes of blocks, as a profiler sees them, not of requests."""
+
+
+CASES = (
+    Case(
+        name="transformer, forward, autograd off",
+        recording="fidelity/recordings/lm_charan_train.pickle.gz",
+        torch="2.11",
+        gpu="RTX-4090",
+        program=("charan/benchmark.py", "--mode", "forward"),
+        writes="memory_snapshot.pickle",
+        needs=("numpy", "einops", "einx", "jaxtyping"),
+    ),
+    Case(
+        name="transformer, training from the first allocation",
+        recording="traces/lm_fb_ctx200.pickle.gz",
+        torch="2.6",
+        gpu="A100-40GB",
+        program=("niu/profile_memory.py", "--mode", "fb", "--context_length", "200"),
+        writes="forward_and_backward_memory_snapshot_200.pickle",
+        needs=("numpy", "einops"),
+    ),
+    Case(
+        name="the same, forward",
+        recording="traces/lm_fwd_ctx200.pickle.gz",
+        torch="2.6",
+        gpu="A100-40GB",
+        program=("niu/profile_memory.py", "--mode", "forward", "--context_length", "200"),
+        writes="forward_memory_snapshot_200.pickle",
+        needs=("numpy", "einops"),
+    ),
+    Case(
+        name="2.7B, one full step, fp32, AdamW",
+        recording="traces/lm27b_ctx128_fullstep.pickle.gz",
+        torch="2.6",
+        gpu="H100",
+        program=("lm27b.py", "step", "128"),
+        writes="lm27b.128.pickle",
+        needs=("numpy", "einops"),
+    ),
+    Case(
+        name="Qwen 0.5B, Hugging Face, inference",
+        recording="traces/qwen05b_h100.json.gz",
+        torch="2.6",
+        gpu="H100",
+        program=("hf.py", "qwen"),
+        writes="qwen.json",
+        needs=("numpy", "transformers"),
+        blocks=True,
+    ),
+    Case(
+        name="ResNet-50, batch 1, SGD",
+        recording="traces/resnet50_pytorch_blog.pickle.gz",
+        torch="2.1",
+        gpu="A100-40GB",
+        program=("blog.py",),
+        writes="resnet50.pickle",
+        needs=("numpy", "torchvision"),
+    ),
+)
