@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     offered = gpu.total_bytes - headroom
     if offered <= 0:
         raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
-    results = {name: _try(name, offered, command) for name in ("native", "stalloc")}
+    model = ["--gpu", args.gpu] if args.gpu else []
+    results = {name: _try(name, model, offered, command) for name in ("native", "stalloc")}
+    _bound(results["native"], model, offered, command)
     result = {
         "gpu": gpu.name,
         "memory_bytes": gpu.total_bytes,
@@ -72,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if results["stalloc"]["fits"] else EXIT_CHECK_FAILED
 
 
-def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
+def _try(name: str, model: list[str], offered: int, command: list[str]) -> dict[str, Any]:
     """One allocator on a device with `offered` bytes; again with plenty if it runs out, to see what it needs."""
     measure = {"native": _native, "stalloc": _stalloc}[name]
-    tried = measure(offered, command)
+    tried = measure([*model, "--memory", str(offered)], command)
     fits = tried["exit_code"] == 0
     ran_out = tried.pop("out_of_memory")
     if not fits and not ran_out:
@@ -83,7 +85,7 @@ def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
             f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
         )
     if ran_out and not fits:
-        tried = measure(_PLENTY, command)
+        tried = measure([*model, "--memory", str(_PLENTY)], command)
         tried.pop("out_of_memory")
     return {
         "fits": fits,
@@ -94,15 +96,29 @@ def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
     }
 
 
-def _native(offered: int, command: list[str]) -> dict[str, Any]:
-    result = compare(["--device", "virtual", "--memory", str(offered)], command, quiet=True)
+def _native(gpu: list[str], command: list[str]) -> dict[str, Any]:
+    result = compare(["--device", "virtual", *gpu], command, quiet=True)
     for device in result["devices"]:
         device["needed_bytes"] = device["reserved_peak_bytes"]
     return result
 
 
-def _stalloc(offered: int, command: list[str]) -> dict[str, Any]:
-    options = ["--device", "virtual", "--memory", str(offered)]
+def _bound(native: dict[str, Any], model: list[str], offered: int, command: list[str]) -> None:
+    """Add between what the native peaks lie, whatever cuDNN asks for where that is a guess."""
+    convolutions = native["uncertain"].get("convolutions", {})
+    if not convolutions.get("unknown_bytes"):
+        return
+    offered = offered if native["fits"] else _PLENTY
+    peaks = {"allocated_peak_bytes": {native["allocated_peak_bytes"]}, "needed_bytes": {native["needed_bytes"]}}
+    for which in ("least", "most"):
+        tried = _native([*model, "--memory", str(offered), "--workspaces", which], command)
+        for name, seen in peaks.items():
+            seen.update(device[name] for device in tried["devices"])
+    convolutions.update({name: [min(seen), max(seen)] for name, seen in peaks.items()})
+
+
+def _stalloc(gpu: list[str], command: list[str]) -> dict[str, Any]:
+    options = ["--device", "virtual", *gpu]
     result = run_apart(["-m", "stalloc", "run", "--json"], [*options, *command], quiet=True)
     for device in result["devices"]:
         # before the plan the heap takes what it finds and gives it back when memory runs short: allocated is its need
@@ -130,7 +146,9 @@ def _doubts(uncertain: dict[str, Any]) -> list[str]:
     if convolutions.get("unknown_bytes"):
         lines.append(
             f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
-            f"convolutions: peaks may differ by up to {human_bytes(convolutions['unknown_bytes'])}"
+            "convolutions: natively, reserved may be "
+            f"{' to '.join(human_bytes(most) for most in convolutions['needed_bytes'])}, allocated "
+            f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
         )
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
@@ -154,6 +172,9 @@ def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
     console.print(table)
     for line in _doubts(result["uncertain"]):
         console.print(line)
+    torch = result["uncertain"].get("torch")
+    if torch:
+        console.print(f"for torch {torch} on this GPU: another release or another card can differ by some per cent")
     if result["stalloc"]["fits"]:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:

@@ -109,15 +109,18 @@ def main() -> int:
     """Run the program and write the result; the program's exit code."""
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--workspaces", choices=("least", "likely", "most"), default="likely")
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import after_torch_import, findings
+        from stalloc.device.virtual import after_torch_import, findings, guess_workspaces
         from stalloc.integrations.imports import after_import
 
         kind = device.activate(args.device, chosen_gpu(args))
+        if kind == "virtual":
+            guess_workspaces(args.workspaces)
     except StallocError as error:
         say(str(error))
         return 2

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import runpy
 import sys
@@ -25,11 +26,12 @@ def add_program_arguments(
         parser.add_argument(
             "--device", choices=devices, default=devices[0], help="auto (default): the real GPU where there is one"
         )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
+    parser.add_argument(
         "--gpu", metavar="NAME", help="the virtual GPU presents this model, for example H100 or A100-40GB"
     )
-    size.add_argument("--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB, whatever its model"
+    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does"
     )
@@ -70,12 +72,13 @@ def device_options(args: argparse.Namespace) -> list[str]:
 
 def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
     """The virtual GPU that the options describe, None for the default. Raises BadInputError for an unknown one."""
-    if args.gpu:
-        return find_gpu(args.gpu)
-    if args.memory:
-        total = parse_memory(args.memory)
+    model = find_gpu(args.gpu) if args.gpu else None
+    if not args.memory:
+        return model
+    total = parse_memory(args.memory)
+    if model is None:
         return VirtualGPU(name=f"virtual GPU of {human_bytes(total)}", total_bytes=total)
-    return None
+    return dataclasses.replace(model, total_bytes=total)
 
 
 def run_program(command: list[str]) -> int:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table
 from stalloc.device.followed import follow_values, leave_uncompiled
@@ -35,6 +35,7 @@ __all__ = [
     "convolutions",
     "find_gpu",
     "findings",
+    "guess_workspaces",
     "parse_memory",
     "peak_bytes",
     "restart_peak",
@@ -169,10 +170,20 @@ def convolutions() -> list[AskedConvolution]:
     return asked_convolutions(_active_library())
 
 
+def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
+    """Let work spaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the largest."""
+    _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
+
+
 def findings() -> dict[str, Any]:
-    """What keeps this process's figures from being certain, as plain values."""
+    """What this process's figures depend on, and what keeps them from being certain, as plain values."""
     decisions = _values.decisions() if _values is not None else []
-    return {"convolutions": asdict(certainty(convolutions())), "decisions": [asdict(one) for one in decisions]}
+    torch: Any = sys.modules.get("torch")
+    return {
+        "torch": str(torch.__version__) if torch is not None else None,
+        "convolutions": asdict(certainty(convolutions())),
+        "decisions": [asdict(one) for one in decisions],
+    }
 
 
 def used_bytes(device: int = 0) -> int:

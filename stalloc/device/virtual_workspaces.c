@@ -18,6 +18,9 @@ enum { MAX_ASKED = 4096 }; // different convolutions of a program; later ones ar
 static AskedConvolution *asked; // under asked_lock
 static int64_t num_asked;
 
+static int guesses; // -1: work spaces that no GPU was seen to ask for are none; 1: the most that they may be; 0: as said
+void stalloc_virtual_set_guesses(int which) { guesses = which; }
+
 int stalloc_virtual_set_workspaces(const WorkspaceRow *table, int64_t num) {
     WorkspaceRow *copy = malloc((size_t)num * sizeof *copy);
     if (!copy) return OUT_OF_MEMORY;
@@ -103,6 +106,7 @@ int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
         if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row);
         if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row);
         if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row);
+        if (row->unknown_bytes && guesses) bytes = guesses < 0 ? 0 : bytes + row->unknown_bytes;
     }
     remember(c, i < num_rows ? i : -1, bytes);
     return bytes;
