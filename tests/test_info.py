@@ -21,6 +21,16 @@ def test_json_holds_versions_gpus_and_settings(capsys, monkeypatch):
     assert "H100" in found["virtual_gpu"]["known"]
 
 
+def test_table_of_work_spaces_is_shown_with_its_sources(capsys):
+    assert main(["info", "--cudnn-table", "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["cudnn_workspaces"]
+    assert all(row["source"] for row in rows)
+    assert main(["info", "--cudnn-table"]) == 0
+    text = capsys.readouterr().out
+    assert "vision transformers" in text
+    assert "1 x inputs + 1 x filters + 1 x outputs + 512" in text
+
+
 def test_text_shows_settings_as_they_are_and_ends_with_the_next_command(capsys, monkeypatch):
     monkeypatch.setenv("STALLOC_EXAMPLE", "[bold]as written[/bold]")
     assert main(["info"]) == 0

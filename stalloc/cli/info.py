@@ -14,6 +14,7 @@ from rich.table import Table
 from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
+from stalloc.device.cudnn import workspace_table
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
 from stalloc.printable import MAX_SENTENCE, printable
@@ -21,11 +22,20 @@ from stalloc.printable import MAX_SENTENCE, printable
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
+_CONDITIONS = (
+    *("shape", "cudnn_from", "cudnn_below", "architecture_from", "architecture_below", "element_bytes"),
+    *("layout", "direction", "window", "stride", "groups"),
+)
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json` only."""
+    """`--json`, and the table of cuDNN's work spaces."""
+    parser.add_argument(
+        "--cudnn-table",
+        action="store_true",
+        help="show the work spaces that the virtual GPU gives cuDNN's convolutions, and where each figure is from",
+    )
     add_json_argument(parser)
 
 
@@ -105,8 +115,26 @@ def _print(found: dict[str, Any]) -> None:
     console.print(f"\nNext: stalloc {target} PROGRAM.py")
 
 
+def _print_workspaces(rows: list[dict[str, str]]) -> None:
+    """One line a row: what it is for, the work space, the source."""
+    table = Table("convolutions", "work space", "source", title="cuDNN's work spaces, the first that fits", box=None)
+    for row in rows:
+        tensors = [f"{row[name]} x {name}" for name in ("inputs", "filters", "outputs") if row[name]]
+        space = " + ".join([*tensors, f"{int(row['more_bytes']):,}"] if row["more_bytes"] else tensors) or "0"
+        doubt = f" (± {int(row['unknown_bytes']):,})" if row["unknown_bytes"] not in ("", "0") else ""
+        wanted = [f"{name} {row[name]}" for name in _CONDITIONS if row[name]]
+        table.add_row(", ".join(wanted), space + doubt, row["source"])
+    table_console().print(table)
+
+
 def run(args: argparse.Namespace) -> int:
     """Print or write what was found; always 0."""
+    if args.cudnn_table:
+        rows = [row.fields for row in workspace_table()]
+        if wants_text(args):
+            _print_workspaces(rows)
+        write_json(args, {"cudnn_workspaces": rows})
+        return 0
     found = collect()
     if wants_text(args):
         _print(found)

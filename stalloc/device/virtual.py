@@ -171,7 +171,7 @@ def convolutions() -> list[AskedConvolution]:
 
 
 def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
-    """Let work spaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the largest."""
+    """Let work spaces of cuDNN that no GPU was seen to ask for be none, the likely ones (as they are) or the most."""
     _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
 
 
