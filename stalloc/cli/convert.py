@@ -27,13 +27,13 @@ from rich.text import Text
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces, save_traces
 

@@ -33,7 +33,6 @@ from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
@@ -41,6 +40,7 @@ from stalloc.cli.output import (
 )
 from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 

@@ -19,7 +19,6 @@ from stalloc.cli.native import compare, run_apart
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     table_console,
     wants_text,
     write_json,
@@ -27,6 +26,7 @@ from stalloc.cli.output import (
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
 _PLENTY = 1 << 44  # bytes; more than any program of today asks of one device

@@ -31,13 +31,14 @@ from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.trace import Action, Trace, load_traces
 
@@ -99,8 +100,15 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
             (printable(name), "bold"),
             f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
-            f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)",
+            f"{human_bytes(reserved - allocated)} more at that moment",
         )
+    )
+    print_prose(
+        console,
+        f"over the whole {'record' if made.source == 'record' else 'program'}: reserved peak "
+        f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
+        f"{human_bytes(made.record_allocated_peak_bytes)}, fragmentation {made.record_fragmentation:.2%}",
+        indent="  ",
     )
     if made.source != "record":
         console.print(f"  not recorded by the file: {printable(made.source)}")

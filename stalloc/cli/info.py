@@ -12,10 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from stalloc.allocator_conf import conf_in_force
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
+from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")

@@ -13,7 +13,6 @@ from rich.segment import Segment
 from stalloc.files import write_whole
 from stalloc.printable import MAX_SENTENCE, encodable, printable
 
-MIB, GIB = 1 << 20, 1 << 30
 MAX_NOTES = 20
 
 
@@ -72,12 +71,3 @@ def table_console() -> Console:
     if not console.is_terminal:
         console.width = 200
     return console
-
-
-def human_bytes(num_bytes: int) -> str:
-    """Bytes for people: GiB and MiB with two decimals, below that bytes."""
-    if abs(num_bytes) >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    if abs(num_bytes) >= MIB // 10:
-        return f"{num_bytes / MIB:.2f} MiB"
-    return f"{num_bytes} B"

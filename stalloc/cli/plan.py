@@ -24,13 +24,13 @@ from stalloc.cli.interrupt import stop_on_interrupt
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.inputs import read_input
 from stalloc.notices import say
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from stalloc.cli.output import human_bytes
 from stalloc.device import VirtualGPU, find_gpu, parse_memory
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.notices import say
 
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"

@@ -13,7 +13,6 @@ from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
@@ -21,6 +20,7 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.files import check_writable
 
 

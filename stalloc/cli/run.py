@@ -23,7 +23,6 @@ from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare
 from stalloc.cli.output import (
     add_json_argument,
-    human_bytes,
     table_console,
     wants_text,
     write_json,
@@ -37,6 +36,7 @@ from stalloc.cli.program import (
     run_program,
 )
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.files import check_writable
 from stalloc.notices import say
 from stalloc.printable import MAX_SENTENCE, printable

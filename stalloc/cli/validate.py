@@ -9,8 +9,9 @@ reason for the first plan that is not.
 import argparse
 from typing import Any
 
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.planner import load_plans, validate
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.trace import load_traces
