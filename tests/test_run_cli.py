@@ -25,6 +25,10 @@ KEYS = {
     "lower_bound_bytes",
     "observed_reserved_peak_bytes",
     "observed_allocated_peak_bytes",
+    "run_allocated_peak_bytes",
+    "run_reserved_peak_bytes",
+    "end_reserved_bytes",
+    "fragmentation",
     "devices",
     "exit_code",
 }
@@ -114,15 +118,60 @@ def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> N
     assert again["plan_peak_bytes"] <= 1.01 * again["lower_bound_bytes"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
-def test_compare_native_puts_the_caching_allocator_beside(tmp_path: Path) -> None:
-    result = run(tmp_path, "--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
+def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
+    program = ("--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
+    done = stalloc(tmp_path, "run", "--json", "result.json", *program)
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["native_exit_code"] == 0
     assert result["native_allocated_peak_bytes"] == result["observed_allocated_peak_bytes"]
-    assert result["native_reserved_peak_bytes"] >= result["native_allocated_peak_bytes"]
     assert result["native_step_ms"] > 0
     assert result["step_ms"] > 0
+    native, expandable = result["native"], result["native_expandable"]
+    assert native["conf"] == "max_split_size_mb:128"
+    assert native["dropped"] == "expandable_segments:True"
+    assert expandable["conf"] == "max_split_size_mb:128,expandable_segments:True"
+    assert expandable["dropped"] == ""
+    for peer in (native, expandable):
+        assert peer["reserved_peak_bytes"] >= peer["watched_reserved_peak_bytes"] >= peer["allocated_peak_bytes"]
+        assert peer["reserved_peak_bytes"] >= peer["later_reserved_peak_bytes"] >= peer["end_reserved_bytes"] > 0
+    assert "native: without your setting expandable_segments:True" in done.stdout
+    (header,) = [line for line in done.stdout.splitlines() if line.split() == ["stalloc", "native", "expandable"]]
+    labels = ("allocated peak", "reserved peak", "while watched", "on the plan", "reserved at the end")
+    for label in labels:
+        (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith(label + " ")]
+        assert line.count("iB") == 3, line
+        assert len(line) == len(header)
+
+
+def test_the_report_tells_the_whole_run_and_what_becomes_of_a_plan(tmp_path: Path) -> None:
+    result = run(tmp_path, LOOP, 50)
+    peaks = result["reserved_peak_bytes"], result["observed_reserved_peak_bytes"]
+    assert result["run_reserved_peak_bytes"] == max(peaks)
+    assert result["fragmentation"] == pytest.approx(
+        1 - result["run_allocated_peak_bytes"] / result["run_reserved_peak_bytes"], abs=1e-6
+    )
+    assert result["end_reserved_bytes"] <= result["run_reserved_peak_bytes"]
+
+
+def test_a_program_without_a_step_that_repeats_is_called_settled(tmp_path: Path) -> None:
+    program = tmp_path / "random_steps.py"
+    program.write_text(
+        "import random, cupy, stalloc\n"
+        "rng = random.Random(1)\n"
+        "for step in range(220):\n"
+        "    kept = [cupy.empty(rng.randrange(1 << 10, 1 << 20), cupy.uint8) for _ in range(rng.randrange(20, 40))]\n"
+        "    del kept\n"
+        "    stalloc.step()\n"
+    )
+    done = stalloc(tmp_path, "run", "--json", "result.json", program)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["phase"] == "served without a plan, settled"
+    assert "served without a plan, settled" in done.stdout
+    assert "observing" not in done.stdout
 
 
 # --- record, plan, validate, run ---------------------------------------------------------------------------------
@@ -151,6 +200,7 @@ def test_a_plan_of_another_program_does_no_harm_and_is_given_up(tmp_path: Path) 
     assert result["plans_made"] == 2 or result["note"], "it went on with a plan of its own, or says why not"
     if result["plans_made"] == 2:
         assert result["hit_rate"] > 0.99
+    assert result["plan_misfit"], "it says that the plan which was given did not fit"
 
 
 def test_plans_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
@@ -179,6 +229,8 @@ def test_without_json_the_program_prints_as_ever_and_a_table_follows(tmp_path: P
     assert done.stdout.startswith("the program prints\n")
     assert "device 0" in done.stdout
     assert "hit rate" in done.stdout
+    assert "virtual NVIDIA H200" in done.stdout
+    assert "kernels do nothing, so losses are 0" in done.stdout
     assert "next: stalloc run --save-plan" in done.stdout
     assert json.loads((tmp_path / "result.json").read_text())["hit_rate"] == 1.0
 
@@ -240,6 +292,11 @@ def test_out_of_memory_in_a_program_says_what_it_needs(tmp_path: Path) -> None:
     done = stalloc(tmp_path, "run", "--memory", "1MiB", LOOP, code=1)
     assert "stalloc: out of memory on device 0" in done.stderr
     assert "OutOfMemoryError" in done.stderr
+    text = done.stderr[done.stderr.index("stalloc: out of memory") :]
+    for part in ("MiB on the device", "too little, whatever the allocator does", "Next: `stalloc dryrun SCRIPT`"):
+        assert part in text
+    assert "0.00 GiB" not in text
+    assert done.stdout.splitlines()[2].strip().startswith("out of memory  1 time"), "the report says so first"
 
 
 def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:

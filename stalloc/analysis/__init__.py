@@ -2,7 +2,7 @@
 
 from stalloc.analysis.comparison import Change, Comparison, compare
 from stalloc.analysis.explanation import CAUSES, Explanation, explain
-from stalloc.analysis.out_of_memory import OutOfMemory
+from stalloc.analysis.out_of_memory_event import OutOfMemory
 from stalloc.analysis.peaks import Recorded, recorded
 from stalloc.analysis.summary import Summary, summarize
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.out_of_memory import OutOfMemory, out_of_memory
+from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
 from stalloc.analysis.peaks import recorded, reserved_peak
 from stalloc.columns import Column
 from stalloc.errors import BadInputError

@@ -70,6 +70,11 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+def shown_name(kind: str, name: str) -> str:
+    """What people read of a device: a virtual one says so."""
+    return name if kind != "virtual" or name.lower().startswith("virtual") else f"virtual {name}"
+
+
 def find_gpu(name: str) -> VirtualGPU:
     """The GPU called `name`, whatever its case, spaces and dashes ("rtx 4090", "a100-80gb").
 
