@@ -296,7 +296,9 @@ def test_out_of_memory_in_a_program_says_what_it_needs(tmp_path: Path) -> None:
     for part in ("MiB on the device", "too little, whatever the allocator does", "Next: `stalloc dryrun SCRIPT`"):
         assert part in text
     assert "0.00 GiB" not in text
-    assert done.stdout.splitlines()[2].strip().startswith("out of memory  1 time"), "the report says so first"
+    lines = done.stdout.splitlines()
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("device 0: virtual GPU of 1.00 MiB")]
+    assert lines[begin + 1].strip().startswith("out of memory  1 time"), "the report says so first"
 
 
 def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:

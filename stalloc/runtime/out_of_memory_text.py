@@ -12,7 +12,7 @@ from stalloc.core.snapshot import HeapBlock, segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.device.known_gpus import shown_name
-from stalloc.device.pages import PAGE_BYTES
+from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.figures import human_bytes, plural
 
 _MAX_HOLDERS = 3

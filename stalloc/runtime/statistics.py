@@ -9,7 +9,7 @@ from stalloc.core.records import Peaks
 from stalloc.core.snapshot import counts, inactive
 from stalloc.core.state import Step
 from stalloc.figures import fragmentation
-from stalloc.runtime.settings import Phase
+from stalloc.runtime.runtime_settings import Phase
 
 if TYPE_CHECKING:
     from stalloc.runtime.controller import Controller
