@@ -4,18 +4,29 @@
   stalloc dryrun --memory 24GiB -m package.train
 
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
-GPU. Programs that read values back and act on them see zeros. What does not fit is run again with memory to spare,
-to say what it would need. JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native` and `stalloc` whether it
-`fits`, `needed_bytes` (reserved at the peak) and `allocated_peak_bytes`; `devices` lists both a device. The exit code
-is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
+GPU. Programs that read values back and act on them see zeros.
+
+A program needs less than an allocator takes where there is plenty, since cached memory is given up before it runs out.
+"Needs" is the least memory of a device on which it completes: its requests, as PyTorch's own history has them, are
+replayed on ever smaller devices. "Takes" is what the allocator reserved on a device with plenty. Where there is no such
+history (a program without PyTorch) both are what was reserved.
+
+JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native`, `expandable` (PyTorch with expandable_segments:True)
+and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay" or "run"), `taken_bytes` and
+`allocated_peak_bytes`; `devices` lists them a device. The exit code is 0 if the program fits with stalloc, 1 if it does
+not or if it fails for another reason.
 """
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.native import compare, run_apart
+from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -24,12 +35,31 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
+from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
-_PLENTY = 1 << 44  # bytes; more than any program of today asks of one device
+_PLENTY = 1 << 41  # bytes; expandable segments take more than this of the address space, for each stream
+_ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One allocator and the program, on the device that takes most."""
+
+    fits: bool
+    needed_bytes: int
+    """The least memory in which the program completes."""
+    needed_by: str
+    """How that is known: "replay", or "run" where it is only what was reserved."""
+    taken_bytes: int
+    """Reserved where there is plenty."""
+    allocated_peak_bytes: int
+    devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,84 +82,140 @@ def run(args: argparse.Namespace) -> int:
     offered = gpu.total_bytes - headroom
     if offered <= 0:
         raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
-    results = {name: _try(name, offered, command) for name in ("native", "stalloc")}
+    with working("running the program under its own allocators") as tell:
+        results = _results(offered, command, tell)
     result = {
         "gpu": gpu.name,
         "memory_bytes": gpu.total_bytes,
         "headroom_bytes": headroom,
-        **{name: {key: value for key, value in tried.items() if key != "devices"} for name, tried in results.items()},
+        **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
     }
     if wants_text(args):
-        _print(result, gpu, command)
+        _print(result, results, gpu, command)
     write_json(args, result)
-    return EXIT_DONE if results["stalloc"]["fits"] else EXIT_CHECK_FAILED
+    return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
 
-def _try(name: str, offered: int, command: list[str]) -> dict[str, Any]:
-    """One allocator on a device with `offered` bytes; again with plenty if it runs out, to see what it needs."""
-    measure = {"native": _native, "stalloc": _stalloc}[name]
-    tried = measure(offered, command)
-    fits = tried["exit_code"] == 0
-    ran_out = tried.pop("out_of_memory")
-    if not fits and not ran_out:
-        raise SetupError(
-            f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
-        )
-    if ran_out and not fits:
-        tried = measure(_PLENTY, command)
-        tried.pop("out_of_memory")
-    return {
-        "fits": fits,
-        "needed_bytes": max((device["needed_bytes"] for device in tried["devices"]), default=0),
-        "allocated_peak_bytes": max((device["allocated_peak_bytes"] for device in tried["devices"]), default=0),
-        "devices": tried["devices"],
-    }
+def _results(offered: int, command: list[str], tell: Callable[[str], None]) -> dict[str, Need]:
+    """Every allocator, by its name."""
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        history = Path(folder) / "history.pickle"
+        measures: dict[str, Callable[[int], dict[str, Any]]] = {"native": lambda size: _native(size, command, history)}
+        settings = dict(zip(("native", "expandable"), [conf for _, conf, _ in native_settings()], strict=False))
+        if "expandable" in settings:
+            measures["expandable"] = lambda size: _native(size, command, conf=settings["expandable"])
+        measures["stalloc"] = lambda size: _stalloc(size, command)
+        results = {}
+        for name, measure in measures.items():
+            tell(f"running the program under {_ALLOCATORS[name]}")
+            tried = _try(name, offered, measure)
+            if name == "expandable" and not tried["uses_torch"]:
+                continue
+            if history.exists():
+                tell(f"replaying what it needs under {_ALLOCATORS[name]}")
+            results[name] = _need(name, tried, _replayed(history, name, settings), offered)
+    return results
 
 
-def _native(offered: int, command: list[str]) -> dict[str, Any]:
-    result = compare(["--device", "virtual", "--memory", str(offered)], command, quiet=True)
-    for device in result["devices"]:
-        device["needed_bytes"] = device["reserved_peak_bytes"]
-    return result
+def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """One allocator on a device with plenty, and if it takes more than is offered, whether it does with that."""
+    tried = measure(_PLENTY)
+    if tried["exit_code"] == 0:
+        tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
+        if tried["fits"]:
+            return tried
+    again = measure(offered)
+    for one in (tried, again):
+        if one["exit_code"] != 0 and not one["out_of_memory"]:
+            raise SetupError(
+                f"the program failed with code {one['exit_code']} ({name}), not for lack of memory: "
+                "see its output above."
+            )
+    return tried | {"fits": again["exit_code"] == 0}
+
+
+def _native(offered: int, command: list[str], history: Path | None = None, conf: str | None = None) -> dict[str, Any]:
+    wanted = ["--history", str(history)] if history is not None and offered == _PLENTY else []
+    options = [*wanted, "--device", "virtual", "--memory", str(offered)]
+    return compare(options, command, quiet=True, conf=conf)
 
 
 def _stalloc(offered: int, command: list[str]) -> dict[str, Any]:
     options = ["--device", "virtual", "--memory", str(offered)]
     result = run_apart(["-m", "stalloc", "run", "--json"], [*options, *command], quiet=True)
     for device in result["devices"]:
-        # before the plan the heap takes what it finds and gives it back when memory runs short: allocated is its need
-        observed = device["observed_allocated_peak_bytes"] or 0
-        device["needed_bytes"] = max(device["reserved_peak_bytes"], observed)
-        device["allocated_peak_bytes"] = max(device["allocated_peak_bytes"], observed)
+        device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]
+        device["allocated_peak_bytes"] = device["run_allocated_peak_bytes"]
     result["out_of_memory"] = any(device["out_of_memory_errors"] for device in result["devices"])
     if result["exit_code"] != 0 and not result["out_of_memory"]:
         sys.stderr.write(result["output"])
     return result
 
 
-def _by_device(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _replayed(history: Path, name: str, settings: dict[str, str]) -> dict[int, int]:
+    """The least memory of each device, by the replay of the history; empty without one."""
+    if not history.exists():
+        return {}
+    from stalloc.replay.least_memory import least_memory
+    from stalloc.replay.simulation import Candidate
+    from stalloc.trace import load_traces
+
+    candidate = Candidate("stalloc") if name == "stalloc" else Candidate("torch", settings[name])
+    try:
+        return {trace.device: least_memory(trace, candidate) for trace in load_traces(history)}
+    except BadInputError:
+        return {}  # settings that the model does not know, or a history that is not whole
+
+
+def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: int) -> Need:
+    """What one allocator was seen to do, the runs before the replay."""
+    devices = {}
+    for device in tried["devices"]:
+        taken = device["reserved_peak_bytes"]
+        least = max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
+        least = min(least, offered, taken) if tried["fits"] else min(least, taken)
+        devices[device["device"]] = {
+            "needed_bytes": least,
+            "taken_bytes": taken,
+            "allocated_peak_bytes": device["allocated_peak_bytes"],
+        }
+    largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in _FIGURES}
+    by = "replay" if replayed else "run"
+    return Need(fits=tried["fits"], needed_by=by, devices=devices, **largest)
+
+
+_FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
+
+
+def _entry(need: Need) -> dict[str, Any]:
+    return {key: value for key, value in asdict(need).items() if key != "devices"}
+
+
+def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for name, tried in results.items():
-        for device in tried["devices"]:
-            entry = found.setdefault(device["device"], {"device": device["device"]})
-            entry[name] = {key: device[key] for key in ("needed_bytes", "allocated_peak_bytes")}
+    for name, need in results.items():
+        for index, device in need.devices.items():
+            found.setdefault(index, {"device": index})[name] = device
     return [found[index] for index in sorted(found)]
 
 
-def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
-    from rich.table import Table
-
+def _print(result: dict[str, Any], results: dict[str, Need], gpu: VirtualGPU, command: list[str]) -> None:
     offered = result["memory_bytes"] - result["headroom_bytes"]
-    title = f"{printable(gpu.name)}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program"
-    table = Table("", "fits", "needs (reserved)", "allocated", title=title, title_justify="left")
-    for name in ("native", "stalloc"):
-        tried = result[name]
-        verdict = "yes" if tried["fits"] else "no"
-        table.add_row(name, verdict, human_bytes(tried["needed_bytes"]), human_bytes(tried["allocated_peak_bytes"]))
     console = table_console()
-    console.print(table)
-    if result["stalloc"]["fits"]:
+    name = shown_name("virtual", printable(gpu.name))
+    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program")
+    rows = [
+        [_ALLOCATORS[key], "yes" if need.fits else "no", *(human_bytes(getattr(need, figure)) for figure in _FIGURES)]
+        for key, need in results.items()
+    ]
+    print_table(console, ("", "fits", "needs", "takes of plenty", "allocated"), rows, text_columns=2, indent="  ")
+    if all(need.needed_by == "replay" for need in results.values()):
+        meant = "needs: the least memory in which the program completes, by replay; "
+    else:
+        meant = "needs: no more than this, which was reserved; "
+    print_prose(console, meant + "takes: what is reserved where there is plenty", indent="  ")
+    if results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
         console.print("next: the same with a larger --gpu, or a smaller batch")

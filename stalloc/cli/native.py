@@ -24,6 +24,7 @@ from stalloc.files import write_whole
 from stalloc.notices import say
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
+_MAX_EVENTS = 1 << 21  #: of a history
 _EXPANDABLE = "expandable_segments"
 
 
@@ -145,6 +146,7 @@ def main() -> int:
     """Run the program and write the result; the program's exit code."""
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--history")  # where torch's history of the run is to go
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
@@ -172,10 +174,15 @@ def main() -> int:
 
         if kind == "virtual":
             after_torch_import()
+        if args.history:
+            torch = sys.modules["torch"]
+            torch.cuda.memory._record_memory_history(context=None, max_entries=_MAX_EVENTS)
         register_optimizer_step_post_hook(note_step)
 
     after_import("torch", watch_torch)
     code = run_program(command)
+    if args.history and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        sys.modules["torch"].cuda.memory._dump_snapshot(args.history)
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
     result["uses_torch"] = "torch" in sys.modules
     write_whole(args.result, json.dumps(result))

@@ -1,0 +1,48 @@
+"""What takes longer than a second says what it is at, on standard error.
+
+Contract: nothing is shown in the first second, nor of what is over by then. On a terminal it is one line that goes away
+again; elsewhere one sentence, once.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from stalloc.notices import say
+
+_PATIENCE = 1.0  # seconds
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Say `text` if the block takes longer than a second; what is handed out changes the text."""
+    shown = [text]
+    over = threading.Event()
+    teller = threading.Thread(target=_tell, args=(shown, over), daemon=True)
+    teller.start()
+    try:
+        yield lambda new: shown.__setitem__(0, new)
+    finally:
+        over.set()
+        teller.join()
+
+
+def _tell(shown: list[str], over: threading.Event) -> None:
+    if over.wait(_PATIENCE):
+        return
+    if sys.stderr is None or not sys.stderr.isatty():
+        said = ""
+        while said != shown[0] or not over.wait(_PATIENCE):
+            if said != shown[0]:
+                said = shown[0]
+                say(f"{said} …")
+            if over.is_set():
+                return
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(shown[0]) as status:
+        while not over.wait(0.2):
+            status.update(shown[0])
