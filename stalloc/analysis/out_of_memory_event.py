@@ -55,7 +55,7 @@ def out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, a
         same_stream_bytes=int(blocks.size_bytes[own].sum()),
         avoided_by=others,
         fails_again=len(others) == len(fitted) if advise else None,
-        asked_by=_asked_by(trace, event),
+        asked_by=asked_by(trace, event),
     )
 
 
@@ -70,7 +70,8 @@ def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> lis
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
 
 
-def _asked_by(trace: Trace, event: int) -> str:
+def asked_by(trace: Trace, event: int) -> str:
+    """The call site of an event that asks for memory."""
     sites = read_sites(trace)
     if sites is None or sites.event_site[event] < 0:
         return UNKNOWN

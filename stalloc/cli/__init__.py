@@ -20,6 +20,7 @@ VERBS = (
     "record",
     "dryrun",
     "stats",
+    "top",
     "plan",
     "validate",
     "convert",

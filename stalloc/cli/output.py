@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -67,7 +68,8 @@ def table_console() -> Console:
 
     Strings are no markup. What others wrote goes through `printable` before, so that a line stays one line.
     """
-    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # without any, no escape is written
+    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
         console.width = 200
     return console

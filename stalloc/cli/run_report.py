@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.cli.tables import print_prose, print_table
+from stalloc.cli.tables import print_items, print_prose, print_table
 from stalloc.device.known_gpus import shown_name
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
@@ -25,8 +25,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if report["out_of_memory_errors"]:
         count = report["out_of_memory_errors"]
         console.print(Text(f"  out of memory  {count:,} time{'s' * (count != 1)}: see the error above", "bold red"))
-    for label, value in _facts(report):
-        print_prose(console, Text.assemble((f"{label:<13}", "dim"), f"  {printable(value, MAX_SENTENCE)}"), indent="  ")
+    print_items(console, [(label, printable(value, MAX_SENTENCE)) for label, value in _facts(report)])
     peers = [(key, title) for key, title in _NATIVE if report.get(key)]
     columns = ("", "stalloc", *(title for _, title in peers))
     print_table(console, columns, _rows(report, [report[key] for key, _ in peers]), indent="  ")

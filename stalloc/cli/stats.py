@@ -30,6 +30,7 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
@@ -73,9 +74,8 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None
     console = table_console()
     for file, summary in devices:
         name, source = printable(Path(file).name), printable(summary.source)
-        console.print(Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
-        for label, text in _lines(summary):
-            console.print(Text.assemble("  ", (f"{label:<14}", "dim"), f"  {text}"))
+        print_prose(console, Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
+        print_items(console, _lines(summary))
         console.print()
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from stalloc.printable import MAX_SENTENCE, printable
 
 _GAP = "  "
+_MIN_PROSE = 24  # columns that prose gets at least, beside what stands before it
 
 
 def print_table(
@@ -56,25 +57,40 @@ def print_pieces(console: Console, pieces: Sequence[str], *, indent: str = "") -
         console.print(Text(indent + line))
 
 
-def print_prose(console: Console, text: str | Text, *, indent: str = "") -> None:
+def print_prose(console: Console, text: str | Text, *, indent: str = "", lead: str | Text = "") -> None:
     """Print a sentence; on a terminal it is broken between words, and goes on under its own beginning.
 
-    A figure and its unit stay together.
+    A figure and its unit stay together. What `lead` says stands before it, as it is.
     """
     styled = text if isinstance(text, Text) else Text(text)
-    words = [word for word in _words(styled) if word.plain]
+    line = Text(indent).append_text(lead if isinstance(lead, Text) else Text(lead))
     if not console.is_terminal:
-        console.print(Text(indent).append_text(styled))
+        console.print(line.append_text(styled))
         return
-    line = Text(indent)
-    for word in words:
-        if line.plain.strip() and cell_len(line.plain) + 1 + cell_len(word.plain) > console.width:
+    margin = cell_len(line.plain)
+    if console.width - margin < _MIN_PROSE:
+        margin = min(margin, len(indent) + len(_GAP))
+    begun = False
+    for word in (word for word in _words(styled) if word.plain):
+        if begun and cell_len(line.plain) + 1 + cell_len(word.plain) > console.width:
             console.print(line)
-            line = Text(indent)
-        elif line.plain.strip():
+            line, begun = Text(" " * margin), False
+        if begun:
             line.append(" ")
         line.append_text(word)
+        begun = True
     console.print(line)
+
+
+def print_items(console: Console, items: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
+    """Print (label, figure, words) or (label, words) in columns; the words go on under their own beginning."""
+    labels = max((cell_len(item[0]) for item in items), default=0)
+    figures = max((cell_len(item[1]) for item in items if len(item) == 3), default=0)
+    for item in items:
+        lead = Text(item[0] + " " * (labels - cell_len(item[0])) + _GAP, "dim")
+        if len(item) == 3:
+            lead.append(" " * (figures - cell_len(item[1])) + item[1] + _GAP, "not dim")
+        print_prose(console, item[-1], indent=indent, lead=lead)
 
 
 _UNITS = ("GiB", "MiB", "B", "bytes", "%", "ms", "s")
