@@ -52,8 +52,8 @@ def run(folder: Path, *arguments: Any, code: int = 0, cache: Path | str = "off")
 
 
 def sentence(folder: Path, verb: str, *arguments: Any) -> str:
-    """The one sentence of an error with exit code 2."""
-    done = stalloc(folder, verb, *arguments, code=2)
+    """The one sentence of an error of stalloc's own, with exit code 125."""
+    done = stalloc(folder, verb, *arguments, code=125)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("stalloc: ")
@@ -277,7 +277,7 @@ def test_a_failing_program_gives_exit_code_1_its_traceback_and_the_report(tmp_pa
     assert result["devices"][0]["allocated_peak_bytes"] > 0
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1)])
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (2, 2)])
 def test_the_exit_code_of_the_program(tmp_path: Path, code: int, expected: int) -> None:
     assert run(tmp_path, LOOP, 3, "--exit", code, code=expected)["exit_code"] == code
 
@@ -310,7 +310,7 @@ def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
         assert "no GPU called" in sentence(tmp_path, verb, *options, "--gpu", "Voodoo2", LOOP)
         assert "is not an amount of memory" in sentence(tmp_path, verb, *options, "--memory", "much", LOOP)
         assert "-m lacks its module" in sentence(tmp_path, verb, *options, "-m")
-        assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=2).stderr
+        assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=125).stderr
     assert "does not end in .trace.npz" in sentence(tmp_path, "record", "-o", "t.npz", LOOP)
     assert "cannot write" in sentence(tmp_path, "record", "-o", "no/such/folder/t.trace.npz", LOOP)
     assert "--observe-steps is -1" in sentence(tmp_path, "run", "--observe-steps", "-1", LOOP)
@@ -319,12 +319,12 @@ def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
 
 def test_a_recording_without_gpu_memory_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print(1)\n")
-    assert "allocated no GPU memory" in stalloc(tmp_path, "record", "-o", "t.trace.npz", "nothing.py", code=2).stderr
+    assert "allocated no GPU memory" in stalloc(tmp_path, "record", "-o", "t.trace.npz", "nothing.py", code=125).stderr
     assert not (tmp_path / "t.trace.npz").exists()
 
 
 def test_where_a_plan_cannot_be_written_is_said_before_the_program_runs(tmp_path: Path) -> None:
-    done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=2)
+    done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=125)
     assert "cannot write" in done.stderr
     assert "the program prints" not in done.stdout
 
@@ -373,3 +373,68 @@ def test_the_report_says_where_the_plan_comes_from_and_goes_to(tmp_path: Path) -
     first, second = (stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "cache").stdout for _ in range(2))
     assert "next: the same command starts with this plan" in first
     assert "the plan was kept from the last run" in second
+
+
+# --- signals, launchers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_leaves_the_report_and_the_recording(tmp_path: Path, name: str, code: int) -> None:
+    program = tmp_path / "ended.py"
+    program.write_text(
+        "import os, signal, cupy\n"
+        "kept = cupy.empty(1 << 20, cupy.uint8)\n"
+        f"os.kill(os.getpid(), signal.{name})\n"
+        "print('went on')\n"
+    )
+    ran = stalloc(tmp_path, "run", "--json", "report.json", program, code=code)
+    assert "went on" not in ran.stdout
+    assert ran.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == code
+    stalloc(tmp_path, "record", "-o", "t.trace.npz", program, code=code)
+    stats = json.loads(stalloc(tmp_path, "stats", "t.trace.npz", "--json", "-").stdout)
+    assert stats["devices"][0]["requests"] == 1
+
+
+def test_a_program_that_handles_sigterm_itself_is_left_to_it(tmp_path: Path) -> None:
+    program = tmp_path / "handles.py"
+    program.write_text(
+        "import os, signal, cupy\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('saved a checkpoint'))\n"
+        "kept = cupy.empty(1 << 20, cupy.uint8)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('went on')\n"
+    )
+    assert "saved a checkpoint\nwent on\n" in stalloc(tmp_path, "run", program).stdout
+
+
+def test_launchers_are_told_what_to_type(tmp_path: Path) -> None:
+    for command in (
+        ("torchrun", "--nproc-per-node", "2", "train.py"),
+        ("accelerate", "launch", "train.py"),
+        ("-m", "torch.distributed.run", "train.py"),
+    ):
+        said = sentence(tmp_path, "run", *command)
+        typed = " ".join(command) if command[0] != "-m" else "python " + " ".join(command)
+        assert f"type STALLOC=1 {typed}" in said
+    assert "type stalloc run train.py" in sentence(tmp_path, "run", "python", "train.py")
+
+
+def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
+    source = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class WithoutCupy:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        return None if name == 'cupy' else PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [WithoutCupy if finder is PathFinder else finder for finder in sys.meta_path]\n"
+        "from stalloc.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", source, "run", "--device", "virtual", str(LOOP)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 125
+    assert done.stderr.startswith("stalloc: CuPy is not installed, whose pool owns the memory")
+    assert "pip install 'stalloc[cuda13]'" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -21,7 +21,6 @@ JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of 
 import argparse
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,12 +32,13 @@ from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
+    memory_option,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
-from stalloc.device import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
@@ -66,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="B", help="trace that may have grown")
     parser.add_argument("--device", type=int, metavar="N", help="compare this device only (default: all)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
-    parser.add_argument(
-        "--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%%, 200MiB, or a number of bytes"
-    )
+    parser.add_argument("--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%% or 200MiB")
     add_json_argument(parser)
 
 
@@ -92,10 +90,12 @@ def _limit(text: str | None) -> _Limit | None:
         return None
     if share := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text):
         return _Limit(float(share[1]) / 100, 0)
+    if text == "0":
+        return _Limit(0.0, 0)
     try:
-        return _Limit(0.0, int(text) if text.isascii() and text.isdigit() else parse_memory(text))
+        return _Limit(0.0, memory_option("--fail-over", text))
     except BadInputError as error:
-        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or a number of bytes.") from error
+        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or 4096B.") from error
 
 
 def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
@@ -104,13 +104,13 @@ def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[st
     notes = []
     for file, traces in ((args.first, first), (args.second, second)):
         told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
-        notes += [f"{Path(file).name}: {note}" for note in told]
+        notes += [f"{file_label(file)}: {note}" for note in told]
     if len(first) == len(second) == 1:
         return [(first[0], second[0])], notes
     of_first, of_second = ({trace.device: trace for trace in traces} for traces in (first, second))
     for file, only in ((args.first, of_first.keys() - of_second), (args.second, of_second.keys() - of_first)):
         if only:
-            notes.append(f"only {Path(file).name} has device {', '.join(map(str, sorted(only)))}")
+            notes.append(f"only {file_label(file)} has device {', '.join(map(str, sorted(only)))}")
     both = sorted(of_first.keys() & of_second)
     if not both:
         raise BadInputError(f"{args.first} and {args.second} have no device in common: give files of the same devices.")

@@ -30,6 +30,7 @@ from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    memory_option,
     table_console,
     wants_text,
     write_json,
@@ -37,7 +38,7 @@ from stalloc.cli.output import (
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
+from stalloc.device import DEFAULT_GPU, VirtualGPU
 from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     command = program_command(args)
     gpu = chosen_gpu(args) or DEFAULT_GPU
-    headroom = parse_memory(args.headroom) if args.headroom != "0" else 0
+    headroom = memory_option("--headroom", args.headroom) if args.headroom != "0" else 0
     offered = gpu.total_bytes - headroom
     if offered <= 0:
         raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
@@ -137,12 +138,12 @@ def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> d
 
 def _native(offered: int, command: list[str], history: Path | None = None, conf: str | None = None) -> dict[str, Any]:
     wanted = ["--history", str(history)] if history is not None and offered == _PLENTY else []
-    options = [*wanted, "--device", "virtual", "--memory", str(offered)]
+    options = [*wanted, "--device", "virtual", "--memory", f"{offered}B"]
     return compare(options, command, quiet=True, conf=conf)
 
 
 def _stalloc(offered: int, command: list[str]) -> dict[str, Any]:
-    options = ["--device", "virtual", "--memory", str(offered)]
+    options = ["--device", "virtual", "--memory", f"{offered}B"]
     result = run_apart(["-m", "stalloc", "run", "--json"], [*options, *command], quiet=True)
     for device in result["devices"]:
         device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]

@@ -7,17 +7,16 @@ Contract: what looks like any kind of trace is none of these; a log is read as t
 import dataclasses
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis.error_text import ErrorText, find_errors
+from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.figures import human_bytes
 from stalloc.inputs import open_input, read_input
-from stalloc.printable import printable
 
 _NO_LOG = re.compile(rb'\x80|PK|\x1f\x8b|<|\s*(\{|\[\s*[\[{"])')  # pickles, archives, pages, JSON
 _SIGNS = (b"ut of memory. Tried to allocate", b"Out of memory allocating ")
@@ -45,7 +44,7 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
     device = "" if error.device is None else f", device {error.device}"
     times = f", {error.times:,} times" if error.times > 1 else ""
     title = f"{device}: out of memory in {error.library}, {human_bytes(error.wanted_bytes)} wanted{times}"
-    print_prose(console, Text.assemble((printable(Path(file).name), "bold"), title))
+    print_prose(console, Text.assemble((file_label(file), "bold"), title))
     rows = [[name, human_bytes(amount), meaning] for name, amount, meaning in _parts(error) if amount is not None]
     print_items(console, rows)
     for sentence in _verdict(error):

@@ -20,7 +20,6 @@ been served, as replayed from an empty device of the same size.
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from stalloc.cli.error_log import error_entry, errors_of, print_error, print_nex
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
     note_texts,
     table_console,
     wants_text,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     devices: list[tuple[str, Trace, Explanation]] = []
     errors: list[tuple[str, ErrorText]] = []
     for file in args.files:
-        with working(f"explaining {Path(file).name}"):
+        with working(f"explaining {file_label(file)}"):
             found = errors_of(file)
             errors += [(file, error) for error in found]
             if not found:
@@ -105,7 +105,7 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation]]) -> None:
     console = table_console()
     for file, trace, made in devices:
-        _print_device(console, Path(file).name, made, trace.info.get("notes", []))
+        _print_device(console, file_label(file), made, trace.info.get("notes", []))
     console.print(f"Next: stalloc simulate --sweep {command_text(devices[0][0])}")
 
 
@@ -115,7 +115,7 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
     print_prose(
         console,
         Text.assemble(
-            (printable(name), "bold"),
+            (name, "bold"),
             f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
             f"{human_bytes(reserved - allocated)} more at that moment",

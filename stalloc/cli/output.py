@@ -11,7 +11,10 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from stalloc.device.known_gpus import parse_memory
+from stalloc.errors import BadInputError
 from stalloc.files import write_whole
+from stalloc.inputs import shown_name
 from stalloc.printable import MAX_SENTENCE, encodable, printable
 
 MAX_NOTES = 20
@@ -43,6 +46,10 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
 class _OurConsole(Console):
     """Standard output, which shows escaped what would steer a terminal and what its encoding cannot hold."""
 
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more, which is no failure; the command line ends quietly."""
+        raise BrokenPipeError
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=self._shown(segment.text))
@@ -55,6 +62,18 @@ class _OurConsole(Console):
 def command_text(*words: str) -> str:
     """Words of a command to copy, quoted for a shell; longer than a name may be."""
     return printable(shlex.join(words), MAX_SENTENCE)
+
+
+def file_label(file: str) -> str:
+    """What reports call a file: its name, or standard input."""
+    return printable(shown_name(file).name)
+
+
+def memory_option(option: str, text: str) -> int:
+    """Bytes of an option. Raises BadInputError for a small number without a unit: 24 of what?"""
+    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
+        raise BadInputError(f"{option} is {text[:30]}, of what? Write {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B.")
+    return parse_memory(text)
 
 
 def note_texts(notes: Sequence[object]) -> list[str]:

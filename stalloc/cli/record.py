@@ -4,8 +4,8 @@
 
 The program runs unchanged under stalloc's heap, with no plan. With --stacks it runs under PyTorch's own allocator and
 history instead, which has the call site of every request of PyTorch's; CuPy's are not in it then. JSON: `output`, and
-for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is 1 if the
-program itself fails; what was recorded until then is written all the same.
+for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
+program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import tempfile
 from typing import Any
 
 from stalloc.analysis import recorded
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record the program; 0, or 1 if it fails."""
+    """Record the program; its own exit code."""
     command = program_command(args)
     gpu = chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if wants_text(args):
         _print(args.output, devices, stacks=args.stacks)
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
-    return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
+    return code
 
 
 def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:

@@ -15,14 +15,13 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache" or
-null. The exit code is 1 if the program itself fails.
+null. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
 import dataclasses
 from typing import Any
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
@@ -81,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program; 0, or 1 if it fails."""
+    """Run the program; its own exit code."""
     command = program_command(args)
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     write_json(args, result)
-    return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
+    return code
 
 
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:

@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -32,13 +31,14 @@ from stalloc.analysis import Recorded, recorded
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
+    memory_option,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.device import parse_memory
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.replay.model_events import recorded_conf
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
-    capacity = parse_memory(args.capacity) if args.capacity else 0
+    capacity = memory_option("--capacity", args.capacity) if args.capacity else 0
     candidates = _candidates(args, capacity)
     for candidate in candidates:
         make(candidate.allocator, candidate.settings, capacity)  # a bad name or setting is said before long work
@@ -144,7 +144,7 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
         told = recorded(trace)
         console.print(
             Text.assemble(
-                (printable(Path(file).name), "bold"),
+                (file_label(file), "bold"),
                 f", device {trace.device}: {trace.num_requests:,} requests",
                 f", {human_bytes(capacity)} of memory" if capacity else "",
             )

@@ -25,6 +25,7 @@ from stalloc.analysis import Summary, summarize
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
     note_texts,
     table_console,
     wants_text,
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None:
     console = table_console()
     for file, summary in devices:
-        name, source = printable(Path(file).name), printable(summary.source)
+        name, source = file_label(file), printable(summary.source)
         print_prose(console, Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
         print_items(console, _lines(summary))
         console.print()

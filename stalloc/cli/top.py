@@ -16,14 +16,21 @@ and `growth`.
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis import Branch, Holder, Holders, holders
 from stalloc.cli.convert import of_device
-from stalloc.cli.output import add_json_argument, command_text, note_texts, table_console, wants_text, write_json
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    file_label,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
     found = []
     for file in args.files:
-        with working(f"reading {Path(file).name}"):
+        with working(f"reading {file_label(file)}"):
             traces = _at_error(args, file, of_device(file, load_traces(file), args.device))
             found += [(file, trace, holders(trace, args.at)) for trace in traces]
     write_json(args, {"devices": [{"file": file, **dataclasses.asdict(made)} for file, _, made in found]})
@@ -85,7 +92,7 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
         f", device {made.device}, {when}: allocated {human_bytes(made.allocated_bytes)} by "
         f"{plural(made.requests, 'request')}{reserved}"
     )
-    print_prose(console, Text.assemble((printable(Path(file).name), "bold"), story))
+    print_prose(console, Text.assemble((file_label(file), "bold"), story))
     if made.wanted_bytes is not None:
         print_prose(console, f"{human_bytes(made.wanted_bytes)} more were wanted by {printable(made.wanted_by)}")
     for growth in made.growth[: args.top]:

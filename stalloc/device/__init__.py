@@ -127,7 +127,8 @@ def devices() -> list[Device]:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
     if importlib.util.find_spec("cupy") is None:
         raise SetupError(
-            "CuPy is not installed: pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
+            "CuPy is not installed, whose pool owns the memory that stalloc serves, PyTorch's too: "
+            "pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
         )
     import cupy
 
