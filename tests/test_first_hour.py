@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,41 @@ def test_logs_that_move_a_tensor_to_another_storage_are_read(tmp_path: Path, cap
     assert main(["convert", str(file), str(tmp_path / "out.csv")]) == 0
     capsys.readouterr()
     assert (tmp_path / "out.csv").read_text().splitlines()[1:] == ["0,0,2,1024", "1,1,3,2048"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.usefixtures("cupy_installed", "cuda_torch")
+def test_without_a_home_and_beside_read_only_packages_everything_works() -> None:
+    """A container that runs as a nobody; it costs three sentences at most, of compiled code, the GPU and the plan."""
+    root = Path(__file__).parents[1]
+    place = Path(tempfile.mkdtemp(prefix="stalloc-nobody-"))
+    try:
+        shutil.copytree(root / "stalloc", place / "stalloc", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / "kernels", place / "stalloc" / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        (place / "loop.py").write_text("import torch\nkept = [torch.empty(1 << 20, device='cuda') for _ in range(9)]\n")
+        (place / "p.csv").write_text(CSV)
+        for path in (place, *place.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        nobody = [*user, sys.executable, "-P", "-m", "stalloc"]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("STALLOC", "XDG", "NUMBA"))}
+        environment = {**clean, "HOME": "/nonexistent", "PYTHONPATH": str(place)}
+        for command, most in ((["stats", "p.csv"], 1), (["run", "--device", "virtual", "loop.py"], 3)):
+            done = subprocess.run(
+                [*nobody, *command],
+                cwd=place,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if "No module named" in done.stderr or "Permission denied: '/root" in done.stderr:
+                pytest.skip("this Python cannot be used by others")
+            assert done.returncode == 0, done.stderr
+            lines = done.stderr.splitlines()
+            assert len(lines) <= most, done.stderr
+            assert all(line.startswith("stalloc: ") for line in lines), done.stderr
+    finally:
+        subprocess.run(["chmod", "-R", "u+w", str(place)], check=True)
+        shutil.rmtree(place)
