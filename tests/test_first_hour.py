@@ -209,3 +209,10 @@ def test_without_a_home_and_beside_read_only_packages_everything_works() -> None
     finally:
         subprocess.run(["chmod", "-R", "u+w", str(place)], check=True)
         shutil.rmtree(place)
+
+
+def test_each_term_of_a_report_is_in_the_glossary() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text(encoding="utf-8").lower()
+    terms = ("hard fragmentation", "soft fragmentation", "scoped", "persistent", "transient", "lower bound")
+    for term in (*terms, "whole on the plan", "hit rate", "needs", "takes", "settled", "watched", "pinned", "capacity"):
+        assert f"**{term}**" in page, term

@@ -199,7 +199,14 @@ def _step_ends(trace: Trace) -> Column:
     if len(marks):
         return marks
     rows = sequence_rows(trace, TINY_BYTES + 1)
-    period = find_step_period(trace, min_repeats=_MIN_STEPS)  # layers repeat too, and hold more from one to the next
+    # layers repeat too, and hold more from one to the next
+    period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
     if period is None:
         return marks
     return trace.start[rows[period.first : period.first + period.covered : period.length]]
+
+
+def _without_ending(trace: Trace) -> Trace:
+    """The trace as if nothing were freed after the last request: a program that ends lets go of what it has leaked."""
+    last = int(trace.start.max(initial=-1))
+    return trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))
