@@ -24,7 +24,6 @@ import re
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stalloc.analysis import Change, Comparison, compare
@@ -39,6 +38,7 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
@@ -141,8 +141,8 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
     for made in devices:
         numbers = " and ".join(map(str, dict.fromkeys((made.first.device, made.second.device))))
         files = f": A is {printable(args.first)}, B is {printable(args.second)}"
-        console.print(Text.assemble((f"device {numbers}", "bold"), files))
-        console.print(_peaks(made))
+        print_prose(console, Text.assemble((f"device {numbers}", "bold"), files))
+        _print_peaks(console, made)
         for name, changes in (("class", made.by_class), ("site", made.by_site), ("size", made.by_size)):
             _print_list(console, name, changes, args.top)
         if limit and limit.is_exceeded(made):
@@ -155,19 +155,12 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
             )
         console.print()
     for note in note_texts(notes):
-        console.print(Text.assemble(("note", "dim"), f"  {note}"))
+        print_prose(console, note, lead=Text("note  ", "dim"))
     console.print(f"Next: stalloc explain {command_text(args.second)}")
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
-    return table
-
-
-def _peaks(made: Comparison) -> Table:
-    table = _table("peak", "A", "B", "change")
+def _print_peaks(console: Console, made: Comparison) -> None:
+    rows = []
     first, second = made.first, made.second
     for name, before, after, change in (
         ("allocated", first.allocated_peak_bytes, second.allocated_peak_bytes, made.allocated_change_bytes),
@@ -176,16 +169,16 @@ def _peaks(made: Comparison) -> Table:
         shown = "" if change is None else _signed(change)
         if change and before:
             shown += f" ({change / before:+.2%})"
-        table.add_row(
-            name, *("not recorded" if value is None else human_bytes(value) for value in (before, after)), shown
+        rows.append(
+            [name, *("not recorded" if value is None else human_bytes(value) for value in (before, after)), shown]
         )
-    return table
+    print_table(console, ("peak", "A", "B", "change"), rows)
 
 
-def _print_list(console: Console, name: str, rows: list[Change], top: int) -> None:
+def _print_list(console: Console, name: str, changes: list[Change], top: int) -> None:
     """The lines that changed, what grew most first; what shrank most has its place at the end."""
-    changed = [row for row in rows if row.change_bytes or row.first_requests != row.second_requests]
-    if not top or not rows:
+    changed = [row for row in changes if row.change_bytes or row.first_requests != row.second_requests]
+    if not top or not changes:
         return
     if not changed:
         console.print(f"by {name}: no change")
@@ -193,16 +186,17 @@ def _print_list(console: Console, name: str, rows: list[Change], top: int) -> No
     grown = [row for row in changed if row.change_bytes >= 0][:top]
     shrunk = [row for row in changed if row.change_bytes < 0]
     shown = grown + (shrunk[-(top - len(grown)) :] if len(grown) < top else [])
-    table = _table(f"by {name}", "A", "B", "change", "requests")
-    for row in shown:
-        table.add_row(
-            printable(row.name),
+    rows = [
+        [
+            row.name,
             human_bytes(row.first_bytes),
             human_bytes(row.second_bytes),
             _signed(row.change_bytes),
             f"{row.first_requests:,} → {row.second_requests:,}",
-        )
-    console.print(table)
+        ]
+        for row in shown
+    ]
+    print_table(console, (f"by {name}", "A", "B", "change", "requests"), rows)
     if len(shown) < len(changed):
         rest = sum(row.change_bytes for row in changed) - sum(row.change_bytes for row in shown)
         console.print(f"  {len(changed) - len(shown):,} more, {_signed(rest)} together")

@@ -142,13 +142,9 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
     console = table_console()
     for file, trace, found in devices:
         told = recorded(trace)
-        console.print(
-            Text.assemble(
-                (file_label(file), "bold"),
-                f", device {trace.device}: {trace.num_requests:,} requests",
-                f", {human_bytes(capacity)} of memory" if capacity else "",
-            )
-        )
+        memory = f", {human_bytes(capacity)} of memory" if capacity else ""
+        story = f", device {trace.device}: {plural(trace.num_requests, 'request')}{memory}"
+        print_prose(console, Text.assemble((file_label(file), "bold"), story))
         for note in note_texts(trace.info.get("notes", [])):
             print_prose(console, f"note: {note}", indent="  ")
         print_table(console, _COLUMNS, [*_recorded_row(trace, told), *map(_row, found)], text_columns=2)
