@@ -4,6 +4,9 @@ Contract: fragmentation is of a whole record or run, never of a moment: 1 - allo
 allocated peak counts sizes rounded up to 512 bytes, as torch counts them, from alloc to free_completed.
 """
 
+import html
+from collections.abc import Iterable
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -26,3 +29,12 @@ def fragmentation(allocated_peak_bytes: int, reserved_peak_bytes: int) -> float:
 def plural(count: int, noun: str) -> str:
     """`1 segment`, `1,234 segments`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A small table for a notebook; what it is given may hold anything."""
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>"
+        for label, text in rows
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"

@@ -216,3 +216,29 @@ def test_each_term_of_a_report_is_in_the_glossary() -> None:
     terms = ("hard fragmentation", "soft fragmentation", "scoped", "persistent", "transient", "lower bound")
     for term in (*terms, "whole on the plan", "hit rate", "needs", "takes", "settled", "watched", "pinned", "capacity"):
         assert f"**{term}**" in page, term
+
+
+def test_traces_and_plans_are_one_line_and_a_table_in_a_notebook(csv: str) -> None:
+    from stalloc.planner import plan
+    from stalloc.trace import load_traces
+
+    (trace,) = load_traces(csv)
+    made = plan(trace)
+    assert repr(trace) == "<Trace of device 0: 300 requests, 319 events, 2.84 MiB at the peak, from planning csv>"
+    assert repr(made).startswith("<Plan of device 0: 300 of 300 requests, peak ")
+    hostile = trace.replace(info={**trace.info, "source": "<script>\n"})
+    for value in (trace, made, hostile):
+        assert "\n" not in repr(value)
+        shown = value._repr_html_()
+        assert shown.startswith("<table>")
+        assert "<script>" not in shown
+
+
+def test_a_report_is_one_line_and_a_table(run_program, cupy_installed) -> None:
+    done = run_program(
+        "import stalloc; stalloc.install(device='virtual'); import cupy; kept = cupy.empty(1 << 20, cupy.uint8)\n"
+        "(report,) = stalloc.statistics(); print(report); print(report._repr_html_())"
+    )
+    line, table = done.stdout.splitlines()
+    assert line.startswith("<Report of device 0: observing, reserved ")
+    assert table.startswith("<table><caption>device 0: virtual NVIDIA H200</caption>")

@@ -38,6 +38,7 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -75,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 0:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
     limit = _limit(args.fail_over)
-    pairs, notes = _pairs(args)
-    devices = [compare(first, second) for first, second in pairs]
+    with working(f"comparing {file_label(args.first)} and {file_label(args.second)}"):
+        pairs, notes = _pairs(args)
+        devices = [compare(first, second) for first, second in pairs]
     failed = limit is not None and any(limit.is_exceeded(made) for made in devices)
     result = {"first": args.first, "second": args.second, "fail_over": args.fail_over, "notes": notes}
     write_json(args, result | {"devices": [_entry(made, limit) for made in devices], "grew_too_much": failed})

@@ -1,7 +1,7 @@
 """What takes longer than a second says what it is at, on standard error.
 
-Contract: nothing is shown in the first second, nor of what is over by then. On a terminal it is one line that goes away
-again; elsewhere one sentence, once.
+Contract: on a terminal it is one line, after a second, that goes away again; elsewhere a sentence for each thing that
+is done, from the fifth second on, for whoever reads the log of a job. What is over by then says nothing.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from stalloc.notices import say
 
-_PATIENCE = 1.0  # seconds
+_PATIENCE, _PATIENCE_OF_LOGS = 1.0, 5.0  # seconds
 
 
 @contextlib.contextmanager
@@ -29,16 +29,11 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def _tell(shown: list[str], over: threading.Event) -> None:
-    if over.wait(_PATIENCE):
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if over.wait(_PATIENCE if is_terminal else _PATIENCE_OF_LOGS):
         return
-    if sys.stderr is None or not sys.stderr.isatty():
-        said = ""
-        while said != shown[0] or not over.wait(_PATIENCE):
-            if said != shown[0]:
-                said = shown[0]
-                say(f"{said} …")
-            if over.is_set():
-                return
+    if not is_terminal:
+        _tell_log(shown, over)
         return
     from rich.console import Console
 
@@ -46,3 +41,12 @@ def _tell(shown: list[str], over: threading.Event) -> None:
     with console.status(shown[0]) as status:
         while not over.wait(0.2):
             status.update(shown[0])
+
+
+def _tell_log(shown: list[str], over: threading.Event) -> None:
+    said = ""
+    while not over.is_set():
+        if said != shown[0]:
+            said = shown[0]
+            say(f"{said} …")
+        over.wait(_PATIENCE)

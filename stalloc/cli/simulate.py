@@ -38,6 +38,7 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     candidates = _candidates(args, capacity)
     for candidate in candidates:
         make(candidate.allocator, candidate.settings, capacity)  # a bad name or setting is said before long work
-    loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
+    with working(f"reading {plural(len(args.files), 'file')}"):
+        loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
     jobs = [(trace, _with_recorded(trace, candidates)) for _, trace in loaded]
     with Progress(transient=True, disable=not Console(stderr=True).is_terminal, console=Console(stderr=True)) as bar:
         task = bar.add_task("replaying", total=sum(len(wanted) for _, wanted in jobs))

@@ -31,9 +31,10 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.report.lifespan_graph import Relations, relations, write_relations
 from stalloc.trace import load_traces
@@ -57,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--align is {args.align}: give a number of bytes from 1, such as 512.")
     if args.graph and len(args.files) > 1:
         raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
-    traces = [(file, trace) for file in args.files for trace in load_traces(file)]
-    devices = [(file, summarize(trace, args.align)) for file, trace in traces]
-    graphs = [relations(trace) for _, trace in traces] if args.graph else []
+    with working(f"describing {plural(len(args.files), 'file')}"):
+        traces = [(file, trace) for file in args.files for trace in load_traces(file)]
+        devices = [(file, summarize(trace, args.align)) for file, trace in traces]
+        graphs = [relations(trace) for _, trace in traces] if args.graph else []
     if args.graph:
         write_relations(Path(args.graph), graphs)
     write_json(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.records import Peaks
 from stalloc.core.snapshot import counts, inactive
 from stalloc.core.state import Step
-from stalloc.figures import fragmentation
+from stalloc.device.known_gpus import shown_name
+from stalloc.figures import fragmentation, html_table, human_bytes
 from stalloc.runtime.runtime_settings import Phase
 
 if TYPE_CHECKING:
@@ -53,6 +54,21 @@ class Report:
     retries: int
     out_of_memory_errors: int
     unknown_frees: int
+
+    def __repr__(self) -> str:
+        reserved, allocated = human_bytes(self.run_reserved_peak_bytes), human_bytes(self.run_allocated_peak_bytes)
+        return f"<Report of device {self.device}: {self.phase}, reserved {reserved}, allocated {allocated} at the peak>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("state", self.phase),
+            ("steps", f"{self.steps:,}, {self.planned_steps:,} of them whole on the plan"),
+            ("allocated peak", human_bytes(self.run_allocated_peak_bytes)),
+            ("reserved peak", human_bytes(self.run_reserved_peak_bytes)),
+            ("reserved now", human_bytes(self.end_reserved_bytes)),
+            ("fragmentation", f"{self.fragmentation:.2%}"),
+        ]
+        return html_table(f"device {self.device}: {shown_name(self.device_kind, self.device_name)}", rows)
 
     @property
     def fragmentation(self) -> float:
