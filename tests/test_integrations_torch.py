@@ -943,7 +943,7 @@ show(*[report.steps for report in stalloc.statistics()])
 
 
 def test_optimizers_that_take_turns_are_planned_as_one_cycle(run_checks: Any) -> None:
-    """Two steps of one network, one of the other: kinds of steps that displace one another, until the cycle is found."""
+    """Two steps of one network, one of the other: kinds that displace one another, until the cycle is found."""
     counts = run_checks(
         """
 import json
