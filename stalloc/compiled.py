@@ -39,6 +39,11 @@ class _Waiting(event.Listener):
 
     _PATIENCE = 1.0  # seconds of compiling, before anything is said
 
+    @property
+    def seconds(self) -> float:
+        """That were spent compiling so far."""
+        return self._seconds
+
     def __init__(self) -> None:
         self._depth = 0  # functions that are compiled for each other
         self._began = self._seconds = 0.0
@@ -46,13 +51,13 @@ class _Waiting(event.Listener):
 
     def on_start(self, started: event.Event) -> None:
         """A function is about to be compiled, which the cache on disk does not hold."""
-        if self._told or not _is_ours(started):
+        if not _is_ours(started):
             return
         now = time.monotonic()
         if self._depth == 0:
             self._began = now
         self._depth += 1
-        if self._seconds + now - self._began > self._PATIENCE:
+        if not self._told and self._seconds + now - self._began > self._PATIENCE:
             self._told = True
             kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
             say(f"compiling for this machine, up to half a minute{kept}.")
@@ -69,7 +74,13 @@ def _is_ours(seen: event.Event) -> bool:
     return str(seen.data["dispatcher"].py_func.__module__).startswith("stalloc.")
 
 
-event.register("numba:compile", _Waiting())
+_waiting = _Waiting()
+event.register("numba:compile", _waiting)
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent compiling, which is once for a machine and no part of anyone's work."""
+    return _waiting.seconds
 
 
 @cache

@@ -46,8 +46,9 @@ def _say_once(sentence: str) -> None:
 def folder_for(sources: Path) -> Path | None:
     """Where the compiled code of a folder of sources is kept; None if there is no place for it.
 
-    That is below $NUMBA_CACHE_DIR, beside the sources, or in the user's cache: the first that can be written and is
-    private. Only a folder that the user named is refused aloud; the others give way to the next.
+    That is below $NUMBA_CACHE_DIR, beside the sources of a checkout, or in the user's cache: the first that can be
+    written and is private. Beside installed sources nothing is kept: uninstalling would leave it, and so a package
+    that can still be imported. Only a folder that the user named is refused aloud; the others give way to the next.
     """
     name = f"{sources.name}_{hashlib.sha256(os.fsencode(sources)).hexdigest()[:40]}"
     if config.CACHE_DIR:
@@ -56,15 +57,21 @@ def folder_for(sources: Path) -> Path | None:
             return found
         if found:
             _say_once(f"compiled code is kept elsewhere: {_of(Path(config.CACHE_DIR), found)}")
-    found = _usable(sources / "__pycache__", mode=0o755)  # other users may read Python's own files in it
-    if isinstance(found, Path):
-        return found
+    if not any(part.endswith("-packages") for part in sources.parts):
+        found = _usable(sources / "__pycache__", mode=0o755)  # other users may read Python's own files in it
+        if isinstance(found, Path):
+            return found
     place = user_cache("compiled")
     found = _usable(place / name)
     if isinstance(found, Path):
         return found
     if found:
         _say_once(f"compiled code is not kept, so that every start compiles anew: {_of(place, found)}")
+    else:
+        _say_once(
+            f"compiled code is not kept, so that every start compiles anew: {place} cannot be written: "
+            "set XDG_CACHE_HOME to a folder that can."
+        )
     return None
 
 

@@ -62,10 +62,15 @@ def test_no_compiler_is_one_clear_sentence(run_program, tmp_path, environment, s
 
 
 @needs_compiler
-def test_unwritable_cache_is_one_clear_sentence(run_program, tmp_path):
+def test_where_there_is_no_cache_a_process_builds_for_itself_and_says_so_once(run_program, tmp_path):
     (tmp_path / "stalloc").write_text("a file where the directory should be")
-    done = run_program(_BUILD, XDG_CACHE_HOME=str(tmp_path))
-    assert "set XDG_CACHE_HOME to a writable directory." in done.stderr.splitlines()[-1]
+    (tmp_path / "scratch").mkdir()
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "scratch")}
+    done = run_program(_BUILD + "build()", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "every process builds it: set XDG_CACHE_HOME to a writable one." in done.stderr
+    assert list((tmp_path / "scratch").iterdir()) == [], "it is gone with the process"
 
 
 @needs_compiler

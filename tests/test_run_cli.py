@@ -25,6 +25,10 @@ KEYS = {
     "lower_bound_bytes",
     "observed_reserved_peak_bytes",
     "observed_allocated_peak_bytes",
+    "run_allocated_peak_bytes",
+    "run_reserved_peak_bytes",
+    "end_reserved_bytes",
+    "fragmentation",
     "devices",
     "exit_code",
 }
@@ -48,8 +52,8 @@ def run(folder: Path, *arguments: Any, code: int = 0, cache: Path | str = "off")
 
 
 def sentence(folder: Path, verb: str, *arguments: Any) -> str:
-    """The one sentence of an error with exit code 2."""
-    done = stalloc(folder, verb, *arguments, code=2)
+    """The one sentence of an error of stalloc's own, with exit code 125."""
+    done = stalloc(folder, verb, *arguments, code=125)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("stalloc: ")
@@ -114,15 +118,60 @@ def test_a_saved_plan_holds_from_the_first_allocation_at_7b(tmp_path: Path) -> N
     assert again["plan_peak_bytes"] <= 1.01 * again["lower_bound_bytes"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
-def test_compare_native_puts_the_caching_allocator_beside(tmp_path: Path) -> None:
-    result = run(tmp_path, "--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
+def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
+    program = ("--compare-native", TRAIN, "--size", "tiny", "--steps", "8")
+    done = stalloc(tmp_path, "run", "--json", "result.json", *program)
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["native_exit_code"] == 0
     assert result["native_allocated_peak_bytes"] == result["observed_allocated_peak_bytes"]
-    assert result["native_reserved_peak_bytes"] >= result["native_allocated_peak_bytes"]
     assert result["native_step_ms"] > 0
     assert result["step_ms"] > 0
+    native, expandable = result["native"], result["native_expandable"]
+    assert native["conf"] == "max_split_size_mb:128"
+    assert native["dropped"] == "expandable_segments:True"
+    assert expandable["conf"] == "max_split_size_mb:128,expandable_segments:True"
+    assert expandable["dropped"] == ""
+    for peer in (native, expandable):
+        assert peer["reserved_peak_bytes"] >= peer["watched_reserved_peak_bytes"] >= peer["allocated_peak_bytes"]
+        assert peer["reserved_peak_bytes"] >= peer["later_reserved_peak_bytes"] >= peer["end_reserved_bytes"] > 0
+    assert "native: without your setting expandable_segments:True" in done.stdout
+    (header,) = [line for line in done.stdout.splitlines() if line.split() == ["stalloc", "native", "expandable"]]
+    labels = ("allocated peak", "reserved peak", "while watched", "on the plan", "reserved at the end")
+    for label in labels:
+        (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith(label + " ")]
+        assert line.count("iB") == 3, line
+        assert len(line) == len(header)
+
+
+def test_the_report_tells_the_whole_run_and_what_becomes_of_a_plan(tmp_path: Path) -> None:
+    result = run(tmp_path, LOOP, 50)
+    peaks = result["reserved_peak_bytes"], result["observed_reserved_peak_bytes"]
+    assert result["run_reserved_peak_bytes"] == max(peaks)
+    assert result["fragmentation"] == pytest.approx(
+        1 - result["run_allocated_peak_bytes"] / result["run_reserved_peak_bytes"], abs=1e-6
+    )
+    assert result["end_reserved_bytes"] <= result["run_reserved_peak_bytes"]
+
+
+def test_a_program_without_a_step_that_repeats_is_called_settled(tmp_path: Path) -> None:
+    program = tmp_path / "random_steps.py"
+    program.write_text(
+        "import random, cupy, stalloc\n"
+        "rng = random.Random(1)\n"
+        "for step in range(220):\n"
+        "    kept = [cupy.empty(rng.randrange(1 << 10, 1 << 20), cupy.uint8) for _ in range(rng.randrange(20, 40))]\n"
+        "    del kept\n"
+        "    stalloc.step()\n"
+    )
+    done = stalloc(tmp_path, "run", "--json", "result.json", program)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["phase"] == "served without a plan, settled"
+    assert "served without a plan, settled" in done.stdout
+    assert "observing" not in done.stdout
 
 
 # --- record, plan, validate, run ---------------------------------------------------------------------------------
@@ -151,6 +200,7 @@ def test_a_plan_of_another_program_does_no_harm_and_is_given_up(tmp_path: Path) 
     assert result["plans_made"] == 2 or result["note"], "it went on with a plan of its own, or says why not"
     if result["plans_made"] == 2:
         assert result["hit_rate"] > 0.99
+    assert result["plan_misfit"], "it says that the plan which was given did not fit"
 
 
 def test_plans_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
@@ -179,6 +229,8 @@ def test_without_json_the_program_prints_as_ever_and_a_table_follows(tmp_path: P
     assert done.stdout.startswith("the program prints\n")
     assert "device 0" in done.stdout
     assert "hit rate" in done.stdout
+    assert "virtual NVIDIA H200" in done.stdout
+    assert "kernels do nothing, so losses are 0" in done.stdout
     assert "next: stalloc run --save-plan" in done.stdout
     assert json.loads((tmp_path / "result.json").read_text())["hit_rate"] == 1.0
 
@@ -225,7 +277,7 @@ def test_a_failing_program_gives_exit_code_1_its_traceback_and_the_report(tmp_pa
     assert result["devices"][0]["allocated_peak_bytes"] > 0
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1)])
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (2, 2)])
 def test_the_exit_code_of_the_program(tmp_path: Path, code: int, expected: int) -> None:
     assert run(tmp_path, LOOP, 3, "--exit", code, code=expected)["exit_code"] == code
 
@@ -240,6 +292,13 @@ def test_out_of_memory_in_a_program_says_what_it_needs(tmp_path: Path) -> None:
     done = stalloc(tmp_path, "run", "--memory", "1MiB", LOOP, code=1)
     assert "stalloc: out of memory on device 0" in done.stderr
     assert "OutOfMemoryError" in done.stderr
+    text = done.stderr[done.stderr.index("stalloc: out of memory") :]
+    for part in ("MiB on the device", "too little, whatever the allocator does", "Next: `stalloc dryrun SCRIPT`"):
+        assert part in text
+    assert "0.00 GiB" not in text
+    lines = done.stdout.splitlines()
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("device 0: virtual GPU of 1.00 MiB")]
+    assert lines[begin + 1].strip().startswith("out of memory  1 time"), "the report says so first"
 
 
 def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
@@ -251,7 +310,7 @@ def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
         assert "no GPU called" in sentence(tmp_path, verb, *options, "--gpu", "Voodoo2", LOOP)
         assert "is not an amount of memory" in sentence(tmp_path, verb, *options, "--memory", "much", LOOP)
         assert "-m lacks its module" in sentence(tmp_path, verb, *options, "-m")
-        assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=2).stderr
+        assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=125).stderr
     assert "does not end in .trace.npz" in sentence(tmp_path, "record", "-o", "t.npz", LOOP)
     assert "cannot write" in sentence(tmp_path, "record", "-o", "no/such/folder/t.trace.npz", LOOP)
     assert "--observe-steps is -1" in sentence(tmp_path, "run", "--observe-steps", "-1", LOOP)
@@ -260,12 +319,12 @@ def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
 
 def test_a_recording_without_gpu_memory_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "nothing.py").write_text("print(1)\n")
-    assert "allocated no GPU memory" in stalloc(tmp_path, "record", "-o", "t.trace.npz", "nothing.py", code=2).stderr
+    assert "allocated no GPU memory" in stalloc(tmp_path, "record", "-o", "t.trace.npz", "nothing.py", code=125).stderr
     assert not (tmp_path / "t.trace.npz").exists()
 
 
 def test_where_a_plan_cannot_be_written_is_said_before_the_program_runs(tmp_path: Path) -> None:
-    done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=2)
+    done = stalloc(tmp_path, "run", "--save-plan", "no/such/folder/p.plan.npz", LOOP, code=125)
     assert "cannot write" in done.stderr
     assert "the program prints" not in done.stdout
 
@@ -314,3 +373,68 @@ def test_the_report_says_where_the_plan_comes_from_and_goes_to(tmp_path: Path) -
     first, second = (stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "cache").stdout for _ in range(2))
     assert "next: the same command starts with this plan" in first
     assert "the plan was kept from the last run" in second
+
+
+# --- signals, launchers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_leaves_the_report_and_the_recording(tmp_path: Path, name: str, code: int) -> None:
+    program = tmp_path / "ended.py"
+    program.write_text(
+        "import os, signal, cupy\n"
+        "kept = cupy.empty(1 << 20, cupy.uint8)\n"
+        f"os.kill(os.getpid(), signal.{name})\n"
+        "print('went on')\n"
+    )
+    ran = stalloc(tmp_path, "run", "--json", "report.json", program, code=code)
+    assert "went on" not in ran.stdout
+    assert ran.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == code
+    stalloc(tmp_path, "record", "-o", "t.trace.npz", program, code=code)
+    stats = json.loads(stalloc(tmp_path, "stats", "t.trace.npz", "--json", "-").stdout)
+    assert stats["devices"][0]["requests"] == 1
+
+
+def test_a_program_that_handles_sigterm_itself_is_left_to_it(tmp_path: Path) -> None:
+    program = tmp_path / "handles.py"
+    program.write_text(
+        "import os, signal, cupy\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('saved a checkpoint'))\n"
+        "kept = cupy.empty(1 << 20, cupy.uint8)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('went on')\n"
+    )
+    assert "saved a checkpoint\nwent on\n" in stalloc(tmp_path, "run", program).stdout
+
+
+def test_launchers_are_told_what_to_type(tmp_path: Path) -> None:
+    for command in (
+        ("torchrun", "--nproc-per-node", "2", "train.py"),
+        ("accelerate", "launch", "train.py"),
+        ("-m", "torch.distributed.run", "train.py"),
+    ):
+        said = sentence(tmp_path, "run", *command)
+        typed = " ".join(command) if command[0] != "-m" else "python " + " ".join(command)
+        assert f"type STALLOC=1 {typed}" in said
+    assert "type stalloc run train.py" in sentence(tmp_path, "run", "python", "train.py")
+
+
+def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
+    source = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class WithoutCupy:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        return None if name == 'cupy' else PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [WithoutCupy if finder is PathFinder else finder for finder in sys.meta_path]\n"
+        "from stalloc.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", source, "run", "--device", "virtual", str(LOOP)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 125
+    assert done.stderr.startswith("stalloc: CuPy is not installed, whose pool owns the memory")
+    assert "pip install 'stalloc[cuda13]'" in done.stderr
+    assert done.stderr.count("\n") == 1

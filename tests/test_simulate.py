@@ -2,9 +2,11 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from stalloc.analysis import explain, summarize
 from stalloc.cli import main
 from stalloc.replay.registry import ALLOCATORS
 from stalloc.replay.simulation import SWEEP, Candidate, simulate
@@ -54,7 +56,8 @@ def test_the_result_holds_what_each_allocator_would_have_done(csv, capsys):
 def test_what_only_fragmentation_stops_completes_with_compaction(name, shared_traces, capsys):
     file = str(next(shared_traces.rglob(name)))
     (free,) = simulated(capsys, file, "--allocator", "compacting:move:0")["devices"]
-    peak = simulated(capsys, file, "--allocator", "stalloc")["devices"][0]["results"][0]["peak_reserved_bytes"]
+    (planned,) = simulated(capsys, file, "--allocator", "stalloc:mode:plan")["devices"]
+    peak = planned["results"][0]["peak_reserved_bytes"]
     capacity = -(-peak // (2 << 20)) * (2 << 20)  # what a plan that knows the whole program needs
     assert free["results"][0]["peak_reserved_bytes"] > capacity
     arguments = (file, "--allocator", "compacting", "--allocator", "compacting:move:0", "--capacity", str(capacity))
@@ -72,6 +75,7 @@ def test_those_that_fit_come_first_and_the_least_reserved_of_them(csv, capsys):
     order = [(not result["fits"], result["peak_reserved_bytes"]) for result in device["results"]]
     assert order == sorted(order)
     by_name = {result["allocator"]: result for result in device["results"]}
+    assert {r["settings"] for r in device["results"] if r["allocator"] == "stalloc"} == {"", "mode:plan"}
     # torch takes 20 MiB for the large request and 2 MiB for the small one
     assert by_name["torch"]["peak_reserved_bytes"] == 22 << 20
     assert by_name["stalloc"]["peak_reserved_bytes"] < 22 << 20
@@ -156,3 +160,78 @@ def test_replaying_again_gives_the_same_figures(shared_traces):
         return [(r.allocator, r.settings, r.peak_reserved_bytes, r.device_allocs, r.device_frees) for r in results]
 
     assert figures() == figures()
+
+
+RECORDED = ("octree_nca_train", "resnet50_pytorch_blog", "lm27b_compiled_fwd", "llama_offload_10streams")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_stats_explain_and_simulate_say_the_same_of_one_file(shared_traces, capsys, name):
+    file = str(shared_traces / f"{name}.pickle.gz")
+    (trace,) = load_traces(file)
+    summary, explanation = summarize(trace), explain(trace)
+    (device,) = simulated(capsys, file)["devices"]
+    told = device["recorded"]
+    expected = summary.reserved_peak_bytes, summary.allocated_peak_bytes, summary.fragmentation
+    assert (told["reserved_peak_bytes"], told["allocated_peak_bytes"], told["fragmentation"]) == expected
+    assert summary.fragmentation == pytest.approx(1 - expected[1] / expected[0], abs=1e-6)
+    assert (explanation.record_reserved_peak_bytes, explanation.record_allocated_peak_bytes) == expected[:2]
+    assert explanation.record_fragmentation == summary.fragmentation
+    for result in device["results"]:
+        assert result["peak_allocated_bytes"] == summary.allocated_peak_bytes
+        wanted = 1 - result["peak_allocated_bytes"] / result["peak_reserved_bytes"]
+        assert result["fragmentation"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_recording_that_ran_out_of_memory_does_not_fit_its_device(shared_traces, capsys):
+    file = str(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz")
+    (device,) = simulated(capsys, file, "--capacity", "40GB")["devices"]
+    (of_record,) = [result for result in device["results"] if result["exact"] is not None]
+    assert not of_record["fits"]
+    assert of_record["failed_event"] == device["recorded"]["out_of_memory_event"] == 3273
+    assert of_record["failed_bytes"] == device["recorded"]["out_of_memory_bytes"]
+    (device,) = simulated(capsys, file, "--capacity", "80GB")["devices"]
+    assert all(result["fits"] for result in device["results"])
+
+
+def test_what_stalloc_recorded_itself_is_not_held_against_torchs_addresses(
+    tmp_path, capsys, run_program, cuda_torch, cupy_installed
+):
+    file = tmp_path / "own.pickle"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\n"
+        "torch.cuda.memory._record_memory_history()\n"
+        "kept = [torch.empty(1 << 20, device='cuda') for _ in range(9)]\n"
+        "del kept[3:7]\n"
+        "torch.cuda.memory._dump_snapshot(sys.argv[1])\n"
+    )
+    command = "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_program(command, "run", "--device", "virtual", str(program), str(file), STALLOC_CACHE="off")
+    assert done.returncode == 0, done.stderr
+    for wanted in (file, tmp_path / "again.trace.npz"):
+        if wanted != file:
+            assert main(["convert", str(file), str(wanted)]) == 0
+            capsys.readouterr()
+        (device,) = simulated(capsys, str(wanted))["devices"]
+        assert device["recorded"]["reserved_peak_bytes"] >= 9 << 22
+        assert {result["exact"] for result in device["results"]} == {None}
+
+
+def test_what_is_promised_for_stalloc_is_what_a_run_reserves(tmp_path, capsys, run_program, cuda_torch, cupy_installed):
+    """The steps that are watched included; what hindsight would reserve is a row of its own."""
+    train = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+    options = ("--device", "virtual", str(train), "--steps", "8", "--accumulate", "2")
+    command = "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
+    trace, report = tmp_path / "t.trace.npz", tmp_path / "run.json"
+    for verb in (["record", "-o", str(trace)], ["run", "--json", str(report)]):
+        done = run_program(command, *verb, *options, STALLOC_CACHE="off")
+        assert done.returncode == 0, done.stderr
+    ran = json.loads(report.read_text())
+    (device,) = simulated(capsys, str(trace))["devices"]
+    results = {(r["allocator"], r["settings"]): r for r in device["results"]}
+    promised, hindsight = results["stalloc", ""], results["stalloc", "mode:plan"]
+    reserved = max(ran["reserved_peak_bytes"], ran["observed_reserved_peak_bytes"])
+    assert promised["counts"]["plans"] >= 1
+    assert abs(promised["peak_reserved_bytes"] - reserved) <= 16 << 20
+    assert hindsight["peak_reserved_bytes"] < promised["peak_reserved_bytes"]

@@ -79,7 +79,8 @@ def test_text_shows_the_figures_and_the_next_command(tmp_path, capsys):
     file = write_snapshot(tmp_path / "[red]s.pickle")  # a name with markup is shown as it is
     assert main(["stats", file]) == 0
     shown = capsys.readouterr().out
-    for text in ("[red]s.pickle, device 0", "2 in 5 events", "50.00% at the reserved peak", "none confirmed"):
+    fragmentation = "50.00% (1 - allocated peak / reserved peak)"
+    for text in ("[red]s.pickle, device 0", "2 in 5 events", fragmentation, "none confirmed"):
         assert text in shown
     assert shown.rstrip().endswith(f"stalloc plan {shlex.quote(file)}")
 

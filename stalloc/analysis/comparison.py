@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.analysis.grouping import class_keys, site_keys, site_text
 from stalloc.analysis.peaks import allocated_peak, reserved_peak
 from stalloc.columns import Column
-from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
 from stalloc.trace import Trace
-from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
+from stalloc.trace.sites import Frame
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
     """Compare two traces at their allocated peaks, sizes rounded up to `alignment` bytes."""
     peaks, rows = zip(*(_peak(trace, alignment) for trace in (first, second)), strict=True)
     traces = list(zip((first, second), rows, strict=True))
-    classes = [_held(trace, live, _classes(trace, live), alignment) for trace, live in traces]
+    classes = [_held(trace, live, class_keys(trace, live), alignment) for trace, live in traces]
     sizes = [_held(trace, live, trace.size[live].tolist(), alignment) for trace, live in traces]
-    old_sites, new_sites = (_held(trace, live, _sites(trace, live), alignment) for trace, live in traces)
+    old_sites, new_sites = (_held(trace, live, site_keys(trace, live), alignment) for trace, live in traces)
     return Comparison(
         first=peaks[0],
         second=peaks[1],
         by_class=_changes(classes[0], classes[1], str),
-        by_site=_changes(old_sites, _moved_lines(old_sites, new_sites), _site_text),
+        by_site=_changes(old_sites, _moved_lines(old_sites, new_sites), site_text),
         by_size=_changes(sizes[0], sizes[1], lambda size: f"{size} bytes"),
     )
 
@@ -104,26 +104,6 @@ def _peak(trace: Trace, alignment: int) -> tuple[Peak, Column]:
         reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
     )
     return peak, rows
-
-
-def _classes(trace: Trace, rows: Column) -> list[Hashable]:
-    step = find_step_period(trace)
-    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
-    return [LifespanClass(value).name.lower() for value in lifespan[rows].tolist()]
-
-
-def _sites(trace: Trace, rows: Column) -> list[Hashable]:
-    """The innermost frame of the user, or the name of the stack where there is no Python."""
-    sites = read_sites(trace)
-    if sites is None:
-        return [UNKNOWN] * len(rows)
-    keys: list[Hashable] = []
-    for number in range(sites.num_stacks):
-        stack = sites.stack(number)
-        frame = user_frames(stack)[0]
-        keys.append(frame if is_python(frame) else site_name(stack))
-    keys.append(UNKNOWN)  # -1 picks the last
-    return [keys[number] for number in sites.site[rows].tolist()]
 
 
 def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> Held:
@@ -151,10 +131,6 @@ def _moved_lines(first: Held, second: Held) -> Held:
         if len(frames) == 1 and len(after.get(function, [])) == 1
     }
     return {renamed.get(key, key) if isinstance(key, Frame) else key: held for key, held in second.items()}
-
-
-def _site_text(key: Hashable) -> str:
-    return site_name([key]) if isinstance(key, Frame) else str(key)
 
 
 def _changes(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:

@@ -7,21 +7,22 @@ The names are those people use: hard fragmentation is free space that live block
 space at the ends of segments and in whole segments, which would merge if the segments were one range.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.peaks import reserved_peak
+from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
+from stalloc.analysis.peaks import recorded, reserved_peak
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.figures import fragmentation
 from stalloc.lifespans import fullest
-from stalloc.replay.model_events import events_of, recorded_conf
+from stalloc.replay.model_events import events_of
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
-from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Action, Trace
-from stalloc.trace.sites import UNKNOWN, read_sites, site_name, site_names
+from stalloc.trace.sites import UNKNOWN, site_names
 
 #: every cause there is, and what it says
 CAUSES = {
@@ -48,23 +49,6 @@ class PinnedSegment:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
-    """An out-of-memory event: whether there was too little memory, or too little of it in one piece."""
-
-    verdict: str  #: "capacity" or "fragmentation"
-    wanted_bytes: int
-    stream: int
-    device_free_bytes: int
-    partly_used_bytes: int  #: free in segments that also hold live blocks, all streams
-    whole_segments_bytes: int  #: free segments that the allocator still held
-    largest_free_bytes: int  #: in one piece inside a segment of the stream
-    same_stream_bytes: int  #: free in segments of the stream
-    avoided_by: list[Simulated] = field(default_factory=list)  #: best first
-    fails_again: bool | None = None  #: with the settings of the file, replayed in the same way; None: not tried
-    asked_by: str = UNKNOWN  #: call site
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Where the reserved bytes of one device are at one event."""
 
@@ -76,6 +60,9 @@ class Explanation:
     source: str  #: "record", or the model whose blocks these are
     segments: list[PinnedSegment]  #: those with most free bytes first
     sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
+    record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
+    record_reserved_peak_bytes: int
+    record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
 
 
@@ -85,14 +72,15 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     A trace with segments is explained from its own record; any other by replaying it with torch's caching allocator.
     Raises BadInputError for an event that the trace does not have.
     """
-    recorded = bool(len(trace.segment_address) and len(trace.action))
-    blocks, event, source = _recorded(trace, at) if recorded else _replayed(trace, at)
+    has_blocks = bool(len(trace.segment_address) and len(trace.action))
+    blocks, event, source, peak_bytes = _recorded(trace, at) if has_blocks else _replayed(trace, at)
     stream = _stream_at(trace, event)
-    never = _never_used_again(trace, blocks, event) if recorded else np.zeros(len(blocks.segment_address), bool)
+    never = _never_used_again(trace, blocks, event) if has_blocks else np.zeros(len(blocks.segment_address), bool)
     causes, free_of_segment, live_of_segment = _causes(trace, blocks, stream, never)
     held = blocks.request >= 0
     names = np.full(trace.num_requests, UNKNOWN, object)
     names[blocks.request[held]] = site_names(trace, blocks.request[held])
+    told = recorded(trace)
     allocated = int(trace.size[blocks.request[held & (blocks.waiting == 0)]].sum())
     made = Explanation(
         device=trace.device,
@@ -103,7 +91,12 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
-        out_of_memory=_out_of_memory(trace, blocks, live_of_segment, event, advise) if _is_oom(trace, event) else None,
+        record_allocated_peak_bytes=told.allocated_peak_bytes + told.unseen_bytes * (told.fragmentation is not None),
+        record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
+        record_fragmentation=(
+            fragmentation(told.allocated_peak_bytes, peak_bytes) if told.fragmentation is None else told.fragmentation
+        ),
+        out_of_memory=out_of_memory(trace, blocks, live_of_segment, event, advise) if _is_oom(trace, event) else None,
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
@@ -131,13 +124,15 @@ def _event(trace: Trace, at: int | str) -> int:
     return event
 
 
-def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
-    peak = reserved_peak(trace, trace.size) if at == "peak" else None
-    event = peak.event if peak else -1 if at == "peak" else _event(trace, at)
-    return recorded_blocks(trace, event), event, "record"
+def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
+    """The blocks, the event, where they come from, and the reserved peak of the whole record."""
+    peak = reserved_peak(trace, trace.size)
+    event = (peak.event if peak else -1) if at == "peak" else _event(trace, at)
+    return recorded_blocks(trace, event), event, "record", peak.reserved_bytes if peak else 0
 
 
-def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
+def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
+    """The same of a model."""
     events = events_of(trace)
     fed = make("torch", "", 0).feed(events)
     before = int(np.count_nonzero(events.event < 0))
@@ -150,7 +145,8 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str]:
         stop = int(np.searchsorted(events.event, event, side="right"))
     model = make("torch", "", 0)
     model.feed(events._replace(kind=events.kind[:stop], request=events.request[:stop], event=events.event[:stop]))
-    return model.blocks(), event, "torch's caching allocator, replayed from an empty device"
+    peak_bytes = int(fed.reserved_bytes.max(initial=0))
+    return model.blocks(), event, "torch's caching allocator, replayed from an empty device", peak_bytes
 
 
 def _stream_at(trace: Trace, event: int) -> int:
@@ -245,48 +241,3 @@ def _pinning_sites(blocks: BlockMap, names: Column, free_of: Column) -> dict[str
     for name, part in zip(names[blocks.request[rows]].tolist(), share.tolist(), strict=True):
         total[name] = total.get(name, 0.0) + part
     return {name: round(part) for name, part in sorted(total.items(), key=lambda item: (-item[1], item[0]))}
-
-
-def _out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, advise: bool) -> OutOfMemory:
-    wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
-    device_free = int(trace.address[event])
-    free = blocks.request < 0
-    whole = free & (live_of[blocks.segment] == 0)
-    partly = free & ~whole
-    own = free & (blocks.stream == stream)
-    in_all = device_free + int(blocks.size_bytes[free].sum())
-    capacity = int(blocks.segment_size.sum()) + device_free
-    fitted = what_would_have_fitted(trace, event, capacity) if advise else []
-    usual = ("torch", recorded_conf(trace))
-    others = [result for result in fitted if (result.allocator, result.settings) != usual]
-    return OutOfMemory(
-        verdict="fragmentation" if in_all >= wanted else "capacity",
-        wanted_bytes=wanted,
-        stream=stream,
-        device_free_bytes=device_free,
-        partly_used_bytes=int(blocks.size_bytes[partly].sum()),
-        whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
-        largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),
-        same_stream_bytes=int(blocks.size_bytes[own].sum()),
-        avoided_by=others,
-        fails_again=len(others) == len(fitted) if advise else None,
-        asked_by=_asked_by(trace, event),
-    )
-
-
-def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
-    """What would have served the request of an out-of-memory event: stalloc and settings of torch's allocator, best
-    first, those of the file among them; each replayed from an empty device of `capacity_bytes`.
-    """
-    events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
-    settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
-    tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
-    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
-    return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
-
-
-def _asked_by(trace: Trace, event: int) -> str:
-    sites = read_sites(trace)
-    if sites is None or sites.event_site[event] < 0:
-        return UNKNOWN
-    return site_name(sites.stack(int(sites.event_site[event])))

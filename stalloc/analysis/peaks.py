@@ -1,16 +1,18 @@
-"""The peaks of a trace: when most is allocated, and when most is reserved.
+"""The peaks of a trace: when most is allocated, and when most is reserved; and what the file itself records of them.
 
-Upheld: of the moments when most is reserved, the one with the most allocated counts, so that fragmentation is never
-overstated. Event -1 is the start of the recording.
+Upheld: of the moments when most is reserved, the one with the most allocated counts. Event -1 is the start of the
+recording.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.figures import fragmentation
 from stalloc.lifespans import fullest, load_curve
-from stalloc.trace import Trace
+from stalloc.trace import Action, Trace
 
 
 class AllocatedPeak(NamedTuple):
@@ -45,3 +47,44 @@ def reserved_peak(trace: Trace, size: Column, unseen_bytes: int = 0) -> Reserved
     allocated = trace.live_bytes(size) + unseen_bytes
     at = fullest(reserved, allocated)
     return ReservedPeak(at - 1, int(reserved[at]), int(allocated[at])) if reserved[at] else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What a file says of the allocator that it was recorded under; no model has a say."""
+
+    reserved_peak_bytes: int | None
+    """None where the source does not say."""
+    reserved_peak_event: int | None
+    allocated_peak_bytes: int
+    """With sizes rounded up to the alignment."""
+    unseen_bytes: int
+    """Live throughout, told only as a total: no request stands for it."""
+    fragmentation: float | None
+    """1 - (allocated peak + unseen) / reserved peak."""
+    out_of_memory_event: int | None
+    """The last error, None if there was none."""
+    out_of_memory_bytes: int | None
+    """What was asked for then."""
+
+
+def recorded(trace: Trace, alignment: int = 512) -> Recorded:
+    """The peaks that a trace records, with sizes rounded up to `alignment` bytes."""
+    size, unseen = trace.aligned_size(alignment), unseen_bytes(trace)
+    peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size, unseen)
+    errors = np.flatnonzero(trace.action == int(Action.OOM))
+    return Recorded(
+        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
+        reserved_peak_event=reserved.event if reserved else None,
+        allocated_peak_bytes=peak.num_bytes,
+        unseen_bytes=unseen,
+        fragmentation=fragmentation(peak.num_bytes + unseen, reserved.reserved_bytes) if reserved else None,
+        out_of_memory_event=int(errors[-1]) if len(errors) else None,
+        out_of_memory_bytes=int(trace.event_size[errors[-1]]) if len(errors) else None,
+    )
+
+
+def unseen_bytes(trace: Trace) -> int:
+    """What a profiler's trace gives only as a total: live throughout, and no request stands for it."""
+    unseen = trace.info.get("unseen_bytes", 0)
+    return unseen if isinstance(unseen, int) and 0 <= unseen < 1 << 62 else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.peaks import allocated_peak, reserved_peak
+from stalloc.analysis.peaks import allocated_peak, recorded
 from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
 from stalloc.trace import Trace
 
@@ -37,8 +37,14 @@ class Summary:
     reserved_peak_bytes: int | None
     reserved_peak_event: int | None
     """-1: before the first event."""
+    unseen_bytes: int
+    """Live throughout, told only as a total: no request stands for it."""
     fragmentation: float | None
-    """1 - allocated/reserved when the most is reserved."""
+    """1 - allocated peak / reserved peak, what is told only as a total among the allocated."""
+    out_of_memory_event: int | None
+    """The last out-of-memory error, None if there was none."""
+    out_of_memory_bytes: int | None
+    """What was asked for then."""
     streams: int
     period_requests: int | None
     """Of the period in which the whole sequence of requests repeats at the end of the record."""
@@ -54,7 +60,7 @@ class Summary:
 def summarize(trace: Trace, alignment: int = 512) -> Summary:
     """Describe one device, with sizes rounded up to `alignment` bytes."""
     size = trace.aligned_size(alignment)
-    peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size, _unseen_bytes(trace))
+    peak, told = allocated_peak(trace, size), recorded(trace, alignment)
     everything = sequence_keys(trace, sequence_rows(trace, 0))
     period = find_period(everything, _MIN_REPEATS, _MIN_PERIOD, at_end=True)
     step = find_step_period(trace)
@@ -70,9 +76,12 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         allocated_peak_bytes=peak.num_bytes,
         allocated_peak_event=peak.event if trace.num_requests else None,
         allocated_peak_requested_bytes=allocated_peak(trace, trace.size).num_bytes,
-        reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
-        reserved_peak_event=reserved.event if reserved else None,
-        fragmentation=round(1 - reserved.allocated_bytes / reserved.reserved_bytes, 6) if reserved else None,
+        reserved_peak_bytes=told.reserved_peak_bytes,
+        reserved_peak_event=told.reserved_peak_event,
+        unseen_bytes=told.unseen_bytes,
+        fragmentation=told.fragmentation,
+        out_of_memory_event=told.out_of_memory_event,
+        out_of_memory_bytes=told.out_of_memory_bytes,
         streams=len(trace.streams),
         period_requests=period.length if period else None,
         period_repeats=period.repeats if period else None,
@@ -81,9 +90,3 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         classes=classify(trace, fold(trace, period=step) if step else None).totals(trace.size),
         notes=list(trace.info.get("notes", [])),
     )
-
-
-def _unseen_bytes(trace: Trace) -> int:
-    """What a profiler's trace gives only as a total: live throughout, and no request stands for it."""
-    unseen = trace.info.get("unseen_bytes", 0)
-    return unseen if isinstance(unseen, int) and 0 <= unseen < 1 << 62 else 0

@@ -1,17 +1,19 @@
 """The command line: one module a verb; this file only finds the verb and turns errors into one sentence.
 
 A verb module has a docstring (its help text, first line the summary), `add_arguments(parser)` and
-`run(args) -> int`, the exit code: 0 done, 1 a check failed, 2 bad input or usage.
+`run(args) -> int`, the exit code: 0 done, 1 a check failed, 2 bad input or usage. `run` and `record` end with the
+program's own code, and with 125 where it is stalloc that failed.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from stalloc.errors import StallocError
+from stalloc.errors import BadInputError, StallocError
 from stalloc.notices import say
 from stalloc.printable import MAX_SENTENCE, printable
 
@@ -20,6 +22,7 @@ VERBS = (
     "record",
     "dryrun",
     "stats",
+    "top",
     "plan",
     "validate",
     "convert",
@@ -31,6 +34,12 @@ VERBS = (
 )
 
 EXIT_DONE, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_OWN_FAILURE = 125  #: of `run` and `record`, whose other codes are the program's; as docker and env have it
+EXIT_INTERRUPTED = 130
+_OF_PROGRAM = ("run", "record")
+_CODES = "Exit codes: 0 done, 1 a check failed, 2 bad input or usage, 130 interrupted."
+_WORDS = "The words of reports are explained in docs/glossary.md."
+_CODES_OF_PROGRAM = "Exit codes: the program's own, 128 + N after signal N; 125 if it is stalloc that failed."
 
 
 def _verb_module(verb: str):
@@ -40,8 +49,11 @@ def _verb_module(verb: str):
 class _Parser(argparse.ArgumentParser):
     """Usage errors quote arguments, which may hold anything that a shell hands on."""
 
+    usage_code = EXIT_BAD_INPUT
+
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message, MAX_SENTENCE))
+        self.print_usage(sys.stderr)
+        self.exit(self.usage_code, f"{self.prog}: error: {printable(message, MAX_SENTENCE)}\n")
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
@@ -51,36 +63,90 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stalloc",
         description="Plan GPU memory from one step of a program; run, explain and predict with the plan.",
-        epilog="Exit codes: 0 done, 1 a check failed, 2 bad input or usage. `stalloc VERB --help` tells more.",
+        epilog=f"{_CODES} `stalloc VERB --help` tells more. {_WORDS}",
     )
     parser.add_argument("--version", action="version", version=f"stalloc {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in VERBS if verb is None else (verb,):
         module = _verb_module(name)
         summary, _, rest = (module.__doc__ or "").partition("\n")
+        codes = _CODES_OF_PROGRAM if name in _OF_PROGRAM else _CODES
         sub = verbs.add_parser(
             name,
             help=summary,
             description=f"{summary}\n{rest}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog="Exit codes: 0 done, 1 a check failed, 2 bad input or usage.",
+            epilog=f"{codes} {_WORDS}",
             allow_abbrev=False,
         )
+        sub.usage_code = EXIT_OWN_FAILURE if name in _OF_PROGRAM else EXIT_BAD_INPUT
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    verb = argv[0] if argv and argv[0] in VERBS else None
-    args = build_parser(verb).parse_args(argv)
+    failure = EXIT_OWN_FAILURE if argv[:1] and argv[0] in _OF_PROGRAM else EXIT_BAD_INPUT
     try:
-        return int(args.run(args))
+        code = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except StallocError as error:
         say(str(error))
-        return EXIT_BAD_INPUT
+        return failure
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    except KeyboardInterrupt:
+        say("interrupted.")
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        say(f"standard output cannot be written: {error.strerror or error}: send it elsewhere.")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return failure
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
+    verb = argv[0] if argv and argv[0] in VERBS else None
+    if argv and verb is None and not argv[0].startswith("-"):
+        raise BadInputError(_no_verb(argv[0]))
+    parser = build_parser(verb)
+    if verb is None and "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
+    if verb is not None:
+        from stalloc.cli.shared_options import apply_shared
+
+        apply_shared(_verb_parser(parser, verb), verb, VERBS)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return int(args.run(args))
+
+
+def _verb_parser(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    chosen: argparse.ArgumentParser = verbs.choices[verb]
+    return chosen
+
+
+def _no_verb(name: str) -> str:
+    close = difflib.get_close_matches(name, [*VERBS, "help"], n=1)
+    if close:
+        return f"there is no verb {name[:40]!r}: did you mean {close[0]}?"
+    return f"there is no verb {name[:40]!r}: choose from {', '.join(VERBS)}."
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that completes a line, where argcomplete is installed (`pip install stalloc[completion]`)."""
+    try:
+        import argcomplete
+    except ImportError:
+        raise BadInputError("completion needs argcomplete: install stalloc[completion].") from None
+    argcomplete.autocomplete(parser)

@@ -27,13 +27,14 @@ from rich.text import Text
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces, save_traces
 
@@ -140,13 +141,11 @@ def _print(result: dict[str, Any]) -> None:
     size = human_bytes(result["bytes"])
     console.print(Text.assemble((printable(result["output"]), "bold"), f", {result['format']}, {size}"))
     for entry in result["devices"]:
-        console.print(
-            Text.assemble(
-                "  ",
-                (f"device {entry['device']}", "dim"),
-                f"  {entry['requests']:,} requests, {entry['events']:,} events, from {printable(str(entry['source']))}",
-            )
+        told = (
+            f"{plural(entry['requests'], 'request')}, {entry['events']:,} events, "
+            f"from {printable(str(entry['source']))}"
         )
+        print_prose(console, told, indent="  ", lead=Text(f"device {entry['device']}  ", "dim"))
     for note in note_texts(result["notes"]):
-        console.print(Text.assemble("  ", ("note", "dim"), f"  {note}"))
+        print_prose(console, note, indent="  ", lead=Text("note  ", "dim"))
     console.print(f"Next: stalloc stats {command_text(result['output'])}")

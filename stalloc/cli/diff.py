@@ -21,11 +21,9 @@ JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of 
 import argparse
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stalloc.analysis import Change, Comparison, compare
@@ -33,14 +31,17 @@ from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    file_label,
+    memory_option,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
-from stalloc.device import parse_memory
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 
@@ -66,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="B", help="trace that may have grown")
     parser.add_argument("--device", type=int, metavar="N", help="compare this device only (default: all)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
-    parser.add_argument(
-        "--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%%, 200MiB, or a number of bytes"
-    )
+    parser.add_argument("--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%% or 200MiB")
     add_json_argument(parser)
 
 
@@ -77,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 0:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
     limit = _limit(args.fail_over)
-    pairs, notes = _pairs(args)
-    devices = [compare(first, second) for first, second in pairs]
+    with working(f"comparing {file_label(args.first)} and {file_label(args.second)}"):
+        pairs, notes = _pairs(args)
+        devices = [compare(first, second) for first, second in pairs]
     failed = limit is not None and any(limit.is_exceeded(made) for made in devices)
     result = {"first": args.first, "second": args.second, "fail_over": args.fail_over, "notes": notes}
     write_json(args, result | {"devices": [_entry(made, limit) for made in devices], "grew_too_much": failed})
@@ -92,10 +92,12 @@ def _limit(text: str | None) -> _Limit | None:
         return None
     if share := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text):
         return _Limit(float(share[1]) / 100, 0)
+    if text == "0":
+        return _Limit(0.0, 0)
     try:
-        return _Limit(0.0, int(text) if text.isascii() and text.isdigit() else parse_memory(text))
+        return _Limit(0.0, memory_option("--fail-over", text))
     except BadInputError as error:
-        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or a number of bytes.") from error
+        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or 4096B.") from error
 
 
 def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
@@ -104,13 +106,13 @@ def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[st
     notes = []
     for file, traces in ((args.first, first), (args.second, second)):
         told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
-        notes += [f"{Path(file).name}: {note}" for note in told]
+        notes += [f"{file_label(file)}: {note}" for note in told]
     if len(first) == len(second) == 1:
         return [(first[0], second[0])], notes
     of_first, of_second = ({trace.device: trace for trace in traces} for traces in (first, second))
     for file, only in ((args.first, of_first.keys() - of_second), (args.second, of_second.keys() - of_first)):
         if only:
-            notes.append(f"only {Path(file).name} has device {', '.join(map(str, sorted(only)))}")
+            notes.append(f"only {file_label(file)} has device {', '.join(map(str, sorted(only)))}")
     both = sorted(of_first.keys() & of_second)
     if not both:
         raise BadInputError(f"{args.first} and {args.second} have no device in common: give files of the same devices.")
@@ -141,8 +143,8 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
     for made in devices:
         numbers = " and ".join(map(str, dict.fromkeys((made.first.device, made.second.device))))
         files = f": A is {printable(args.first)}, B is {printable(args.second)}"
-        console.print(Text.assemble((f"device {numbers}", "bold"), files))
-        console.print(_peaks(made))
+        print_prose(console, Text.assemble((f"device {numbers}", "bold"), files))
+        _print_peaks(console, made)
         for name, changes in (("class", made.by_class), ("site", made.by_site), ("size", made.by_size)):
             _print_list(console, name, changes, args.top)
         if limit and limit.is_exceeded(made):
@@ -155,19 +157,12 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
             )
         console.print()
     for note in note_texts(notes):
-        console.print(Text.assemble(("note", "dim"), f"  {note}"))
+        print_prose(console, note, lead=Text("note  ", "dim"))
     console.print(f"Next: stalloc explain {command_text(args.second)}")
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
-    return table
-
-
-def _peaks(made: Comparison) -> Table:
-    table = _table("peak", "A", "B", "change")
+def _print_peaks(console: Console, made: Comparison) -> None:
+    rows = []
     first, second = made.first, made.second
     for name, before, after, change in (
         ("allocated", first.allocated_peak_bytes, second.allocated_peak_bytes, made.allocated_change_bytes),
@@ -176,16 +171,16 @@ def _peaks(made: Comparison) -> Table:
         shown = "" if change is None else _signed(change)
         if change and before:
             shown += f" ({change / before:+.2%})"
-        table.add_row(
-            name, *("not recorded" if value is None else human_bytes(value) for value in (before, after)), shown
+        rows.append(
+            [name, *("not recorded" if value is None else human_bytes(value) for value in (before, after)), shown]
         )
-    return table
+    print_table(console, ("peak", "A", "B", "change"), rows)
 
 
-def _print_list(console: Console, name: str, rows: list[Change], top: int) -> None:
+def _print_list(console: Console, name: str, changes: list[Change], top: int) -> None:
     """The lines that changed, what grew most first; what shrank most has its place at the end."""
-    changed = [row for row in rows if row.change_bytes or row.first_requests != row.second_requests]
-    if not top or not rows:
+    changed = [row for row in changes if row.change_bytes or row.first_requests != row.second_requests]
+    if not top or not changes:
         return
     if not changed:
         console.print(f"by {name}: no change")
@@ -193,16 +188,17 @@ def _print_list(console: Console, name: str, rows: list[Change], top: int) -> No
     grown = [row for row in changed if row.change_bytes >= 0][:top]
     shrunk = [row for row in changed if row.change_bytes < 0]
     shown = grown + (shrunk[-(top - len(grown)) :] if len(grown) < top else [])
-    table = _table(f"by {name}", "A", "B", "change", "requests")
-    for row in shown:
-        table.add_row(
-            printable(row.name),
+    rows = [
+        [
+            row.name,
             human_bytes(row.first_bytes),
             human_bytes(row.second_bytes),
             _signed(row.change_bytes),
             f"{row.first_requests:,} → {row.second_requests:,}",
-        )
-    console.print(table)
+        ]
+        for row in shown
+    ]
+    print_table(console, (f"by {name}", "A", "B", "change", "requests"), rows)
     if len(shown) < len(changed):
         rest = sum(row.change_bytes for row in changed) - sum(row.change_bytes for row in shown)
         console.print(f"  {len(changed) - len(shown):,} more, {_signed(rest)} together")

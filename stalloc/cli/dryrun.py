@@ -5,33 +5,64 @@
 
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
 GPU. Small integers and booleans have their values; programs that read others and act on them see zeros, and are told
-where. What does not fit is run again with memory to spare, to say what it would need. JSON: `gpu`, `memory_bytes`,
-`headroom_bytes`, and for `native` and `stalloc` whether it `fits`, `needed_bytes` (reserved at the peak) and
-`allocated_peak_bytes`; `devices` lists both a device; `uncertain` says what the figures could not know. The exit code
-is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
+where.
+
+A program needs less than an allocator takes where there is plenty, since cached memory is given up before it runs out.
+"Needs" is the least memory of a device on which it completes: its requests, as PyTorch's own history has them, are
+replayed on ever smaller devices. "Takes" is what the allocator reserved on a device with plenty. Where there is no such
+history (a program without PyTorch) both are what was reserved.
+
+JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native`, `expandable` (PyTorch with expandable_segments:True)
+and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay" or "run"), `taken_bytes` and
+`allocated_peak_bytes`; `devices` lists them a device; `uncertain` says what the figures could not know. The exit code is 0 if the program fits with stalloc, 1 if it does
+not or if it fails for another reason.
 """
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.native import compare, run_apart
+from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    memory_option,
     table_console,
     wants_text,
     write_json,
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
-from stalloc.device import DEFAULT_GPU, VirtualGPU, parse_memory
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.device import DEFAULT_GPU, VirtualGPU
+from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
 _MOST_PLACES = 3  # of decisions, shown
-_PLENTY = 1 << 44  # bytes; more than any program of today asks of one device
+_PLENTY = 1 << 41  # bytes; expandable segments take more than this of the address space, for each stream
+_ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One allocator and the program, on the device that takes most."""
+
+    fits: bool
+    needed_bytes: int
+    """The least memory in which the program completes."""
+    needed_by: str
+    """How that is known: "replay", or "run" where it is only what was reserved."""
+    taken_bytes: int
+    """Reserved where there is plenty."""
+    allocated_peak_bytes: int
+    devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,93 +81,153 @@ def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     command = program_command(args)
     gpu = chosen_gpu(args) or DEFAULT_GPU
-    headroom = parse_memory(args.headroom) if args.headroom != "0" else 0
+    headroom = memory_option("--headroom", args.headroom) if args.headroom != "0" else 0
     offered = gpu.total_bytes - headroom
     if offered <= 0:
         raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
-    model = ["--gpu", args.gpu] if args.gpu else []
-    results = {name: _try(name, model, offered, command) for name in ("native", "stalloc")}
-    _bound(results["native"], model, offered, command)
+    with working("running the program under its own allocators") as tell:
+        results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offered, command, tell)
     result = {
         "gpu": gpu.name,
         "memory_bytes": gpu.total_bytes,
         "headroom_bytes": headroom,
-        **{
-            name: {key: value for key, value in tried.items() if key not in ("devices", "uncertain")}
-            for name, tried in results.items()
-        },
+        **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
-        "uncertain": results["native"]["uncertain"],
+        "uncertain": uncertain,
     }
     if wants_text(args):
-        _print(result, gpu, command)
+        _print(result, results, gpu, command)
     write_json(args, result)
-    return EXIT_DONE if results["stalloc"]["fits"] else EXIT_CHECK_FAILED
+    return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
 
-def _try(name: str, model: list[str], offered: int, command: list[str]) -> dict[str, Any]:
-    """One allocator on a device with `offered` bytes; again with plenty if it runs out, to see what it needs."""
-    measure = {"native": _native, "stalloc": _stalloc}[name]
-    tried = measure([*model, "--memory", str(offered)], command)
-    fits = tried["exit_code"] == 0
-    ran_out = tried.pop("out_of_memory")
-    if not fits and not ran_out:
-        raise SetupError(
-            f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
-        )
-    if ran_out and not fits:
-        tried = measure([*model, "--memory", str(_PLENTY)], command)
-        tried.pop("out_of_memory")
-    return {
-        "fits": fits,
-        "needed_bytes": max((device["needed_bytes"] for device in tried["devices"]), default=0),
-        "allocated_peak_bytes": max((device["allocated_peak_bytes"] for device in tried["devices"]), default=0),
-        "devices": tried["devices"],
-        "uncertain": tried.get("virtual", {}),
-    }
+def _results(
+    model: list[str], offered: int, command: list[str], tell: Callable[[str], None]
+) -> tuple[dict[str, Need], dict[str, Any]]:
+    """Every allocator, by its name; what the native run could not know. `model`: options that name the GPU."""
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        history = Path(folder) / "history.pickle"
+        measures: dict[str, Callable[[int], dict[str, Any]]] = {
+            "native": lambda size: _native(model, size, command, history)
+        }
+        settings = dict(zip(("native", "expandable"), [conf for _, conf, _ in native_settings()], strict=False))
+        if "expandable" in settings:
+            measures["expandable"] = lambda size: _native(model, size, command, conf=settings["expandable"])
+        measures["stalloc"] = lambda size: _stalloc(model, size, command)
+        results: dict[str, Need] = {}
+        uncertain: dict[str, Any] = {}
+        for name, measure in measures.items():
+            tell(f"running the program under {_ALLOCATORS[name]}")
+            tried = _try(name, offered, measure)
+            if name == "expandable" and not tried["uses_torch"]:
+                continue
+            if name == "native":
+                uncertain = _uncertain(tried, model, command)
+            if history.exists():
+                tell(f"replaying what it needs under {_ALLOCATORS[name]}")
+            results[name] = _need(name, tried, _replayed(history, name, settings), offered)
+    return results, uncertain
 
 
-def _native(gpu: list[str], command: list[str]) -> dict[str, Any]:
-    result = compare(["--device", "virtual", *gpu], command, quiet=True)
-    for device in result["devices"]:
-        device["needed_bytes"] = device["reserved_peak_bytes"]
-    return result
+def _uncertain(tried: dict[str, Any], model: list[str], command: list[str]) -> dict[str, Any]:
+    """What a native run could not know, with the peaks between which it lies whatever cuDNN asks for."""
+    uncertain: dict[str, Any] = tried.get("virtual", {})
+    convolutions = uncertain.get("convolutions", {})
+    if convolutions.get("unknown_bytes"):
+        runs = [tried, *(_native(model, _PLENTY, command, workspaces=which) for which in ("least", "most"))]
+        for name, figure in (("needed_bytes", "reserved_peak_bytes"), ("allocated_peak_bytes", "allocated_peak_bytes")):
+            seen = [device[figure] for one in runs for device in one["devices"]]
+            convolutions[name] = [min(seen), max(seen)]
+    return uncertain
 
 
-def _bound(native: dict[str, Any], model: list[str], offered: int, command: list[str]) -> None:
-    """Add between what the native peaks lie, whatever cuDNN asks for where that is a guess."""
-    convolutions = native["uncertain"].get("convolutions", {})
-    if not convolutions.get("unknown_bytes"):
-        return
-    offered = offered if native["fits"] else _PLENTY
-    peaks = {"allocated_peak_bytes": {native["allocated_peak_bytes"]}, "needed_bytes": {native["needed_bytes"]}}
-    for which in ("least", "most"):
-        tried = _native([*model, "--memory", str(offered), "--workspaces", which], command)
-        for name, seen in peaks.items():
-            seen.update(device[name] for device in tried["devices"])
-    convolutions.update({name: [min(seen), max(seen)] for name, seen in peaks.items()})
+def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """One allocator on a device with plenty, and if it takes more than is offered, whether it does with that."""
+    tried = measure(_PLENTY)
+    if tried["exit_code"] == 0:
+        tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
+        if tried["fits"]:
+            return tried
+    again = measure(offered)
+    for one in (tried, again):
+        if one["exit_code"] != 0 and not one["out_of_memory"]:
+            raise SetupError(
+                f"the program failed with code {one['exit_code']} ({name}), not for lack of memory: "
+                "see its output above."
+            )
+    return tried | {"fits": again["exit_code"] == 0}
 
 
-def _stalloc(gpu: list[str], command: list[str]) -> dict[str, Any]:
-    options = ["--device", "virtual", *gpu]
+def _native(
+    model: list[str],
+    offered: int,
+    command: list[str],
+    history: Path | None = None,
+    *,
+    conf: str | None = None,
+    workspaces: str = "likely",
+) -> dict[str, Any]:
+    wanted = ["--history", str(history)] if history is not None and offered == _PLENTY else []
+    options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *model, "--memory", f"{offered}B"]
+    return compare(options, command, quiet=True, conf=conf)
+
+
+def _stalloc(model: list[str], offered: int, command: list[str]) -> dict[str, Any]:
+    options = ["--device", "virtual", *model, "--memory", f"{offered}B"]
     result = run_apart(["-m", "stalloc", "run", "--json"], [*options, *command], quiet=True)
     for device in result["devices"]:
-        # before the plan the heap takes what it finds and gives it back when memory runs short: allocated is its need
-        observed = device["observed_allocated_peak_bytes"] or 0
-        device["needed_bytes"] = max(device["reserved_peak_bytes"], observed)
-        device["allocated_peak_bytes"] = max(device["allocated_peak_bytes"], observed)
+        device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]
+        device["allocated_peak_bytes"] = device["run_allocated_peak_bytes"]
     result["out_of_memory"] = any(device["out_of_memory_errors"] for device in result["devices"])
     if result["exit_code"] != 0 and not result["out_of_memory"]:
         sys.stderr.write(result["output"])
     return result
 
 
-def _by_device(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _replayed(history: Path, name: str, settings: dict[str, str]) -> dict[int, int]:
+    """The least memory of each device, by the replay of the history; empty without one."""
+    if not history.exists():
+        return {}
+    from stalloc.replay.least_memory import least_memory
+    from stalloc.replay.simulation import Candidate
+    from stalloc.trace import load_traces
+
+    candidate = Candidate("stalloc") if name == "stalloc" else Candidate("torch", settings[name])
+    try:
+        return {trace.device: least_memory(trace, candidate) for trace in load_traces(history)}
+    except BadInputError:
+        return {}  # settings that the model does not know, or a history that is not whole
+
+
+def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: int) -> Need:
+    """What one allocator was seen to do, the runs before the replay."""
+    devices = {}
+    for device in tried["devices"]:
+        taken = device["reserved_peak_bytes"]
+        least = max(replayed.get(device["device"], taken), device["allocated_peak_bytes"])
+        least = min(least, offered, taken) if tried["fits"] else min(least, taken)
+        devices[device["device"]] = {
+            "needed_bytes": least,
+            "taken_bytes": taken,
+            "allocated_peak_bytes": device["allocated_peak_bytes"],
+        }
+    largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in _FIGURES}
+    by = "replay" if replayed else "run"
+    return Need(fits=tried["fits"], needed_by=by, devices=devices, **largest)
+
+
+_FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
+
+
+def _entry(need: Need) -> dict[str, Any]:
+    return {key: value for key, value in asdict(need).items() if key != "devices"}
+
+
+def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for name, tried in results.items():
-        for device in tried["devices"]:
-            entry = found.setdefault(device["device"], {"device": device["device"]})
-            entry[name] = {key: device[key] for key in ("needed_bytes", "allocated_peak_bytes")}
+    for name, need in results.items():
+        for index, device in need.devices.items():
+            found.setdefault(index, {"device": index})[name] = device
     return [found[index] for index in sorted(found)]
 
 
@@ -155,27 +246,31 @@ def _doubts(uncertain: dict[str, Any]) -> list[str]:
         more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
         num = sum(one["num_reads"] for one in decisions)
         lines.append(f"{num} decisions were taken on values that no kernel computed: {shown}{more}")
+    if uncertain.get("torch"):
+        lines.append(
+            f"for torch {uncertain['torch']} on this GPU: another release or another card can differ by some per cent"
+        )
     return lines
 
 
-def _print(result: dict[str, Any], gpu: VirtualGPU, command: list[str]) -> None:
-    from rich.table import Table
-
+def _print(result: dict[str, Any], results: dict[str, Need], gpu: VirtualGPU, command: list[str]) -> None:
     offered = result["memory_bytes"] - result["headroom_bytes"]
-    title = f"{printable(gpu.name)}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program"
-    table = Table("", "fits", "needs (reserved)", "allocated", title=title, title_justify="left")
-    for name in ("native", "stalloc"):
-        tried = result[name]
-        verdict = "yes" if tried["fits"] else "no"
-        table.add_row(name, verdict, human_bytes(tried["needed_bytes"]), human_bytes(tried["allocated_peak_bytes"]))
     console = table_console()
-    console.print(table)
+    name = shown_name("virtual", printable(gpu.name))
+    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program")
+    rows = [
+        [_ALLOCATORS[key], "yes" if need.fits else "no", *(human_bytes(getattr(need, figure)) for figure in _FIGURES)]
+        for key, need in results.items()
+    ]
+    print_table(console, ("", "fits", "needs", "takes of plenty", "allocated"), rows, text_columns=2, indent="  ")
+    if all(need.needed_by == "replay" for need in results.values()):
+        meant = "needs: the least memory in which the program completes, by replay; "
+    else:
+        meant = "needs: no more than this, which was reserved; "
+    print_prose(console, meant + "takes: what is reserved where there is plenty", indent="  ")
     for line in _doubts(result["uncertain"]):
-        console.print(line)
-    torch = result["uncertain"].get("torch")
-    if torch:
-        console.print(f"for torch {torch} on this GPU: another release or another card can differ by some per cent")
-    if result["stalloc"]["fits"]:
+        print_prose(console, line, indent="  ")
+    if results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
         console.print("next: the same with a larger --gpu, or a smaller batch")

@@ -1,9 +1,10 @@
 """Say why reserved is above allocated: every byte of the difference under a named cause, and what holds it there.
 
-FILE is a trace of any kind that stalloc reads. A memory snapshot of torch is explained from what it records itself;
-other traces are replayed with torch's caching allocator from an empty device, and the report says so. --at chooses the
-moment: the most reserved (peak, the default), the last out-of-memory error (oom, the default where there is one), or an
-event index.
+FILE is a trace of any kind that stalloc reads, or a log that holds the text of an out-of-memory error of PyTorch or
+CuPy: of that it is said what can be said from its figures, and how to get more. A memory snapshot of torch is explained
+from what it records itself; other traces are replayed with torch's caching allocator from an empty device, and the
+report says so. --at chooses the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the
+default where there is one), or an event index.
 
 Allocated counts the bytes that were requested and not given up. The causes add up to reserved - allocated, to the byte:
 rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation (free
@@ -19,25 +20,28 @@ been served, as replayed from an empty device of the same size.
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
+from stalloc.analysis.error_text import ErrorText
+from stalloc.cli.error_log import error_entry, errors_of, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    file_label,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.trace import Action, Trace, load_traces
 
@@ -55,10 +59,24 @@ def run(args: argparse.Namespace) -> int:
     """Explain each device of each file."""
     if args.top < 0:
         raise BadInputError(f"--top is {args.top}: give a number from 0.")
-    devices = [(file, trace, made) for file in args.files for trace, made in _explained(args, file)]
-    write_json(args, {"files": list(args.files), "devices": [_entry(*device) for device in devices]})
+    devices: list[tuple[str, Trace, Explanation]] = []
+    errors: list[tuple[str, ErrorText]] = []
+    for file in args.files:
+        with working(f"explaining {file_label(file)}"):
+            found = errors_of(file)
+            errors += [(file, error) for error in found]
+            if not found:
+                devices += [(file, trace, made) for trace, made in _explained(args, file)]
+    result = {"files": list(args.files), "devices": [_entry(*device) for device in devices]}
+    write_json(args, result | {"errors": [error_entry(file, error) for file, error in errors]})
     if wants_text(args):
-        _print(args, devices)
+        console = table_console()
+        for file, error in errors[-max(args.top, 1) :]:
+            print_error(console, file, error)
+        if errors:
+            print_next(console)
+        if devices:
+            _print(args, devices)
     return 0
 
 
@@ -87,40 +105,44 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation]]) -> None:
     console = table_console()
     for file, trace, made in devices:
-        _print_device(console, Path(file).name, made, trace.info.get("notes", []))
-    console.print(f"Next: stalloc simulate --sweep {command_text(args.files[0])}")
+        _print_device(console, file_label(file), made, trace.info.get("notes", []))
+    console.print(f"Next: stalloc simulate --sweep {command_text(devices[0][0])}")
 
 
 def _print_device(console: Console, name: str, made: Explanation, notes: Sequence[str]) -> None:
     reserved, allocated = made.reserved_bytes, made.allocated_bytes
     moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
-    console.print(
+    print_prose(
+        console,
         Text.assemble(
-            (printable(name), "bold"),
+            (name, "bold"),
             f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
-            f"{human_bytes(reserved - allocated)} more ({(reserved - allocated) / max(reserved, 1):.1%} of reserved)",
-        )
+            f"{human_bytes(reserved - allocated)} more at that moment",
+        ),
+    )
+    print_prose(
+        console,
+        f"over the whole {'record' if made.source == 'record' else 'program'}: reserved peak "
+        f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
+        f"{human_bytes(made.record_allocated_peak_bytes)}, fragmentation {made.record_fragmentation:.2%}",
+        indent="  ",
     )
     if made.source != "record":
-        console.print(f"  not recorded by the file: {printable(made.source)}")
+        print_prose(console, f"not recorded by the file: {printable(made.source)}", indent="  ")
     for note in note_texts(notes):
-        console.print(f"  note: {note}")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    for cause, amount in sorted(made.causes.items(), key=lambda item: -item[1]):
-        if amount:
-            table.add_row(f"  {cause.replace('_', ' ')}", human_bytes(amount), CAUSES[cause])
-    console.print(table)
+        print_prose(console, f"note: {note}", indent="  ")
+    causes = sorted(made.causes.items(), key=lambda item: -item[1])
+    print_items(console, [(name.replace("_", " "), human_bytes(size), CAUSES[name]) for name, size in causes if size])
     if made.out_of_memory:
         _print_verdict(console, made.out_of_memory)
     for segment in made.segments:
-        console.print(
-            f"  {human_bytes(segment.free_bytes)} free of {human_bytes(segment.size_bytes)} stay with "
-            f"{segment.num_blocks:,} live block{'s' * (segment.num_blocks != 1)} "
-            f"({human_bytes(segment.live_bytes)}) of {', '.join(map(printable, segment.sites))}"
+        blocks = f"{plural(segment.num_blocks, 'live block')} ({human_bytes(segment.live_bytes)})"
+        print_prose(
+            console,
+            f"{human_bytes(segment.free_bytes)} of a {human_bytes(segment.size_bytes)} segment is pinned by {blocks} "
+            f"from {', '.join(map(printable, segment.sites))}",
+            indent="  ",
         )
     console.print()
 
@@ -134,14 +156,15 @@ def _print_verdict(console: Console, memory: OutOfMemory) -> None:
         + (f", {human_bytes(whole)} in whole segments" if whole else "")
         + f", the largest piece for the stream {human_bytes(memory.largest_free_bytes)}."
     )
-    console.print(Text.assemble("Out of memory by ", (memory.verdict, "bold"), story))
+    print_prose(console, Text.assemble("Out of memory by ", (memory.verdict, "bold"), story))
     if not memory.avoided_by:
-        console.print("No single change that was tried would have served it.")
+        print_prose(console, "No single change that was tried would have served it.")
         return
     with_these = "do not serve it" if memory.fails_again else "serve it too, so what was live before matters"
-    console.print(
+    print_prose(
+        console,
         f"Replayed from an empty device of the same size, the settings of the file {with_these}. "
-        "It would have been served with"
+        "It would have been served with",
     )
     for result in memory.avoided_by[:5]:
         conf = result.settings

@@ -9,14 +9,17 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
+from rich.text import Text
 
 from stalloc.allocator_conf import conf_in_force
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.tables import print_items, print_table
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
 from stalloc.device.cudnn import workspace_table
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
+from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
@@ -80,51 +83,46 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _table(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(
-        title=title, title_justify="left", show_header=False, box=None, padding=(0, 2)
-    )  # names may be strangers, and begin no line
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(printable(name), printable(value, MAX_SENTENCE))
-    return table
+def _print_table(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    console.print(Text(title, "bold"))
+    print_items(console, [(printable(name), printable(value, MAX_SENTENCE)) for name, value in rows])
 
 
 def _print(found: dict[str, Any]) -> None:
     console = table_console()
-    console.print(
-        _table("Versions", [(name, version or "not installed") for name, version in found["versions"].items()])
+    _print_table(
+        console, "Versions", [(name, version or "not installed") for name, version in found["versions"].items()]
     )
     if found["gpus"]:
         rows = [
             (f"GPU {i}", f"{gpu['name']}, {human_bytes(gpu['total_bytes'])}") for i, gpu in enumerate(found["gpus"])
         ]
-        console.print(_table(f"\nGPUs (driver for CUDA {found['driver_cuda_version']})", rows))
+        _print_table(console, f"\nGPUs (driver for CUDA {found['driver_cuda_version']})", rows)
     else:
-        console.print(_table("\nGPUs", [("none", "no NVIDIA driver with a GPU is here; the virtual GPU needs none")]))
+        _print_table(console, "\nGPUs", [("none", "no NVIDIA driver with a GPU is here; the virtual GPU needs none")])
     virtual = found["virtual_gpu"]
     state = f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"
     rows = [("compiler", virtual["compiler"] or "none: install gcc, or set CC"), ("library", state)]
-    console.print(_table("\nVirtual GPU", [*rows, ("stands in for", ", ".join(virtual["known"]))]))
+    _print_table(console, "\nVirtual GPU", [*rows, ("stands in for", ", ".join(virtual["known"]))])
     settings = list(found["settings"].items()) or [("none", "torch and CuPy use their defaults")]
-    console.print(_table("\nSettings (environment)", settings))
+    _print_table(console, "\nSettings (environment)", settings)
     if found["torch_allocator"]:
-        console.print(_table("\ntorch allocator", list(found["torch_allocator"].items())))
+        _print_table(console, "\ntorch allocator", list(found["torch_allocator"].items()))
     target = "run" if found["gpus"] else "dryrun"
     console.print(f"\nNext: stalloc {target} PROGRAM.py")
 
 
 def _print_workspaces(rows: list[dict[str, str]]) -> None:
     """One line a row: what it is for, the work space, the source."""
-    table = Table("convolutions", "work space", "source", title="cuDNN's work spaces, the first that fits", box=None)
+    console, listed = table_console(), []
     for row in rows:
         tensors = [f"{row[name]} x {name}" for name in ("inputs", "filters", "outputs") if row[name]]
         space = " + ".join([*tensors, f"{int(row['more_bytes']):,}"] if row["more_bytes"] else tensors) or "0"
         doubt = f" (± {int(row['unknown_bytes']):,})" if row["unknown_bytes"] not in ("", "0") else ""
         wanted = [f"{name} {row[name]}" for name in _CONDITIONS if row[name]]
-        table.add_row(", ".join(wanted), space + doubt, row["source"])
-    table_console().print(table)
+        listed.append([", ".join(wanted), space + doubt, row["source"]])
+    console.print(Text("cuDNN's work spaces, the first that fits", "bold"))
+    print_table(console, ("convolutions", "work space", "source"), listed, text_columns=3)
 
 
 def run(args: argparse.Namespace) -> int:

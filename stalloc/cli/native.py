@@ -13,28 +13,56 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stalloc.allocator_conf import VARIABLES, conf_in_force, split_conf
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.notices import say
 
+_MAX_STEPS = 256  #: steps after each of which reserved is noted
+_MAX_EVENTS = 1 << 21  #: of a history
+_EXPANDABLE = "expandable_segments"
 
-def compare(options: list[str], command: list[str], *, quiet: bool = False) -> dict[str, Any]:
+
+def native_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
+    """The settings of PyTorch to compare with: (key in the report, text for PYTORCH_ALLOC_CONF, what was dropped).
+
+    The defaults and expandable segments, each with what else the user has set; only the user's own where they choose
+    another backend.
+    """
+    variable, found = conf_in_force(environment)
+    text = environment.get(variable, "") if variable else ""
+    if found.get("backend", "native") != "native":
+        return [("native", text, "")]
+    kept = [part for part in split_conf(text) if part.strip() and part.partition(":")[0].strip() != _EXPANDABLE]
+    dropped = f"{_EXPANDABLE}:{found[_EXPANDABLE]}" if _EXPANDABLE in found else ""
+    is_on = found.get(_EXPANDABLE) == "True"
+    return [
+        ("native", ",".join(kept), dropped if is_on else ""),
+        ("native_expandable", ",".join([*kept, f"{_EXPANDABLE}:True"]), "" if is_on else dropped),
+    ]
+
+
+def compare(options: list[str], command: list[str], *, quiet: bool = False, conf: str | None = None) -> dict[str, Any]:
     """Run a program natively in a new process and return what it wrote.
 
-    `quiet`: show what the program printed only if it fails for another reason than memory.
-    Raises SetupError if nothing was written.
+    `quiet`: show what the program printed only if it fails for another reason than memory. `conf`: the settings of
+    PyTorch, in place of the user's. Raises SetupError if nothing was written.
     """
-    result = run_apart(["-m", "stalloc.cli.native", "--result"], [*options, *command], quiet=quiet)
+    more = {} if conf is None else dict.fromkeys(VARIABLES, "") | {"PYTORCH_CUDA_ALLOC_CONF": conf}
+    result = run_apart(["-m", "stalloc.cli.native", "--result"], [*options, *command], quiet=quiet, more=more)
     if quiet and result["exit_code"] != 0 and not result["out_of_memory"]:
         sys.stderr.write(result["output"])
     return result
 
 
-def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[str, Any]:
+def run_apart(
+    entry: list[str], arguments: list[str], *, quiet: bool, more: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run `python ENTRY FILE ARGUMENTS` in a new process and return the JSON object it wrote to FILE.
 
     With `quiet` what it printed is kept under "output" instead of being shown. Raises SetupError if FILE is missing.
@@ -45,6 +73,10 @@ def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[st
         environment = {name: value for name, value in os.environ.items() if name != "STALLOC"} | {
             "STALLOC_CACHE": "off"
         }
+        for name, value in (more or {}).items():
+            environment.pop(name, None)
+            if value:
+                environment[name] = value
         with log.open("w+b") as output:
             ending = subprocess.run(
                 [sys.executable, *entry, str(file), *arguments],
@@ -63,8 +95,8 @@ def run_apart(entry: list[str], arguments: list[str], *, quiet: bool) -> dict[st
         return {**json.loads(file.read_text(encoding="utf-8")), "output": text}
 
 
-def _measure(step_times: list[float]) -> dict[str, Any]:
-    devices: list[dict[str, int]] = []
+def _measure(step_times: list[float], steps: list[list[tuple[int, int]]]) -> dict[str, Any]:
+    devices: list[dict[str, Any]] = []
     torch = sys.modules.get("torch")
     cupy = sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -75,6 +107,8 @@ def _measure(step_times: list[float]) -> dict[str, Any]:
                     "device": index,
                     "allocated_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
                     "reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
+                    "end_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
+                    "after_steps": [step[index] for step in steps],
                 }
             )
     if cupy is not None:
@@ -83,9 +117,12 @@ def _measure(step_times: list[float]) -> dict[str, Any]:
             with cupy.cuda.Device(index):
                 total = pool.total_bytes()
             while len(devices) <= index:
-                devices.append({"device": len(devices), "allocated_peak_bytes": 0, "reserved_peak_bytes": 0})
+                nothing = {"allocated_peak_bytes": 0, "reserved_peak_bytes": 0, "end_reserved_bytes": 0}
+                devices.append({"device": len(devices), **nothing, "after_steps": []})
             # CuPy keeps no peak; its pool only grows unless the program empties it
             devices[index]["reserved_peak_bytes"] += total
+            devices[index]["end_reserved_bytes"] += total
+            devices[index]["after_steps"] = []  # of torch's part alone
     gaps = [b - a for a, b in itertools.pairwise(step_times)]
     return {
         "devices": [entry for entry in devices if entry["reserved_peak_bytes"]],
@@ -110,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
     parser.add_argument("--workspaces", choices=("least", "likely", "most"), default="likely")
+    parser.add_argument("--history")  # where torch's history of the run is to go
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
@@ -125,17 +163,31 @@ def main() -> int:
         say(str(error))
         return 2
     step_times: list[float] = []
+    steps: list[list[tuple[int, int]]] = []  # after each, for each device: reserved peak so far, reserved now
+
+    def note_step(*_: Any) -> None:
+        step_times.append(time.perf_counter())
+        cuda = sys.modules["torch"].cuda
+        if len(steps) < _MAX_STEPS and cuda.is_initialized():
+            devices = range(cuda.device_count())
+            steps.append([(cuda.max_memory_reserved(index), cuda.memory_reserved(index)) for index in devices])
 
     def watch_torch() -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         if kind == "virtual":
             after_torch_import()
-        register_optimizer_step_post_hook(lambda *_: step_times.append(time.perf_counter()))
+        if args.history:
+            torch = sys.modules["torch"]
+            torch.cuda.memory._record_memory_history(context=None, max_entries=_MAX_EVENTS)
+        register_optimizer_step_post_hook(note_step)
 
     after_import("torch", watch_torch)
     code = run_program(command)
-    result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times)}
+    if args.history and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        sys.modules["torch"].cuda.memory._dump_snapshot(args.history)
+    result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
+    result["uses_torch"] = "torch" in sys.modules
     if kind == "virtual":
         result["virtual"] = findings()
     write_whole(args.result, json.dumps(result))

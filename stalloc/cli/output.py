@@ -2,18 +2,21 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from stalloc.device.known_gpus import parse_memory
+from stalloc.errors import BadInputError
 from stalloc.files import write_whole
+from stalloc.inputs import shown_name
 from stalloc.printable import MAX_SENTENCE, encodable, printable
 
-MIB, GIB = 1 << 20, 1 << 30
 MAX_NOTES = 20
 
 
@@ -43,6 +46,10 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
 class _OurConsole(Console):
     """Standard output, which shows escaped what would steer a terminal and what its encoding cannot hold."""
 
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more, which is no failure; the command line ends quietly."""
+        raise BrokenPipeError
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=self._shown(segment.text))
@@ -57,6 +64,18 @@ def command_text(*words: str) -> str:
     return printable(shlex.join(words), MAX_SENTENCE)
 
 
+def file_label(file: str) -> str:
+    """What reports call a file: its name, or standard input."""
+    return printable(shown_name(file).name)
+
+
+def memory_option(option: str, text: str) -> int:
+    """Bytes of an option. Raises BadInputError for a small number without a unit: 24 of what?"""
+    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
+        raise BadInputError(f"{option} is {text[:30]}, of what? Write {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B.")
+    return parse_memory(text)
+
+
 def note_texts(notes: Sequence[object]) -> list[str]:
     """What a file or its reader has to say, a sentence each; of a great many the first."""
     texts = [printable(str(note), MAX_SENTENCE) for note in notes[:MAX_NOTES]]
@@ -68,16 +87,8 @@ def table_console() -> Console:
 
     Strings are no markup. What others wrote goes through `printable` before, so that a line stays one line.
     """
-    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # without any, no escape is written
+    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
         console.width = 200
     return console
-
-
-def human_bytes(num_bytes: int) -> str:
-    """Bytes for people: GiB and MiB with two decimals, below that bytes."""
-    if abs(num_bytes) >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    if abs(num_bytes) >= MIB // 10:
-        return f"{num_bytes / MIB:.2f} MiB"
-    return f"{num_bytes} B"

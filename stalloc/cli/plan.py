@@ -17,20 +17,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from stalloc.cli.csv_places import check_ids, read_fixed, write_csv
 from stalloc.cli.interrupt import stop_on_interrupt
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    file_label,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.compiled import compile_seconds
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.inputs import read_input
 from stalloc.notices import say
 from stalloc.planner import METHODS, Plan, plan, save_plans, validate
@@ -90,7 +91,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             raise BadInputError(f"{file} has {len(traces)} devices, --csv and --fixed take one: plan them from Python.")
         for trace in traces:
             fixed = read_fixed(args.fixed, trace) if args.fixed else None
-            began = time.perf_counter()
+            began, compiled = time.perf_counter(), compile_seconds()
             made = plan(
                 trace,
                 alignment=args.align,
@@ -101,7 +102,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
                 fixed=fixed,
                 stop=stop,
             )
-            seconds = time.perf_counter() - began
+            seconds = max(0.0, time.perf_counter() - began - (compile_seconds() - compiled))
             verdict = validate(made, trace)
             if not verdict.ok:
                 refused = True
@@ -119,6 +120,8 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             )
         if args.csv and not refused:
             write_csv(args.csv, traces[0], plans[0])
+    if compile_seconds() > _WORTH_SAYING:
+        say(f"compiling for this machine took {compile_seconds():.1f} s, which the seconds of plans leave out.")
     written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}
     write_json(args, {"files": list(args.files), "devices": [_entry(made) | written for made in devices]})
     if wants_text(args):
@@ -166,10 +169,12 @@ def _entry(made: _Made) -> dict[str, Any]:
     }
 
 
+_COLUMNS = ("file", "device", "requests", "planned", "lower bound", "peak", "gap", "seconds", "kind")
+_WORTH_SAYING = 1.0  # seconds
+
+
 def _print(args: argparse.Namespace, devices: list[_Made], refused: bool) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("file", "device", "requests", "planned", "lower bound", "peak", "gap", "seconds", "kind"):
-        table.add_column(name, justify="left" if name in ("file", "gap", "kind") else "right", no_wrap=True)
+    rows = []
     for made in devices:
         plan, kind, gap = made.plan, made.plan.kind, "none"
         if kind == "program":
@@ -178,22 +183,14 @@ def _print(args: argparse.Namespace, devices: list[_Made], refused: bool) -> Non
             gap = f"{human_bytes(plan.gap_bytes)} ({plan.gap_bytes / max(plan.lower_bound_bytes, 1):.2%})"
             if plan.interrupted:
                 gap += f", best until {plan.interrupted}"
-        table.add_row(
-            printable(Path(made.file).name),
-            str(plan.device),
-            f"{plan.num_requests:,}",
-            f"{plan.num_planned:,}",
-            human_bytes(plan.lower_bound_bytes),
-            human_bytes(plan.peak_bytes),
-            gap,
-            f"{made.seconds:.3f}",
-            kind,
-        )
+        figures = human_bytes(plan.lower_bound_bytes), human_bytes(plan.peak_bytes), gap, f"{made.seconds:.3f}"
+        counts = str(plan.device), f"{plan.num_requests:,}", f"{plan.num_planned:,}"
+        rows.append([file_label(made.file), *counts, *figures, kind])
     console = table_console()
-    console.print(table)
+    print_table(console, _COLUMNS, rows)
     for made in devices:
         for note in note_texts(made.notes):
-            console.print(f"  note: {printable(Path(made.file).name)}: {note}")
+            print_prose(console, f"note: {file_label(made.file)}: {note}", indent="  ")
     if refused:
         return
     if args.csv:

@@ -5,16 +5,23 @@ import contextlib
 import dataclasses
 import os
 import runpy
+import shlex
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from stalloc.cli.output import human_bytes
-from stalloc.device import VirtualGPU, find_gpu, parse_memory
+from stalloc.cli.output import memory_option
+from stalloc.device import VirtualGPU, find_gpu
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.notices import say
 
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 
 
@@ -47,17 +54,28 @@ def program_command(args: argparse.Namespace) -> list[str]:
             raise BadInputError(f"both a script and -m were given: {_USAGE}.")
         if not args.module:
             raise BadInputError(f"-m lacks its module: {_USAGE}.")
+        if args.module[0] in _LAUNCHER_MODULES:
+            raise BadInputError(_launcher(["python", "-m", *args.module]))
         return ["-m", *args.module]
     if not args.program:
         raise BadInputError(f"no program: {_USAGE}.")
     script = args.program[0]
     if script.startswith("-"):
         raise BadInputError(f"{script} is no option of this verb: options of stalloc come before SCRIPT, see --help.")
+    if Path(script).name in _LAUNCHERS and not script.endswith(".py"):
+        raise BadInputError(_launcher(args.program))
     if not Path(script).exists():
         raise BadInputError(f"there is no file {script}: {_USAGE}.")
     if Path(script).is_dir():
         raise BadInputError(f"{script} is a folder, not a script: {_USAGE}.")
     return list(args.program)
+
+
+def _launcher(command: list[str]) -> str:
+    """What to type for a program that starts others: those are served, not it."""
+    if command[0] in ("python", "python3") and "-m" not in command[:2]:
+        return f"{command[0]} is what stalloc runs anyway: type stalloc run {shlex.join(command[1:])}"
+    return f"{command[0]} starts the program in processes of its own: type STALLOC=1 {shlex.join(command)}"
 
 
 def device_options(args: argparse.Namespace) -> list[str]:
@@ -75,14 +93,28 @@ def chosen_gpu(args: argparse.Namespace) -> VirtualGPU | None:
     model = find_gpu(args.gpu) if args.gpu else None
     if not args.memory:
         return model
-    total = parse_memory(args.memory)
+    total = memory_option("--memory", args.memory)
     if model is None:
         return VirtualGPU(name=f"virtual GPU of {human_bytes(total)}", total_bytes=total)
     return dataclasses.replace(model, total_bytes=total)
 
 
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends at once
+    raise _Terminated
+
+
 def run_program(command: list[str]) -> int:
-    """Run a program in this process as Python would; its exit code, 1 after an exception (whose traceback is shown)."""
+    """Run a program in this process as Python would; its exit code, 1 after an exception (whose traceback is shown).
+
+    SIGTERM ends the program like an exception, unless it handles it itself, so that what is known of it is reported.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
     module = command[0] == "-m"
     sys.argv = command[1:] if module else list(command)
     try:
@@ -101,7 +133,10 @@ def run_program(command: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         say("the program was interrupted")
-        return 130
+        return 128 + signal.SIGINT
+    except _Terminated:
+        say("the program was told to end (SIGTERM)")
+        return 128 + signal.SIGTERM
     except BaseException as error:
         frames = error.__traceback__
         # the frames of this function and of runpy say nothing about the program

@@ -2,79 +2,130 @@
 
   stalloc record -o step.trace.npz train.py --steps 4
 
-The program runs unchanged under stalloc's heap, with no plan. JSON: `output`, and for each of `devices` the number
-of `requests` and `events`, the step marks, and the peaks. The exit code is 1 if the program itself fails; what was
-recorded until then is written all the same.
+The program runs unchanged under stalloc's heap, with no plan. With --stacks it runs under PyTorch's own allocator and
+history instead, which has the call site of every request of PyTorch's; CuPy's are not in it then. JSON: `output`, and
+for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
+program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse
+import sys
+import tempfile
+from typing import Any
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.analysis import recorded
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
+from stalloc.cli.tables import print_prose
+from stalloc.device import VirtualGPU
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
 from stalloc.files import check_writable
+from stalloc.trace import Trace
+
+_MAX_EVENTS = 1 << 22  #: of PyTorch's history
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write, ending .trace.npz")
+    parser.add_argument(
+        "--stacks", action="store_true", help="with the call site of every request, under PyTorch's own allocator"
+    )
     add_json_argument(parser)
     add_program_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record the program; 0, or 1 if it fails."""
+    """Record the program; its own exit code."""
     command = program_command(args)
     gpu = chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):
         raise BadInputError(f"{args.output} does not end in .trace.npz: name the trace so that other verbs know it.")
     check_writable(args.output)
 
-    from stalloc import integrations
     from stalloc.trace import save_traces
 
-    settings = integrations.Settings(plan=False, keep_recording=True)
-    runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
     with program_output(to_stderr=args.json == "-"):
-        code = run_program(command)
-    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
-    traces = [controller.recording.trace() for controller in used]
+        code, traces = (_with_stacks if args.stacks else _under_stalloc)(args, gpu, command)
     if not traces:
         raise BadInputError(
             f"the program allocated no GPU memory, so {args.output} was not written: does it use the GPU?"
         )
     save_traces(args.output, traces)
-    devices = [
-        {
-            "device": trace.device,
-            "requests": trace.num_requests,
-            "events": trace.num_events,
-            "steps": int((trace.mark_kind == 0).sum()),
-            "allocated_peak_bytes": controller.state.record.total.allocated_peak,
-            "reserved_peak_bytes": controller.state.record.reserved_peak.total,
-            "notes": trace.info["notes"],
-        }
-        for controller, trace in zip(used, traces, strict=True)
-    ]
+    devices = [_entry(trace) for trace in traces]
     if wants_text(args):
-        console = table_console()
-        for device in devices:
-            console.print(
-                f"device {device['device']}: {device['requests']} requests, {device['steps']} steps, "
-                f"allocated peak {human_bytes(device['allocated_peak_bytes'])}"
-            )
-            for note in note_texts(device["notes"]):
-                console.print(f"  {note}")
-        name = command_text(args.output)
-        console.print(f"wrote {name}; next: stalloc stats {name}, or stalloc plan {name} -o step.plan.npz")
+        _print(args.output, devices, stacks=args.stacks)
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
-    return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
+    return code
+
+
+def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
+    """The exit code of the program and what it requested, under stalloc's heap."""
+    from stalloc import integrations
+
+    settings = integrations.Settings(plan=False, keep_recording=True)
+    runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
+    code = run_program(command)
+    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
+    return code, [controller.recording.trace() for controller in used]
+
+
+def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
+    """The same under PyTorch's allocator, by its own history."""
+    from stalloc import device
+    from stalloc.device.virtual import after_torch_import
+    from stalloc.integrations.imports import after_import
+    from stalloc.trace import load_traces
+
+    kind = device.activate(args.device, gpu)
+
+    def begin() -> None:
+        if kind == "virtual":
+            after_torch_import()
+        sys.modules["torch"].cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_EVENTS)
+
+    after_import("torch", begin)
+    code = run_program(command)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return code, []
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        torch.cuda.memory._dump_snapshot(f"{folder}/history.pickle")
+        return code, load_traces(f"{folder}/history.pickle")
+
+
+def _entry(trace: Trace) -> dict[str, Any]:
+    told = recorded(trace)
+    return {
+        "device": trace.device,
+        "requests": trace.num_requests,
+        "events": trace.num_events,
+        "steps": int((trace.mark_kind == 0).sum()),
+        "allocated_peak_bytes": told.allocated_peak_bytes,
+        "reserved_peak_bytes": told.reserved_peak_bytes,
+        "notes": list(trace.info.get("notes", [])),
+    }
+
+
+def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool) -> None:
+    console = table_console()
+    for device in devices:
+        steps = f"{plural(device['steps'], 'step')}, " if not stacks else ""
+        console.print(
+            f"device {device['device']}: {plural(device['requests'], 'request')}, {steps}"
+            f"allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
+            f"reserved peak {human_bytes(device['reserved_peak_bytes'] or 0)}"
+        )
+        for note in note_texts(device["notes"]):
+            print_prose(console, note, indent="  ")
+    name = command_text(output)
+    console.print(f"wrote {name}")
+    console.print(f"next: stalloc top {name}" if stacks else f"next: stalloc stats {name}")

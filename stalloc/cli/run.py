@@ -8,22 +8,23 @@ The program is run unchanged, in this process, on the real GPU where there is on
 plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
 allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
 Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
-JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `allocated_peak_bytes` and
-`reserved_peak_bytes` over the planned steps, `observed_reserved_peak_bytes` over those before, `plan_peak_bytes`,
-`lower_bound_bytes`, with --compare-native `native_reserved_peak_bytes` and `native_step_ms`: those of the device
-that reserved most; `devices` lists all; `plan_source` is "file", "cache" or null. The exit code is 1 if the program
-itself fails.
+--compare-native runs the program under PyTorch's own allocator first, with its defaults and with
+expandable_segments:True, whatever else PYTORCH_ALLOC_CONF says kept.
+JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
+`run_reserved_peak_bytes` over the whole run, `allocated_peak_bytes` and `reserved_peak_bytes` over the planned steps,
+`observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
+peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
+`native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache" or
+null. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
 import dataclasses
 from typing import Any
 
-from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.native import compare
+from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
-    human_bytes,
     table_console,
     wants_text,
     write_json,
@@ -36,10 +37,11 @@ from stalloc.cli.program import (
     program_output,
     run_program,
 )
+from stalloc.cli.run_report import print_report
 from stalloc.errors import BadInputError
+from stalloc.figures import fragmentation
 from stalloc.files import check_writable
 from stalloc.notices import say
-from stalloc.printable import MAX_SENTENCE, printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program; 0, or 1 if it fails."""
+    """Run the program; its own exit code."""
     command = program_command(args)
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.save_plan:
         check_writable(args.save_plan)
-    native = compare(device_options(args), command) if args.compare_native else None
+    peers = _run_natively(args, command) if args.compare_native else []
 
     from stalloc import device, integrations
     from stalloc.integrations import plan_cache
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         code = run_program(command)
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
     source = "file" if args.plan else "cache" if known else None
-    result = {**_result(reports, native, code), "plan_source": source}
+    result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
     if cache is not None:
         cache.update(runtime)
     if wants_text(args):
@@ -122,23 +124,64 @@ def run(args: argparse.Namespace) -> int:
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     write_json(args, result)
-    return EXIT_DONE if code == 0 else EXIT_CHECK_FAILED
+    return code
 
 
-def _result(reports: list[dict[str, Any]], native: dict[str, Any] | None, code: int) -> dict[str, Any]:
+def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The program under its own allocators, with each of PyTorch's settings to compare with if it uses PyTorch."""
+    made: list[tuple[str, dict[str, Any]]] = []
+    for key, conf, dropped in native_settings():
+        made.append((key, compare(device_options(args), command, conf=conf) | {"conf": conf, "dropped": dropped}))
+        if not made[-1][1]["uses_torch"]:
+            break
+    return made
+
+
+def _result(
+    reports: list[dict[str, Any]], peers: list[tuple[str, dict[str, Any]]], code: int, *, given: bool
+) -> dict[str, Any]:
     for report in reports:
-        reserved = report["reserved_peak_bytes"]
-        report["fragmentation"] = 1 - report["allocated_peak_bytes"] / reserved if reserved else 0.0
-        if native is not None:
-            peer: dict[str, Any] = next(
-                (entry for entry in native["devices"] if entry["device"] == report["device"]), {}
-            )
-            report["native_reserved_peak_bytes"] = peer.get("reserved_peak_bytes")
-            report["native_allocated_peak_bytes"] = peer.get("allocated_peak_bytes")
-            report["native_step_ms"] = native["step_ms"]
-            report["native_exit_code"] = native["exit_code"]
-    main = max(reports, key=lambda report: report["reserved_peak_bytes"], default={})
+        report["fragmentation"] = fragmentation(report["run_allocated_peak_bytes"], report["run_reserved_peak_bytes"])
+        report["plan_misfit"] = _misfit(report) if given else ""
+        for key, peer in peers:
+            report[key] = _of_device(peer, report)
+        if peers:
+            native = report["native"]
+            for name in ("reserved_peak_bytes", "allocated_peak_bytes", "step_ms", "exit_code"):
+                report[f"native_{name}"] = native[name]
+    main = max(reports, key=lambda report: report["run_reserved_peak_bytes"], default={})
     return {"exit_code": code, **main, "devices": reports}
+
+
+def _misfit(report: dict[str, Any]) -> str:
+    """Why a plan that was given is not in force any more; empty if it is."""
+    if report["plans_dropped"]:
+        return str(report["dropped_note"])
+    return str(report["note"]) if report["plan_peak_bytes"] is None else ""
+
+
+def _of_device(peer: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """What one run of the native allocator did on the device of a report, over the same steps."""
+    told: dict[str, Any] = next((entry for entry in peer["devices"] if entry["device"] == report["device"]), {})
+    steps, watched = told.get("after_steps", []), report["watched_steps"]
+    peak, during, later = told.get("reserved_peak_bytes"), None, None
+    if 0 < watched <= len(steps):
+        during = steps[watched - 1][0]
+        # a peak that rose afterwards is one of the later steps; else what they held, which rarely falls within one
+        later = peak if peak and peak > during else max(now for _, now in steps[watched - 1 :])
+    return {
+        "allocated_peak_bytes": told.get("allocated_peak_bytes") or None,  # CuPy keeps none
+        "reserved_peak_bytes": peak,
+        "end_reserved_bytes": told.get("end_reserved_bytes"),
+        "watched_reserved_peak_bytes": during,
+        "later_reserved_peak_bytes": later,
+        "uses_torch": peer["uses_torch"],
+        "step_ms": peer["step_ms"],
+        "exit_code": peer["exit_code"],
+        "out_of_memory": peer["out_of_memory"],
+        "conf": peer["conf"],
+        "dropped": peer["dropped"],
+    }
 
 
 def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
@@ -153,22 +196,15 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
-    from rich.table import Table
-
     console = table_console()
     if not result["devices"]:
         console.print("stalloc: the program allocated no GPU memory.")
         return
     for report in result["devices"]:
-        table = Table(
-            title=f"device {report['device']}: {printable(report['device_name'])}",
-            title_justify="left",
-            show_header=False,
-        )
-        for label, value in _rows(report):
-            table.add_row(label, printable(value, MAX_SENTENCE))
-        console.print(table)
-    if result["plan_source"] == "cache":
+        print_report(console, report)
+    if result["out_of_memory_errors"]:
+        console.print("next: stalloc dryrun … says what the program needs, on a virtual GPU")
+    elif result["plan_source"] == "cache":
         console.print("the plan was kept from the last run of this program")
     elif kept:
         console.print("next: the same command starts with this plan, which is kept")
@@ -176,31 +212,3 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
         console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run")
     elif not result.get("plans_made"):
         console.print("next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats")
-
-
-def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    rate, phase = report["hit_rate"], report["phase"]
-    rows = [
-        ("state", phase + (f" ({report['note']})" if report["note"] else "")),
-        ("steps", f"{report['steps']}, {report['planned_steps']} of them whole on the plan"),
-        ("requests a step", f"{report['requests_per_step']} over 512 bytes"),
-        ("hit rate", "-" if rate is None else f"{100 * rate:.3f} % from the second planned step on"),
-        ("allocated peak", human_bytes(report["allocated_peak_bytes"])),
-        (
-            "reserved peak",
-            f"{human_bytes(report['reserved_peak_bytes'])}, fragmentation {100 * report['fragmentation']:.2f} %",
-        ),
-    ]
-    if report["observed_reserved_peak_bytes"] is not None:
-        rows.append(("reserved peak before the plan", human_bytes(report["observed_reserved_peak_bytes"])))
-    if report["plan_peak_bytes"] is not None:
-        gap = report["plan_peak_bytes"] - report["lower_bound_bytes"]
-        bound = "the lower bound" if gap == 0 else f"{human_bytes(gap)} above the lower bound"
-        rows.append(("plan", f"{human_bytes(report['plan_peak_bytes'])}, {bound}"))
-    if report.get("native_reserved_peak_bytes") is not None:
-        rows.append(("native reserved peak", human_bytes(report["native_reserved_peak_bytes"])))
-    if report["step_ms"] is not None:
-        rows.append(("host time a step", f"{report['step_ms']:.1f} ms"))
-    if report.get("native_step_ms") is not None:
-        rows.append(("native host time a step", f"{report['native_step_ms']:.1f} ms"))
-    return rows

@@ -1,37 +1,47 @@
 """Say what every other allocator or setting would have done with a program: reserved, fragmentation, device calls.
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
-replayed from an empty device, what was live before recording first. Without options torch's caching allocator is
-compared as it is, with expandable segments, and with stalloc; --all takes every model there is, --sweep the settings of
-torch's allocator that people try, and names the best.
+replayed from an empty device, what was live before recording first; the row "recorded" is what the file itself says.
+Without options torch's caching allocator is compared as it is, with expandable segments, and with stalloc; --all takes
+every model there is, --sweep the settings of torch's allocator that people try, and names the best.
+
+"stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a program
+that it does not know; "stalloc mode:plan" knows the whole recording beforehand, which no run can.
 
 An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. With --capacity the device
-has so many bytes, and what does not fit says where it runs out. For a snapshot, the model with the settings of the file
-is held against the segments that the file itself records: "exact", or the first event that differs.
+has so many bytes, and what does not fit says where it runs out; a recording that ran out of memory is then replayed up
+to its last error, with the request that was refused. For a snapshot of torch, the model with the settings of the file
+is held against the segments that the file itself records: it is exact, or the first event that differs is named.
+
+Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
+1 - allocated peak / reserved peak.
 """
 
 import argparse
 import dataclasses
 import os
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
+from stalloc.analysis import Recorded, recorded
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    file_label,
+    memory_option,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
-from stalloc.device import parse_memory
-from stalloc.printable import printable
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.figures import human_bytes, plural
+from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.registry import ALLOCATORS, make
 from stalloc.replay.simulation import (
@@ -43,7 +53,8 @@ from stalloc.replay.simulation import (
 )
 from stalloc.trace import Trace, load_traces
 
-_USUAL = (Candidate("torch"), Candidate("torch", "expandable_segments:True"), Candidate("stalloc"))
+_HINDSIGHT = Candidate("stalloc", "mode:plan")
+_USUAL = (Candidate("torch"), Candidate("torch", "expandable_segments:True"), Candidate("stalloc"), _HINDSIGHT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
-    capacity = parse_memory(args.capacity) if args.capacity else 0
+    capacity = memory_option("--capacity", args.capacity) if args.capacity else 0
     candidates = _candidates(args, capacity)
     for candidate in candidates:
         make(candidate.allocator, candidate.settings, capacity)  # a bad name or setting is said before long work
-    loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
+    with working(f"reading {plural(len(args.files), 'file')}"):
+        loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
     jobs = [(trace, _with_recorded(trace, candidates)) for _, trace in loaded]
     with Progress(transient=True, disable=not Console(stderr=True).is_terminal, console=Console(stderr=True)) as bar:
         task = bar.add_task("replaying", total=sum(len(wanted) for _, wanted in jobs))
@@ -93,7 +105,7 @@ def _candidates(args: argparse.Namespace, capacity: int) -> list[Candidate]:
         chosen.append(Candidate(name, settings))
     chosen += [Candidate("torch", conf) for conf in args.conf]
     if args.all:
-        chosen += [Candidate(name) for name in ALLOCATORS]
+        chosen += [*(Candidate(name) for name in ALLOCATORS), _HINDSIGHT]
     if args.sweep:
         chosen += [Candidate("torch", conf) for conf in SWEEP + (SWEEP_UNDER_PRESSURE if capacity else ())]
     return list(dict.fromkeys(chosen or _USUAL))
@@ -101,10 +113,10 @@ def _candidates(args: argparse.Namespace, capacity: int) -> list[Candidate]:
 
 def _with_recorded(trace: Trace, candidates: list[Candidate]) -> list[Candidate]:
     """The candidates, and torch with the settings of the record if torch is among them."""
-    recorded = Candidate("torch", recorded_conf(trace))
-    if recorded in candidates or not any(candidate.allocator == "torch" for candidate in candidates):
+    of_record = Candidate("torch", recorded_conf(trace))
+    if of_record in candidates or not any(candidate.allocator == "torch" for candidate in candidates):
         return candidates
-    return [recorded, *candidates]
+    return [of_record, *candidates]
 
 
 def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict[str, Any]:
@@ -114,6 +126,7 @@ def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict
         "events": trace.num_events,
         "requests": trace.num_requests,
         "recorded_settings": recorded_conf(trace),
+        "recorded": dataclasses.asdict(recorded(trace)),
         "notes": list(trace.info.get("notes", [])),
         "results": [dataclasses.asdict(result) for result in found],
     }
@@ -130,16 +143,15 @@ def _best_of_torch(found: list[Simulated]) -> Simulated:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simulated]]], capacity: int) -> None:
     console = table_console()
     for file, trace, found in devices:
-        console.print(
-            Text.assemble(
-                (printable(Path(file).name), "bold"),
-                f", device {trace.device}: {trace.num_requests:,} requests",
-                f", {human_bytes(capacity)} of memory" if capacity else "",
-            )
-        )
+        told = recorded(trace)
+        memory = f", {human_bytes(capacity)} of memory" if capacity else ""
+        story = f", device {trace.device}: {plural(trace.num_requests, 'request')}{memory}"
+        print_prose(console, Text.assemble((file_label(file), "bold"), story))
         for note in note_texts(trace.info.get("notes", [])):
-            console.print(f"  note: {note}")
-        console.print(_results(found))
+            print_prose(console, f"note: {note}", indent="  ")
+        print_table(console, _COLUMNS, [*_recorded_row(trace, told), *map(_row, found)], text_columns=2)
+        for remark in _remarks(trace, told, found, capacity):
+            print_prose(console, remark, indent="  ")
         if args.sweep:
             settings = _best_of_torch(found).settings
             console.print(
@@ -151,35 +163,70 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
     console.print(f"Next: stalloc explain {command_text(args.files[0])}")
 
 
-def _results(found: list[Simulated]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees"):
-        table.add_column(name, justify="left" if name in ("allocator", "settings") else "right", no_wrap=True)
-    table.add_column("retries", justify="right")
-    table.add_column("", no_wrap=True)
+_COLUMNS = ("allocator", "settings", "reserved", "allocated", "fragmentation", "device allocs", "frees", "retries")
+
+
+def _recorded_row(trace: Trace, told: Recorded) -> list[list[str]]:
+    """What the file says itself; no row where it does not say what was reserved."""
+    if told.reserved_peak_bytes is None:
+        return []
+    figures = human_bytes(told.reserved_peak_bytes), human_bytes(told.allocated_peak_bytes)
+    return [["recorded", printable(recorded_conf(trace)) or "-", *figures, f"{told.fragmentation:.2%}", "", "", ""]]
+
+
+def _row(result: Simulated) -> list[str]:
+    return [
+        result.allocator,
+        printable(result.settings) or "-",
+        human_bytes(result.peak_reserved_bytes),
+        human_bytes(result.peak_allocated_bytes),
+        f"{result.fragmentation:.2%}",
+        f"{result.device_allocs:,}",
+        f"{result.device_frees:,}",
+        f"{result.retries:,}",
+    ]
+
+
+def _remarks(trace: Trace, told: Recorded, found: list[Simulated], capacity: int) -> Iterator[str]:
+    """What has to be known about rows, a sentence each."""
+    if told.out_of_memory_event is not None:
+        wanted = f"{human_bytes(told.out_of_memory_bytes or 0)} wanted at event {told.out_of_memory_event:,}"
+        how = "; replayed up to there, that request included" if capacity else "; --capacity tries that request too"
+        yield f"recorded: ran out of memory, {wanted}{how}"
+    if told.unseen_bytes:
+        yield f"recorded: {human_bytes(told.unseen_bytes)} of what is reserved were live throughout and not replayed"
+    if trace.num_baseline_requests and told.reserved_peak_bytes is not None:
+        before = plural(trace.num_baseline_requests, "request")
+        yield f"recorded: began with {before} live; all others begin with an empty device"
     for result in found:
-        table.add_row(
-            result.allocator,
-            printable(result.settings) or "-",
-            human_bytes(result.peak_reserved_bytes),
-            human_bytes(result.peak_allocated_bytes),
-            f"{result.fragmentation:.2%}",
-            f"{result.device_allocs:,}",
-            f"{result.device_frees:,}",
-            f"{result.retries:,}",
-            _remark(result),
-        )
-    return table
+        name = " ".join(filter(None, (result.allocator, printable(result.settings))))
+        for remark in filter(None, (_fitting(result, told, capacity), _agreement(result), _work(result))):
+            yield f"{name}: {remark}"
 
 
-def _remark(result: Simulated) -> str:
-    if not result.fits:
-        return f"does not fit: {human_bytes(result.failed_bytes or 0)} wanted at event {result.failed_event:,}"
-    if result.counts.get("compactions"):
-        return f"{result.counts['compactions']:,} compactions, {human_bytes(result.counts['moved_bytes'])} moved"
+def _fitting(result: Simulated, told: Recorded, capacity: int) -> str:
+    if result.fits:
+        ran_out = capacity and result.exact is not None and told.out_of_memory_event is not None
+        return "fits when it begins with an empty device; as recorded it ran out of memory" if ran_out else ""
+    return f"does not fit: {human_bytes(result.failed_bytes or 0)} wanted at event {result.failed_event:,}"
+
+
+def _agreement(result: Simulated) -> str:
+    """Whether the model does what the file records, begun from what it says was there when recording began."""
     if result.exact:
-        return "as the file records"
+        return "begun where the recording begins, the model does exactly what the file records"
     if result.exact is False:
         where = f" from event {result.first_difference:,} on" if result.first_difference is not None else ""
-        return f"unlike the record{where}: {printable(result.reason)}"
+        return f"unlike the record{where}: {printable(result.reason, MAX_SENTENCE)}"
+    return ""
+
+
+def _work(result: Simulated) -> str:
+    counts = result.counts
+    if counts.get("compactions"):
+        return f"{counts['compactions']:,} compactions, {human_bytes(counts['moved_bytes'])} moved"
+    if (result.allocator, result.settings) == (_HINDSIGHT.allocator, _HINDSIGHT.settings):
+        return "the whole recording is known beforehand, which no run can"
+    if result.allocator == "stalloc":
+        return "found a step that repeats, and planned it" if counts["plans"] else "found no step that repeats"
     return ""

@@ -5,10 +5,10 @@ FILE is a trace of any kind that stalloc reads: a recording of `stalloc record` 
 simulator, a planning CSV; all but the first may be gzipped. The name - is standard input.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
-lower bound of every plan. Fragmentation is 1 - allocated/reserved when the most is reserved; for it allocated includes
-what a profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the
-record, if it repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that
-fills the record and after which memory is back at its level.
+lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
+profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
+repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
+record and after which memory is back at its level.
 
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
@@ -25,13 +25,16 @@ from stalloc.analysis import Summary, summarize
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
-    human_bytes,
+    file_label,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.report.lifespan_graph import Relations, relations, write_relations
 from stalloc.trace import load_traces
@@ -55,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--align is {args.align}: give a number of bytes from 1, such as 512.")
     if args.graph and len(args.files) > 1:
         raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
-    traces = [(file, trace) for file in args.files for trace in load_traces(file)]
-    devices = [(file, summarize(trace, args.align)) for file, trace in traces]
-    graphs = [relations(trace) for _, trace in traces] if args.graph else []
+    with working(f"describing {plural(len(args.files), 'file')}"):
+        traces = [(file, trace) for file in args.files for trace in load_traces(file)]
+        devices = [(file, summarize(trace, args.align)) for file, trace in traces]
+        graphs = [relations(trace) for _, trace in traces] if args.graph else []
     if args.graph:
         write_relations(Path(args.graph), graphs)
     write_json(
@@ -72,10 +76,9 @@ def run(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None:
     console = table_console()
     for file, summary in devices:
-        name, source = printable(Path(file).name), printable(summary.source)
-        console.print(Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
-        for label, text in _lines(summary):
-            console.print(Text.assemble("  ", (f"{label:<14}", "dim"), f"  {text}"))
+        name, source = file_label(file), printable(summary.source)
+        print_prose(console, Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
+        print_items(console, _lines(summary))
         console.print()
 
 
@@ -103,17 +106,21 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ("lower bound", human_bytes(summary.lower_bound_bytes)),
         (
             "allocated peak",
-            f"{human_bytes(summary.allocated_peak_bytes)} at event {summary.allocated_peak_event}, "
+            f"{human_bytes(summary.allocated_peak_bytes)} at event {summary.allocated_peak_event:,}, "
             f"{human_bytes(summary.allocated_peak_requested_bytes)} as requested",
         ),
     ]
     if summary.reserved_peak_bytes is not None:
         event = summary.reserved_peak_event
-        when = "before the first event" if event == -1 else f"at event {event}"
+        unseen = f" and {human_bytes(summary.unseen_bytes)} without requests" if summary.unseen_bytes else ""
+        when = "before the first event" if event == -1 else f"at event {event:,}"
         lines += [
             ("reserved peak", f"{human_bytes(summary.reserved_peak_bytes)} {when}"),
-            ("fragmentation", f"{summary.fragmentation:.2%} at the reserved peak"),
+            ("fragmentation", f"{summary.fragmentation:.2%} (1 - allocated peak{unseen} / reserved peak)"),
         ]
+    if summary.out_of_memory_event is not None:
+        wanted = f"{human_bytes(summary.out_of_memory_bytes or 0)} wanted at event {summary.out_of_memory_event:,}"
+        lines.append(("out of memory", wanted))
     lines.append(("streams", str(summary.streams)))
     for name, found, repeats, nothing in (
         ("period", summary.period_requests, summary.period_repeats, "none: the sequence does not repeat exactly"),

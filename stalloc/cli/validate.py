@@ -9,8 +9,10 @@ reason for the first plan that is not.
 import argparse
 from typing import Any
 
-from stalloc.cli.output import add_json_argument, human_bytes, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.planner import load_plans, validate
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.trace import load_traces
@@ -68,5 +70,5 @@ def run(args: argparse.Namespace) -> int:
                 )
             else:
                 text = f"invalid, {entry['reason']}: {entry['detail']}"
-            console.print(printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
+            print_prose(console, printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
     return 0 if ok else 1

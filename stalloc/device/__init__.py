@@ -4,7 +4,12 @@ Contract: `activate()` decides once per process which devices it has, before tor
 code asks `devices()` and `active()` and never tests for a GPU itself. Importing this package imports neither.
 """
 
+import atexit
 import importlib.util
+import os
+import shutil
+import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -127,8 +132,10 @@ def devices() -> list[Device]:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
     if importlib.util.find_spec("cupy") is None:
         raise SetupError(
-            "CuPy is not installed: pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
+            "CuPy is not installed, whose pool owns the memory that stalloc serves, PyTorch's too: "
+            "pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
         )
+    _give_cupy_a_cache()
     import cupy
 
     runtime, found = cupy.cuda.runtime, []
@@ -138,3 +145,15 @@ def devices() -> list[Device]:
         name, total = properties["name"].decode(), int(properties["totalGlobalMem"])
         found.append(CupyDevice(_active, index, name, total, capability))
     return list(found)
+
+
+def _give_cupy_a_cache() -> None:
+    """CuPy makes its folder of kernels when it is imported; where there is no home, it gets one for this process."""
+    if "cupy" in sys.modules or os.environ.get("CUPY_CACHE_DIR"):
+        return
+    try:
+        os.makedirs(os.path.expanduser("~/.cupy/kernel_cache"), exist_ok=True)
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="stalloc-cupy-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = folder

@@ -110,15 +110,25 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def find_gpu(name: str) -> VirtualGPU:
-    """The GPU called `name`, whatever its case, spaces and dashes ("rtx 4090", "a100-80gb").
+def shown_name(kind: str, name: str) -> str:
+    """What people read of a device: a virtual one says so."""
+    return name if kind != "virtual" or name.lower().startswith("virtual") else f"virtual {name}"
 
-    Raises BadInputError, which lists the names.
+
+def find_gpu(name: str) -> VirtualGPU:
+    """The GPU called `name`, whatever its case, spaces and dashes ("rtx 4090", "a100-80gb"), or a part of one name.
+
+    Raises BadInputError, which lists the names, also for a part of several.
     """
     wanted = _plain(name)
     for known, gpu in KNOWN_GPUS.items():
         if wanted in (_plain(known), _plain(gpu.name)):
             return gpu
+    alike = [known for known in KNOWN_GPUS if len(wanted) > 1 and wanted in _plain(known)]
+    if len(alike) == 1:
+        return KNOWN_GPUS[alike[0]]
+    if alike:
+        raise BadInputError(f"{name[:40]!r} may be one of several GPUs: choose {' or '.join(alike)}.")
     raise BadInputError(f"no GPU called {name[:40]!r} is known: choose one of {', '.join(KNOWN_GPUS)}.")
 
 

@@ -11,6 +11,7 @@ What lies in the directory is loaded and run, so it is a private one (see stallo
 that were built are loaded from it.
 """
 
+import atexit
 import hashlib
 import importlib.util
 import os
@@ -21,10 +22,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from stalloc.device.elf import ElfFile
 from stalloc.errors import SetupError
+from stalloc.notices import say
 from stalloc.private import check_private_file, private_folder, remove_old, user_cache
 
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
@@ -182,8 +185,8 @@ def built_directory() -> Path | None:
 def build(surface: Surface | None = None) -> Path:
     """Build the libraries for `surface` (by default what is installed), or find them built; returns their directory.
 
-    Raises SetupError if there is no C compiler, if it fails, or if the cache cannot be written or others can write to
-    it.
+    Where there is no cache they are built for this process alone, and one sentence says so. Raises SetupError if there
+    is no C compiler, if it fails, or if others can write to the cache.
     """
     surface, command = surface or scan(), compiler()
     directory = cache_directory()
@@ -195,11 +198,23 @@ def build(surface: Surface | None = None) -> Path:
             return private_folder(folder, _ADVICE, make=False)
         _build(surface, command, folder)
     except OSError as error:
+        return _build_for_this_process(surface, tuple(command or ()), f"{directory} ({error.strerror})")
+    return folder
+
+
+@cache
+def _build_for_this_process(surface: Surface, command: tuple[str, ...], refused: str) -> Path:
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix="stalloc-virtual-gpu-"))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        _build(surface, list(command) or None, scratch / "build")
+    except OSError as error:
         raise SetupError(
-            f"the virtual GPU cannot be kept in {directory} ({error.strerror}): "
+            f"the virtual GPU cannot be kept in {refused}, nor be built elsewhere ({error.strerror}): "
             "set XDG_CACHE_HOME to a writable directory."
         ) from error
-    return folder
+    say(f"the virtual GPU cannot be kept in {refused}, every process builds it: set XDG_CACHE_HOME to a writable one.")
+    return scratch / "build"
 
 
 def _build(surface: Surface, command: list[str] | None, folder: Path) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _lock = threading.RLock()
 _armed = False
 _tried = False
@@ -59,7 +60,9 @@ def arm() -> None:
 
 def _arm() -> None:
     wanted = os.environ.get("STALLOC", "0")
-    if wanted != "1":
+    if wanted.lower() in _OFF:
+        return
+    if wanted.lower() not in _ON:
         raise BadInputError(f"STALLOC is {wanted[:40]!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
     chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from stalloc.columns import Ints, Offsets, Rows, Sizes, Times
 from stalloc.errors import BadInputError
+from stalloc.figures import html_table, human_bytes, plural
 from stalloc.files import write_whole
 from stalloc.inputs import read_input
 from stalloc.npz import Columns
+from stalloc.printable import printable
 
 FORMAT, VERSION = "stalloc plan", 2
 #: files of version 1 lack the tables of constraints and of hand-overs, and the proven bound
@@ -74,6 +76,21 @@ class Plan:
     forbidden_high: Offsets = field(default_factory=_empty)  #: (b,) bytes
     handover_earlier: Rows = field(default_factory=_empty)  #: (h,) tape entries whose bytes another stream takes over
     handover_later: Rows = field(default_factory=_empty)  #: (h,) the entries that take them, after an event and a wait
+
+    def __repr__(self) -> str:
+        bound = "the lower bound" if not self.gap_bytes else f"{human_bytes(self.gap_bytes)} above the lower bound"
+        counts = f"{self.num_planned:,} of {plural(self.num_requests, 'request')}"
+        return f"<Plan of device {self.device}: {counts}, peak {human_bytes(self.peak_bytes)}, {bound}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("kind", printable(self.kind)),
+            ("requests", f"{self.num_requests:,}, {self.num_planned:,} of them planned"),
+            ("peak", human_bytes(self.peak_bytes)),
+            ("lower bound", human_bytes(self.lower_bound_bytes)),
+            ("found by", printable(self.method)),
+        ]
+        return html_table(f"Plan of device {self.device}", rows)
 
     @property
     def num_requests(self) -> int:

@@ -8,9 +8,10 @@ import numpy as np
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.replay.protocol import Events, Kind
-from stalloc.trace.record import Action, Trace
+from stalloc.trace.record import MARK_STEP, Action, Trace
 
 _MAX_LOAD_BYTES = 1 << 47
+_OF_TORCH = ("torch snapshot", "memory_viz page")
 _KINDS = np.full(len(Action), -1, np.int8)
 _KINDS[[Action.ALLOC, Action.FREE_REQUESTED, Action.FREE_COMPLETED]] = (
     Kind.ALLOC,
@@ -30,6 +31,15 @@ def recorded_conf(trace: Trace) -> str:
     return str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or "")
 
 
+def of_torchs_allocator(trace: Trace) -> bool:
+    """Whether the addresses and segments of a trace are those that torch's caching allocator chose.
+
+    Not those of a recording of stalloc's own, in whatever format, nor what a conversion made up.
+    """
+    source = trace.info.get("converted_from") or trace.info.get("source")
+    return source in _OF_TORCH and bool(len(trace.segment_address))
+
+
 def events_of(trace: Trace) -> Events:
     """The requests of a trace as events, the baseline before all others.
 
@@ -37,6 +47,7 @@ def events_of(trace: Trace) -> Events:
     lives at a time than any device holds: models map such memory page by page.
     """
     old = trace.num_baseline_requests
+    marks = np.sort(trace.mark_event[trace.mark_kind == MARK_STEP]).astype(np.int64)
     if len(trace.action):
         kinds = recorded_kinds(trace)
         rows = np.flatnonzero(kinds >= 0)
@@ -56,6 +67,7 @@ def events_of(trace: Trace) -> Events:
         event=np.concatenate([np.full(old, -1), event]).astype(np.int64),
         size=trace.size,
         stream=trace.stream,
+        step_marks=marks if len(marks) else None,
     )
     _check_load(events)
     return events

@@ -2,13 +2,14 @@
 
 Contract: every address comes from stalloc.core, the code that serves torch and CuPy, and what it asks of
 Python is answered by the runtime's Controller; only the memory below is made up. Two ways of use:
-- "plan" (the default): everything that will be fed is known and planned beforehand, as with a plan from a file. The
+- "observe" (the default): the runtime watches from the first event, looks for a step that repeats, plans it and
+  switches, as `stalloc run` does with a program that it does not know. Steps are marked where the events say so. Unlike
+  in a program the boundary of a step waits for the planner however long it takes, so that equal input gives equal
+  figures.
+- "plan": everything that will be fed is known and planned beforehand, as with a plan from a file. The
   first feed is what is planned, unless `plan_for` was called before; then feeding in pieces changes nothing. The
   reserved peak is that of the plan, in granules of the device, and what tiny requests need, which are never planned.
   Streams share addresses: a plan of a recording says where requests could have lived.
-- "observe": the runtime watches from the first event, looks for a step that repeats (it sees no marks), plans it and
-  switches. Unlike in a program the boundary of a step waits for the planner however long it takes, so that equal
-  input gives equal figures.
 """
 
 import math
@@ -29,6 +30,7 @@ from stalloc.replay.offline import NumbersDevice, let_go, make_controller, serve
 from stalloc.replay.protocol import BlockMap, Counters, Events, Fed, Kind
 from stalloc.replay.settings import as_one_of, setting
 from stalloc.runtime.runtime_settings import Settings
+from stalloc.trace import MARK_STEP
 
 _ALLOC, _FREE_COMPLETED = int(Kind.ALLOC), int(Kind.FREE_COMPLETED)
 _ALLOCATED, _PEAK_ALLOCATED, _PEAK_RESERVED = range(3)  # words of the model
@@ -72,8 +74,8 @@ def _run(allocate, release, device, words, held, address, kind, request, size, s
 class ModelSettings:
     """How the runtime gets its plan."""
 
-    mode: str = setting("plan", as_one_of("plan", "observe"))
-    """Whether everything is planned beforehand, or watched from the first event on."""
+    mode: str = setting("observe", as_one_of("plan", "observe"))
+    """Whether the program is watched from the first event on, or everything is planned beforehand."""
 
 
 class Planned:
@@ -84,7 +86,7 @@ class Planned:
 
     def __init__(self, settings: ModelSettings | None = None, capacity_bytes: int = 0) -> None:
         check_capacity(capacity_bytes)
-        observing = (settings or ModelSettings()).mode == "observe"
+        observing = self._observes = (settings or ModelSettings()).mode == "observe"
         patient = Settings(plan=observing, plan_wait_seconds=_PATIENT_SECONDS, max_effort=math.inf)
         self._controller = make_controller(capacity_bytes, patient)
         self._planned = observing
@@ -92,6 +94,7 @@ class Planned:
         self._words = np.zeros(3, np.int64)
         self._held = np.zeros(0, np.int8)
         self._address = np.zeros(0, np.int64)
+        self._num_marks = 0  # step marks that the runtime has been told of
 
     def __del__(self) -> None:
         controller = getattr(self, "_controller", None)
@@ -137,13 +140,17 @@ class Planned:
         size, stream = np.ascontiguousarray(events.size, np.int64), np.ascontiguousarray(events.stream, np.int64)
         kind, request = np.ascontiguousarray(events.kind, np.int8), np.ascontiguousarray(events.request, np.int64)
         start, failed = 0, -1
-        for stop in [*np.flatnonzero(kind == Kind.EMPTY_CACHE).tolist(), num_events]:
+        for stop, is_mark in self._stops(events):
             piece = slice(start, stop)
             columns = kind[piece], request[piece], size, stream, reserved[piece], allocated[piece]
             done = int(_run(*core_entries(), state.address, words, self._held, self._address, *columns))
             if done < stop - start:
                 failed = start + done
                 break
+            if is_mark:
+                self._controller.mark(MARK_STEP, "")
+                start = stop
+                continue
             if stop < num_events:
                 self._controller.memory.release_unused()
                 reserved[stop], allocated[stop] = state.record.reserved_bytes, words[_ALLOCATED]
@@ -151,6 +158,16 @@ class Planned:
         if failed >= 0:
             reserved[failed:], allocated[failed:] = state.record.reserved_bytes, words[_ALLOCATED]
         return Fed(reserved, allocated, failed)
+
+    def _stops(self, events: Events) -> list[tuple[int, bool]]:
+        """Positions at which feeding pauses, the end last, and whether it does for the mark of a step."""
+        stops = [(at, False) for at in np.flatnonzero(events.kind == Kind.EMPTY_CACHE).tolist()]
+        if self._observes and events.step_marks is not None and len(events.event):
+            self._controller.watching.expects_marks = True
+            due = events.step_marks[events.step_marks <= int(events.event[-1])][self._num_marks :]
+            self._num_marks += len(due)
+            stops += [(at, True) for at in np.searchsorted(events.event, due).tolist()]
+        return [*sorted(stops, key=lambda stop: (stop[0], not stop[1])), (len(events.kind), False)]
 
     def counters(self) -> Counters:
         """What was done so far."""

@@ -29,6 +29,8 @@ class Events(NamedTuple):
     event: Column  #: (m,) int64 event index in the trace; -1 for what was live before recording
     size: Column  #: (n,) int64 requested bytes of each request
     stream: Column  #: (n,) int64 index of each request's stream
+    step_marks: Column | None = None
+    """(k,) int64 event indices at which the program marked a step, in order; None if it marks none."""
 
 
 @dataclass(frozen=True, eq=False)

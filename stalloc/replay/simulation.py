@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stalloc.lifespans import fullest
-from stalloc.replay.model_events import events_of, recorded_conf
+from stalloc.core.constants import ALIGNMENT
+from stalloc.figures import fragmentation
+from stalloc.replay.model_events import events_of, of_torchs_allocator, recorded_conf
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
-from stalloc.trace import Trace
+from stalloc.trace import Action, Trace
 
 #: settings of torch's caching allocator that people try, and what they are for
 SWEEP = (
@@ -55,8 +56,8 @@ class Simulated:
     allocator: str
     settings: str
     peak_reserved_bytes: int
-    peak_allocated_bytes: int  #: requested bytes
-    fragmentation: float  #: 1 - allocated/reserved when the most is reserved
+    peak_allocated_bytes: int  #: the program's, rounded up to 512 bytes a request, as long as it was served
+    fragmentation: float  #: 1 - allocated peak / reserved peak
     device_allocs: int
     device_frees: int
     retries: int
@@ -76,7 +77,7 @@ def simulate(trace: Trace, candidates: Sequence[Candidate], capacity_bytes: int 
     What was live before recording is allocated first. Best first: those that fit, by peak reserved bytes, then by
     calls to the device. Raises BadInputError for allocators and settings that do not exist.
     """
-    events = events_of(trace)
+    events = program_of(trace, capacity_bytes)
     return ranked(_run_and_compare(trace, candidate, capacity_bytes, events) for candidate in candidates)
 
 
@@ -97,18 +98,14 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
     seconds = time.perf_counter() - began
     counters = model.counters()
     done = len(events.kind) if fed.failed < 0 else fed.failed
-    fragmentation = 0.0
-    if done:
-        at = fullest(fed.reserved_bytes[:done], fed.allocated_bytes[:done])
-        if fed.reserved_bytes[at]:
-            fragmentation = 1 - int(fed.allocated_bytes[at]) / int(fed.reserved_bytes[at])
+    allocated = _allocated_peak(events, done)
     failed = fed.failed >= 0
     return Simulated(
         allocator=candidate.allocator,
         settings=candidate.settings,
         peak_reserved_bytes=counters.peak_reserved_bytes,
-        peak_allocated_bytes=counters.peak_allocated_bytes,
-        fragmentation=round(fragmentation, 6),
+        peak_allocated_bytes=allocated,
+        fragmentation=fragmentation(allocated, counters.peak_reserved_bytes),
         device_allocs=counters.device_allocs,
         device_frees=counters.device_frees,
         retries=counters.retries,
@@ -118,6 +115,14 @@ def run_one(trace: Trace, candidate: Candidate, capacity_bytes: int = 0, events:
         seconds=round(seconds, 6),
         counts=dict(counters.more),
     )
+
+
+def _allocated_peak(events: Events, done: int) -> int:
+    """The most bytes live in the first `done` events, from alloc to free_completed, as torch rounds them."""
+    kind = events.kind[:done]
+    sign = (kind == int(Kind.ALLOC)).astype(np.int64) - (kind == int(Kind.FREE_COMPLETED))
+    size = (events.size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return int(np.cumsum(sign * size[events.request[:done]]).max(initial=0)) if len(size) else 0
 
 
 def simulate_all(
@@ -136,9 +141,20 @@ def simulate_all(
     with ThreadPoolExecutor(num_threads) as pool:
         running = []
         for trace, wanted in jobs:
-            events = events_of(trace)
+            events = program_of(trace, capacity_bytes)
             running.append([pool.submit(one, trace, candidate, events) for candidate in wanted])
         return [ranked(future.result() for future in futures) for futures in running]
+
+
+def program_of(trace: Trace, capacity_bytes: int = 0) -> Events:
+    """What is replayed: the requests of the trace; on a device of a given size, of a program that ran out of memory,
+    those up to the last error and the one that was refused, since without it anything would seem to fit.
+    """
+    errors = np.flatnonzero(trace.action == int(Action.OOM))
+    if not capacity_bytes or not len(errors):
+        return events_of(trace)
+    last = int(errors[-1])
+    return with_request(trace, last, int(trace.event_size[last]), int(trace.event_stream[last]))
 
 
 def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> Events:
@@ -151,6 +167,7 @@ def with_request(trace: Trace, at_event: int, size_bytes: int, stream: int) -> E
         event=np.append(events.event[kept], at_event),
         size=np.append(events.size, size_bytes),
         stream=np.append(events.stream, stream),
+        step_marks=events.step_marks,
     )
 
 
@@ -158,7 +175,7 @@ def _run_and_compare(trace: Trace, candidate: Candidate, capacity_bytes: int, ev
     """One allocator; if it is the one that made the record, also whether the model does what the record says."""
     result = run_one(trace, candidate, capacity_bytes, events)
     recorded = recorded_conf(trace)
-    if candidate.allocator != "torch" or candidate.settings != recorded or not len(trace.segment_address):
+    if candidate.allocator != "torch" or candidate.settings != recorded or not of_torchs_allocator(trace):
         return result
     from stalloc.replay.torch_record import check_record
 

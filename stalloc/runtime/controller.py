@@ -264,6 +264,8 @@ class Controller:
         """Go back to the heap and, if there were not too many plans already, watch anew."""
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
+        if self.status.phase is Phase.PLANNED:
+            self.status.num_dropped, self.status.dropped_note = self.status.num_dropped + 1, note
         self.watching.job = None
         self.steps.forget()
         state = self.state

@@ -213,8 +213,10 @@ class Runtime:
             self.controllers[index].expect_lasting()
 
     def reports(self) -> list[Report]:
-        """One report for each device that the program has used."""
-        return [report(controller) for controller in self.controllers if controller.state.record.total.num_allocs]
+        """One report for each device that the program has used, or tried to use."""
+        records = [controller.state.record for controller in self.controllers]
+        used = [record.total.num_allocs or record.num_ooms for record in records]
+        return [report(controller) for controller, one in zip(self.controllers, used, strict=True) if one]
 
 
 def _start_watch() -> "poison.Watch | None":

@@ -81,9 +81,13 @@ class Shortage:
             self._explain(size_bytes)
 
     def _explain(self, size_bytes: int) -> None:
-        from stalloc.runtime.statistics import out_of_memory_text
+        from stalloc.runtime.out_of_memory_text import out_of_memory_text
 
-        self._state.set_out_of_memory_text(out_of_memory_text(self._memory.device, self._state, size_bytes))
+        device, source = self._memory.device, self._memory.source
+        text = out_of_memory_text(
+            device, self._state, size_bytes, limit_bytes=source.limit_bytes, by_pages=source.paged
+        )
+        self._state.set_out_of_memory_text(text)
 
     # --- room for an arena, made by moving what lives
 

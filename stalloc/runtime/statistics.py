@@ -5,16 +5,15 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stalloc.core.constants import BLOCK_FREE
 from stalloc.core.records import Peaks
-from stalloc.core.snapshot import counts, inactive, segments
-from stalloc.core.state import DeviceState, Step
-from stalloc.device import Device
+from stalloc.core.snapshot import counts, inactive
+from stalloc.core.state import Step
+from stalloc.device.known_gpus import shown_name
+from stalloc.figures import fragmentation, html_table, human_bytes
+from stalloc.runtime.runtime_settings import Phase
 
 if TYPE_CHECKING:
     from stalloc.runtime.controller import Controller
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +22,21 @@ class Report:
 
     device: int
     device_name: str
+    device_kind: str  #: "cuda" or "virtual"
     phase: str  #: what the device was at in the end
     note: str  #: why, if that is not the plan
     steps: int  #: steps seen: marks of the program, or passes over the plan where it set none
+    watched_steps: int  #: before the last plan was put in force; all of them if none was
     planned_steps: int  #: whole steps served from the plan
     requests_per_step: int  #: requests over 512 bytes in a step of the plan
     hit_rate: float | None  #: share of those served from the plan, from the second planned step on
     hits: int
     misses: int
     conflicts: int  #: planned requests whose place was still taken
+    run_allocated_peak_bytes: int  #: over the whole run
+    run_reserved_peak_bytes: int
+    end_allocated_bytes: int  #: when the report is made
+    end_reserved_bytes: int
     allocated_peak_bytes: int  #: over the planned steps; over the whole run if there were none
     reserved_peak_bytes: int
     observed_allocated_peak_bytes: int | None  #: over the steps before the plan
@@ -40,6 +45,8 @@ class Report:
     lower_bound_bytes: int | None  #: of what the arena holds
     plan_method: str | None
     plans_made: int
+    plans_dropped: int  #: given up since the program no longer followed them
+    dropped_note: str  #: why the last of those was
     step_ms: float | None  #: median host time of a planned step
     observed_step_ms: float | None  #: median host time of a step before the plan
     segment_allocs: int
@@ -48,10 +55,25 @@ class Report:
     out_of_memory_errors: int
     unknown_frees: int
 
+    def __repr__(self) -> str:
+        reserved, allocated = human_bytes(self.run_reserved_peak_bytes), human_bytes(self.run_allocated_peak_bytes)
+        return f"<Report of device {self.device}: {self.phase}, reserved {reserved}, allocated {allocated} at the peak>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("state", self.phase),
+            ("steps", f"{self.steps:,}, {self.planned_steps:,} of them whole on the plan"),
+            ("allocated peak", human_bytes(self.run_allocated_peak_bytes)),
+            ("reserved peak", human_bytes(self.run_reserved_peak_bytes)),
+            ("reserved now", human_bytes(self.end_reserved_bytes)),
+            ("fragmentation", f"{self.fragmentation:.2%}"),
+        ]
+        return html_table(f"device {self.device}: {shown_name(self.device_kind, self.device_name)}", rows)
+
     @property
     def fragmentation(self) -> float:
-        """1 - allocated / reserved, at their peaks."""
-        return 1 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
+        """1 - allocated peak / reserved peak, over the whole run."""
+        return fragmentation(self.run_allocated_peak_bytes, self.run_reserved_peak_bytes)
 
 
 def _planned_steps(controller: "Controller") -> list[Step]:
@@ -71,6 +93,18 @@ def _median_ms(times_ns: list[int]) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
+_SETTLED = "served without a plan, settled"
+_LONG = 50  # marked steps after which a plan is hardly to come any more
+
+
+def _phase(controller: "Controller", num_marks: int) -> str:
+    """What the device is at; watching that has gone on for long without a plan is no longer called so."""
+    phase = controller.status.phase
+    if phase is Phase.OBSERVING and (controller.watching.settled or num_marks >= _LONG):
+        return _SETTLED
+    return phase.value
+
+
 def report(controller: "Controller") -> Report:
     """The figures of a device so far."""
     state, plan, observed = controller.state, controller.status.plan, controller.status.observed
@@ -87,18 +121,30 @@ def report(controller: "Controller") -> Report:
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
         step_ms /= per_ring
+    # the program may have reset the peaks that torch shows
+    allocated_peaks = [state.record.total.allocated_peak, state.allocated_peak_bytes]
+    reserved_peaks = [state.record.reserved_peak.total, state.reserved_peak_bytes]
+    if observed is not None:
+        allocated_peaks.append(observed.allocated_peak_bytes)
+        reserved_peaks.append(observed.reserved_peak_bytes)
     return Report(
         device=controller.device.index,
         device_name=controller.device.name,
-        phase=controller.status.phase.value,
+        device_kind=controller.device.kind,
+        phase=_phase(controller, len(marks)),
         note=controller.status.note,
         steps=len(marks) or controller.status.observed_steps + len(steps) * per_ring,
+        watched_steps=len(before) if marks else controller.status.observed_steps,
         planned_steps=len(steps) * per_ring,
         requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
         hit_rate=served / asked if asked else None,
         hits=state.record.hits,
         misses=state.record.misses,
         conflicts=state.record.conflicts,
+        run_allocated_peak_bytes=max(allocated_peaks),
+        run_reserved_peak_bytes=max(reserved_peaks),
+        end_allocated_bytes=state.record.total.allocated_bytes,
+        end_reserved_bytes=state.record.reserved_bytes,
         allocated_peak_bytes=state.allocated_peak_bytes,
         reserved_peak_bytes=state.reserved_peak_bytes,
         observed_allocated_peak_bytes=observed.allocated_peak_bytes if observed is not None else None,
@@ -107,6 +153,8 @@ def report(controller: "Controller") -> Report:
         lower_bound_bytes=plan.lower_bound_bytes if plan is not None else None,
         plan_method=plan.method if plan is not None else None,
         plans_made=controller.status.num_plans,
+        plans_dropped=controller.status.num_dropped,
+        dropped_note=controller.status.dropped_note,
         step_ms=step_ms,
         observed_step_ms=_median_ms(before),
         segment_allocs=state.record.num_segment_allocs,
@@ -114,27 +162,6 @@ def report(controller: "Controller") -> Report:
         retries=state.record.num_retries,
         out_of_memory_errors=state.record.num_ooms,
         unknown_frees=state.record.num_unknown_frees,
-    )
-
-
-def out_of_memory_text(device: Device, state: DeviceState, size_bytes: int) -> str:
-    """What an out-of-memory error says: what was asked for, what there is, what to try."""
-    record = state.record
-    free, total = device.memory_info()
-    blocks = [block for segment in segments(state) for block in segment.blocks]
-    live = sorted((block.requested_bytes for block in blocks), reverse=True)[:5]
-    largest = ", ".join(f"{size / GIB:.2f} GiB" for size in live if size)
-    largest_free = max((block.size_bytes for block in blocks if block.state == BLOCK_FREE), default=0)
-    arena = f", {state.record.arena_bytes / GIB:.2f} GiB of it the plan's arena" if state.record.arena_bytes else ""
-    return (
-        f"stalloc: out of memory on device {device.index} "
-        f"({device.name}, {total / GIB:.2f} GiB): "
-        f"tried to allocate {size_bytes / GIB:.2f} GiB ({size_bytes} bytes). "
-        f"Allocated {record.total.allocated_bytes / GIB:.2f} GiB, "
-        f"reserved {record.reserved_bytes / GIB:.2f} GiB{arena}, "
-        f"free on the device {free / GIB:.2f} GiB, largest free range {largest_free / GIB:.2f} GiB"
-        f"{f', largest live blocks {largest}' if largest else ''}. "
-        "To see what the program needs, run it on a virtual GPU: stalloc dryrun SCRIPT."
     )
 
 

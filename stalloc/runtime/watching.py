@@ -58,6 +58,11 @@ class Watching:
         self._tidying.settled = False
         self._recording.begin(lasting=self._lasting.begin(watching=self._status.settings.plan))
 
+    @property
+    def settled(self) -> bool:
+        """So many steps were seen without one that repeats that what the heap holds is held for good."""
+        return self._tidying.settled
+
     def was_misled(self) -> None:
         """The ring that is followed is no step of the program: only a longer one can be."""
         if not self._recording.marks:

@@ -15,6 +15,8 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.figures import html_table, human_bytes, plural
+from stalloc.printable import printable
 
 
 class Action(enum.IntEnum):
@@ -189,6 +191,23 @@ class Trace:
                 )
         if max(int(self.event_size[failed].max(initial=0)), abs(self.reserved_start_bytes)) >= MAX_BYTES:
             raise BadInputError(f"{where}: it names more than 2**61 bytes, which no device holds: the file is damaged.")
+
+    def __repr__(self) -> str:
+        held = human_bytes(int(self.live_bytes(self.size).max(initial=0)))
+        source = printable(str(self.info.get("source", "")))
+        counts = f"{plural(self.num_requests, 'request')}, {plural(self.num_events, 'event')}"
+        return f"<Trace of device {self.device}: {counts}, {held} at the peak, from {source or 'nowhere'}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("source", printable(str(self.info.get("source", "")))),
+            ("requests", f"{self.num_requests:,}"),
+            ("live before recording", f"{self.num_baseline_requests:,}"),
+            ("events", f"{self.num_events:,}"),
+            ("streams", f"{len(self.streams):,}"),
+            ("requested at the peak", human_bytes(int(self.live_bytes(self.size).max(initial=0)))),
+        ]
+        return html_table(f"Trace of device {self.device}", rows)
 
     @property
     def num_requests(self) -> int:

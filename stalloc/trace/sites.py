@@ -234,7 +234,7 @@ def is_python(frame: Frame) -> bool:
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a Python frame belongs to torch, its relatives or the standard library.
+    """Whether a Python frame belongs to torch, its relatives, the standard library, or the verb that ran the program.
 
     Recordings may have lost their directories; then the names of torch's own files decide.
     """
@@ -244,8 +244,8 @@ def is_library(frame: Frame) -> bool:
     if not folder:
         return bool(_TORCH_FILES.fullmatch(base))
     if "-packages/" in frame.filename:
-        return bool(_LIBRARIES.search(frame.filename.rpartition("-packages")[2]))
-    return bool(_STANDARD.search(frame.filename)) or "/torchinductor_" in frame.filename
+        return bool(_LIBRARIES.search(frame.filename.rpartition("-packages")[2]) or _OURS.search(frame.filename))
+    return bool(_STANDARD.search(frame.filename) or _OURS.search(frame.filename)) or "/torchinductor_" in frame.filename
 
 
 _NODE = re.compile(r"(\w+)::apply\(")
@@ -253,6 +253,7 @@ _OPERATORS = ("at::_ops::", "at::native::")
 _ALLOCATOR = ("torch::unwind", "torch::CapturedTraceback", "torch::cuda::(anonymous", "c10::cuda::", "at::detail::")
 _LIBRARIES = re.compile(r"^/(torch|torch_npu|torchgen|functorch|triton|cupy|cupy_backends)/")
 _STANDARD = re.compile(r"/(lib/python3(\.\d+)?|torch/(nn|cuda|utils|optim|autograd|_\w+|distributed))/")
+_OURS = re.compile(r"/stalloc/(cli/\w+|__main__)\.py$")
 _TORCH_FILES = re.compile(
     r"(module|functional|_tensor|_ops|container|conv|linear|batchnorm|normalization|pooling|activation|embedding|sparse|"
     r"dropout|upsampling|loss|_functions|function|graph|optimizer|adam|adamw|sgd|_contextlib|checkpoint|"

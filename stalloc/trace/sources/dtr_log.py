@@ -1,7 +1,8 @@
 """Logs of the DTR simulator (Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021): one JSON object a line.
 
 A storage lives from its first tensor to the release of its last alias; that is a request. `CONSTANT` and an `ALIAS` of
--1 begin a storage, any other `ALIAS` and `COPY` add a tensor to one, `RELEASE` removes one, `MUTATE` writes in place.
+-1 begin a storage, any other `ALIAS` and `COPY` add a tensor to one, `RELEASE` removes one, `COPY_FROM` moves one to
+another storage, `MUTATE` writes in place.
 Storages of zero bytes are left out. The log has operators and no allocator: no addresses, no streams, one device.
 """
 
@@ -80,6 +81,8 @@ class _Storages:
                 self._join(name, str(self._arguments[argument]))
         elif instruction == "COPY":
             self._join(str(entry["DST"]), str(entry["SRC"]))
+        elif instruction == "COPY_FROM":
+            self._move(str(entry["DST"]), str(entry["SRC"]))
         elif instruction == "RELEASE":
             self._release(str(entry["NAME"]))
         elif instruction == "ANNOTATE":
@@ -100,6 +103,14 @@ class _Storages:
         storage = self._storage[other]
         self._put(name, storage)
         self._num_tensors[storage] += 1
+
+    def _move(self, name: str, other: str) -> None:
+        """A tensor stands for another one's storage from now on."""
+        storage = self._storage[other]
+        self._num_tensors[storage] += 1
+        if name in self._storage:
+            self._release(name)
+        self._put(name, storage)
 
     def _put(self, name: str, storage: int) -> None:
         if name in self._storage:

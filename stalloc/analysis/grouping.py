@@ -1,0 +1,50 @@
+"""What rows of a trace are grouped by when it is said who holds memory: lifespan class, call site, stack.
+
+Contract: one key for each row that is asked for, in its order; what is not known has the key `unknown`.
+"""
+
+from collections.abc import Hashable
+
+from stalloc.columns import Column
+from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
+from stalloc.trace import Trace
+from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
+
+
+def class_keys(trace: Trace, rows: Column) -> list[Hashable]:
+    """The lower-case name of the lifespan class."""
+    step = find_step_period(trace)
+    lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
+    return [LifespanClass(value).name.lower() for value in lifespan[rows].tolist()]
+
+
+def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
+    """The innermost frame of the user, or the name of the stack where there is no Python."""
+    sites = read_sites(trace)
+    if sites is None:
+        return [UNKNOWN] * len(rows)
+    keys: list[Hashable] = []
+    for number in range(sites.num_stacks):
+        stack = sites.stack(number)
+        frame = user_frames(stack)[0]
+        keys.append(frame if is_python(frame) else site_name(stack))
+    keys.append(UNKNOWN)  # -1 picks the last
+    return [keys[number] for number in sites.site[rows].tolist()]
+
+
+def site_text(key: Hashable) -> str:
+    """What people read of a key of `site_keys`."""
+    return site_name([key]) if isinstance(key, Frame) else str(key)
+
+
+def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
+    """The frames of the user, outermost first, as people read them; (unknown,) where there are none."""
+    sites = read_sites(trace)
+    if sites is None:
+        return [(UNKNOWN,)] * len(rows)
+    names: list[tuple[str, ...]] = []
+    for number in range(sites.num_stacks):
+        frames = [site_name([frame]) for frame in user_frames(sites.stack(number))]
+        names.append(tuple(frames[::-1]) if is_python(user_frames(sites.stack(number))[0]) else tuple(frames[:1]))
+    names.append((UNKNOWN,))
+    return [names[number] for number in sites.site[rows].tolist()]

@@ -1,0 +1,212 @@
+"""Who holds memory at one moment of a trace: by call site, by lifespan class, by size, and as a tree of stacks.
+
+Contract: the bytes of every list, and those at the root of the tree, add up to what is allocated at that moment, with
+sizes rounded up to 512 bytes, a request from its alloc to its free_completed. What grows from step to step is told by
+call site where steps are marked, or where the requests repeat exactly.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_names
+from stalloc.analysis.peaks import allocated_peak
+from stalloc.columns import Column
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
+from stalloc.lifespans import find_step_period, sequence_rows
+from stalloc.lifespans.periods import TINY_BYTES
+from stalloc.trace import MARK_STEP, Action, Trace
+
+MOMENTS = ("peak", "oom", "end")
+_ALIGNMENT = 512
+_MIN_STEPS = 3  # over which something has to grow every time, or nearly, before it is said to
+_MIN_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What one call site, class or size holds."""
+
+    name: str
+    held_bytes: int
+    requests: int
+
+
+@dataclass
+class Branch:
+    """A frame, what was allocated below it, and the frames it called."""
+
+    name: str
+    held_bytes: int = 0
+    requests: int = 0
+    children: list["Branch"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A call site that holds more at the end of each step."""
+
+    name: str
+    bytes_per_step: int
+    steps: int  #: over which it was seen
+    held_bytes: int  #: at the end of the last of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """One device at one moment."""
+
+    device: int
+    at: str  #: peak, oom, end or event
+    event: int  #: the moment is after it; -1: before the first
+    allocated_bytes: int
+    reserved_bytes: int | None
+    requests: int
+    wanted_bytes: int | None  #: what the request that ran out of memory asked for
+    wanted_by: str
+    has_sites: bool
+    by_site: list[Holder]
+    by_class: list[Holder]
+    by_size: list[Holder]
+    tree: Branch
+    growth: list[Growth]
+
+
+def holders(trace: Trace, at: int | str | None = None) -> Holders:
+    """Who holds memory after an event, at the allocated "peak", at the last "oom" or at the "end".
+
+    Without `at` it is the last out-of-memory error, or the peak. Raises BadInputError for a moment that is not there.
+    """
+    size = trace.aligned_size(_ALIGNMENT)
+    name, event = _moment(trace, size, at)
+    rows = np.flatnonzero((np.maximum(trace.start, 0) <= event) & (trace.end > event))
+    if event < 0:
+        rows = np.flatnonzero(trace.start < 0)
+    sites, reserved = site_keys(trace, rows), _reserved(trace, event)
+    failed = bool(len(trace.action)) and event >= 0 and trace.action[event] == int(Action.OOM)
+    return Holders(
+        device=trace.device,
+        at=name,
+        event=event,
+        allocated_bytes=int(size[rows].sum()),
+        reserved_bytes=reserved,
+        requests=len(rows),
+        wanted_bytes=int(trace.event_size[event]) if failed else None,
+        wanted_by=_wanted_by(trace, event) if failed else "",
+        has_sites=any(key != "unknown" for key in sites),
+        by_site=_grouped(sites, size[rows], site_text),
+        by_class=_grouped(class_keys(trace, rows), size[rows], str),
+        by_size=_grouped(trace.size[rows].tolist(), size[rows], human_bytes),
+        tree=_tree(stack_names(trace, rows), size[rows]),
+        growth=find_growth(trace),
+    )
+
+
+def _moment(trace: Trace, size: Column, at: int | str | None) -> tuple[str, int]:
+    errors = np.flatnonzero(trace.action == int(Action.OOM))
+    if at is None:
+        at = "oom" if len(errors) else "peak"
+    if at == "peak":
+        return "peak", allocated_peak(trace, size).event
+    if at == "oom":
+        if not len(errors):
+            raise BadInputError(f"device {trace.device} has no out-of-memory event: use --at peak, end or an event.")
+        return "oom", int(errors[-1])
+    if at == "end":
+        return "end", trace.num_events - 1
+    try:
+        event = int(at)
+    except ValueError:
+        raise BadInputError(f"--at is {at!r}: give peak, oom, end or the index of an event.") from None
+    if not 0 <= event < trace.num_events:
+        raise BadInputError(f"device {trace.device} has events 0 to {trace.num_events - 1}: there is no event {event}.")
+    return "event", event
+
+
+def _reserved(trace: Trace, event: int) -> int | None:
+    if not len(trace.action):
+        return None
+    reserved = int(trace.reserved_bytes()[event]) if event >= 0 else trace.reserved_start_bytes
+    return reserved or None
+
+
+def _wanted_by(trace: Trace, event: int) -> str:
+    from stalloc.analysis.out_of_memory_event import asked_by
+
+    return asked_by(trace, event)
+
+
+def _grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
+    """Most first."""
+    held: dict[str, tuple[int, int]] = {}
+    for key, num_bytes in zip(keys, size.tolist(), strict=True):
+        name = text(key)
+        before, count = held.get(name, (0, 0))
+        held[name] = before + num_bytes, count + 1
+    found = [Holder(name, num_bytes, count) for name, (num_bytes, count) in held.items()]
+    return sorted(found, key=lambda holder: (-holder.held_bytes, holder.name))
+
+
+def _tree(stacks: Sequence[tuple[str, ...]], size: Column) -> Branch:
+    root = Branch("all")
+    by_path: dict[tuple[str, ...], Branch] = {(): root}
+    for stack, num_bytes in zip(stacks, size.tolist(), strict=True):
+        for depth in range(len(stack) + 1):
+            branch = by_path.get(stack[:depth])
+            if branch is None:
+                branch = by_path[stack[:depth]] = Branch(stack[depth - 1])
+                by_path[stack[: depth - 1]].children.append(branch)
+            branch.held_bytes += num_bytes
+            branch.requests += 1
+    for branch in by_path.values():
+        branch.children.sort(key=lambda child: (-child.held_bytes, child.name))
+    return root
+
+
+def find_growth(trace: Trace) -> list[Growth]:
+    """The call sites that hold more from step to step, over the second half of the steps; most first."""
+    bounds = _step_ends(trace)
+    bounds = bounds[len(bounds) // 3 :]  # the first steps make what lasts
+    if len(bounds) <= _MIN_STEPS:
+        return []
+    size = trace.aligned_size(_ALIGNMENT)
+    born = np.searchsorted(bounds, trace.start)  # the first boundary that sees it
+    died = np.searchsorted(bounds, trace.end)
+    rows = np.flatnonzero((born < died) & (born > 0))  # made after the first boundary and there at one
+    held: dict[str, Column] = {}
+    for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
+        levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
+        levels[born[row] : died[row]] += size[row]
+    return sorted(
+        (made for name, levels in held.items() if (made := _growth(name, levels)) is not None),
+        key=lambda growth: (-growth.bytes_per_step, growth.name),
+    )
+
+
+def _growth(name: str, levels: Column) -> Growth | None:
+    steps = np.diff(levels)
+    if steps.min() < 0 or np.count_nonzero(steps > 0) < max(_MIN_STEPS, _MIN_SHARE * len(steps)):
+        return None
+    return Growth(name, round(int(levels[-1]) / len(steps)), len(steps), int(levels[-1]))
+
+
+def _step_ends(trace: Trace) -> Column:
+    """Events at which a step begins: the marks, else the periods in which the requests repeat."""
+    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    if len(marks):
+        return marks
+    rows = sequence_rows(trace, TINY_BYTES + 1)
+    # layers repeat too, and hold more from one to the next
+    period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
+    if period is None:
+        return marks
+    return trace.start[rows[period.first : period.first + period.covered : period.length]]
+
+
+def _without_ending(trace: Trace) -> Trace:
+    """The trace as if nothing were freed after the last request: a program that ends lets go of what it has leaked."""
+    last = int(trace.start.max(initial=-1))
+    return trace.replace(end=np.where(trace.end > last, max(trace.num_events, last + 1), trace.end))

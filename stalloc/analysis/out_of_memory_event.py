@@ -1,0 +1,78 @@
+"""What an out-of-memory error in a trace was about: too little memory, or too little of it in one piece.
+
+Contract: the verdict is "capacity" if the request is larger than all that was free together, on the device and in the
+allocator, else "fragmentation"; what would have served it was replayed, each from an empty device of the same size.
+"""
+
+from dataclasses import dataclass, field
+
+from stalloc.columns import Column
+from stalloc.replay.model_events import recorded_conf
+from stalloc.replay.protocol import BlockMap
+from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
+from stalloc.trace import Trace
+from stalloc.trace.sites import UNKNOWN, read_sites, site_name
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """An out-of-memory event: whether there was too little memory, or too little of it in one piece."""
+
+    verdict: str  #: "capacity" or "fragmentation"
+    wanted_bytes: int
+    stream: int
+    device_free_bytes: int
+    partly_used_bytes: int  #: free in segments that also hold live blocks, all streams
+    whole_segments_bytes: int  #: free segments that the allocator still held
+    largest_free_bytes: int  #: in one piece inside a segment of the stream
+    same_stream_bytes: int  #: free in segments of the stream
+    avoided_by: list[Simulated] = field(default_factory=list)  #: best first
+    fails_again: bool | None = None  #: with the settings of the file, replayed in the same way; None: not tried
+    asked_by: str = UNKNOWN  #: call site
+
+
+def out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, advise: bool) -> OutOfMemory:
+    """What an out-of-memory event was about, given the blocks then and the live bytes of each segment."""
+    wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
+    device_free = int(trace.address[event])
+    free = blocks.request < 0
+    whole = free & (live_of[blocks.segment] == 0)
+    partly = free & ~whole
+    own = free & (blocks.stream == stream)
+    in_all = device_free + int(blocks.size_bytes[free].sum())
+    capacity = int(blocks.segment_size.sum()) + device_free
+    fitted = what_would_have_fitted(trace, event, capacity) if advise else []
+    usual = ("torch", recorded_conf(trace))
+    others = [result for result in fitted if (result.allocator, result.settings) != usual]
+    return OutOfMemory(
+        verdict="fragmentation" if in_all >= wanted else "capacity",
+        wanted_bytes=wanted,
+        stream=stream,
+        device_free_bytes=device_free,
+        partly_used_bytes=int(blocks.size_bytes[partly].sum()),
+        whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
+        largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),
+        same_stream_bytes=int(blocks.size_bytes[own].sum()),
+        avoided_by=others,
+        fails_again=len(others) == len(fitted) if advise else None,
+        asked_by=asked_by(trace, event),
+    )
+
+
+def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
+    """What would have served the request of an out-of-memory event: stalloc and settings of torch's allocator, best
+    first, those of the file among them; each replayed from an empty device of `capacity_bytes`.
+    """
+    events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
+    settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
+    tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
+    results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
+    return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
+
+
+def asked_by(trace: Trace, event: int) -> str:
+    """The call site of an event that asks for memory."""
+    sites = read_sites(trace)
+    if sites is None or sites.event_site[event] < 0:
+        return UNKNOWN
+    return site_name(sites.stack(int(sites.event_site[event])))

@@ -1,0 +1,101 @@
+"""`stalloc explain` of a log that holds the text of an out-of-memory error: what can be said from it, and how to get
+more.
+
+Contract: what looks like any kind of trace is none of these; a log is read as text, whatever else is in it.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from stalloc.analysis.error_text import ErrorText, find_errors
+from stalloc.cli.output import file_label
+from stalloc.cli.tables import print_items, print_prose
+from stalloc.figures import human_bytes
+from stalloc.inputs import open_input, read_input
+
+_NO_LOG = re.compile(rb'\x80|PK|\x1f\x8b|<|\s*(\{|\[\s*[\[{"])')  # pickles, archives, pages, JSON
+_SIGNS = (b"ut of memory. Tried to allocate", b"Out of memory allocating ")
+_DERIVED = ("unallocated_bytes", "outside_bytes", "others_bytes", "obtainable_bytes", "verdict")
+
+
+def errors_of(file: str) -> list[ErrorText]:
+    """The out-of-memory errors of a log; none if the file is something else."""
+    with open_input(file, "a trace file, or a log") as opened:
+        head = opened.read(64)
+    if _NO_LOG.match(head):
+        return []
+    data = read_input(file, "a trace file, or a log")
+    return find_errors(data.decode("utf-8", "replace")) if any(sign in data for sign in _SIGNS) else []
+
+
+def error_entry(file: str, error: ErrorText) -> dict[str, Any]:
+    """What JSON says of one error."""
+    derived = {name: getattr(error, name) for name in _DERIVED}
+    return {"file": file, **dataclasses.asdict(error), **derived}
+
+
+def print_error(console: Console, file: str, error: ErrorText) -> None:
+    """One error."""
+    device = "" if error.device is None else f", device {error.device}"
+    times = f", {error.times:,} times" if error.times > 1 else ""
+    title = f"{device}: out of memory in {error.library}, {human_bytes(error.wanted_bytes)} wanted{times}"
+    print_prose(console, Text.assemble((file_label(file), "bold"), title))
+    rows = [[name, human_bytes(amount), meaning] for name, amount, meaning in _parts(error) if amount is not None]
+    print_items(console, rows)
+    for sentence in _verdict(error):
+        print_prose(console, sentence)
+    console.print()
+
+
+def print_next(console: Console) -> None:
+    """What tells more than the text of an error."""
+    print_prose(console, "The text does not say who holds the memory, nor where free memory lies. To see that:")
+    for command, meaning in (
+        ("stalloc dryrun SCRIPT", "what the program needs, on a virtual GPU"),
+        ("stalloc record --stacks -o run.trace.npz SCRIPT", "records every allocation with its call site; then:"),
+        ("stalloc top run.trace.npz", "who holds memory"),
+        ("stalloc explain run.trace.npz", "where what is reserved but unallocated lies"),
+    ):
+        console.print(f"  {command}")
+        print_prose(console, meaning, indent="      ")
+
+
+def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
+    """The device, divided; what the text does not say is None."""
+    yield "device", error.total_bytes, ""
+    yield "limit", error.limit_bytes, "that the process may have"
+    yield "allocated", error.allocated_bytes, f"by {error.library}, in live blocks"
+    yield "unallocated", error.unallocated_bytes, "reserved, but free inside the allocator"
+    yield "private pools", error.private_bytes, "of the allocated, such as those of CUDA graphs"
+    yield "outside", error.outside_bytes, "of this process, but not the allocator's: the CUDA context, libraries"
+    others = "by other processes" if error.process_bytes is not None else "by whatever else is on the device"
+    yield "others", error.others_bytes, others
+    yield "free", error.free_bytes, "on the device"
+
+
+def _verdict(error: ErrorText) -> Iterator[str]:
+    wanted, obtainable = error.wanted_bytes, error.obtainable_bytes
+    if obtainable is None:
+        yield "It does not say what was free, so nothing can be said of why the request was not served."
+        return
+    inside = error.unallocated_bytes or 0
+    if error.verdict == "fragmentation":
+        yield (
+            f"By fragmentation: {human_bytes(obtainable)} were free together, {human_bytes(inside)} of them inside of "
+            f"what is reserved, but not in one piece of {human_bytes(wanted)}. PYTORCH_ALLOC_CONF="
+            "expandable_segments:True costs nothing to try; `stalloc run SCRIPT` plans where blocks live."
+        )
+        return
+    missing = wanted - obtainable
+    yield (
+        f"By capacity: {human_bytes(obtainable)} were free together, {human_bytes(missing)} too little, whatever the "
+        "allocator does. The program has to hold less (a smaller batch, checkpointing, a leak mended) or get more."
+    )
+    others = error.others_bytes or 0
+    if others >= missing and others > (error.total_bytes or 0) // 50:
+        yield f"{human_bytes(others)} are in use by others on that device: `nvidia-smi` names the processes."

@@ -1,0 +1,87 @@
+"""What `stalloc run` says when the program has ended: each device beside what its own allocators reserved.
+
+Contract: reserved is told over the whole run, while the program was watched, on the plan and at the end; natively the
+same, over the same steps. Requests are counted in one way: those over 512 bytes, which are all that a plan places.
+"""
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from stalloc.cli.tables import print_items, print_prose, print_table
+from stalloc.device.known_gpus import shown_name
+from stalloc.figures import human_bytes
+from stalloc.printable import MAX_SENTENCE, printable
+
+_VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are those of the host"
+_NATIVE = (("native", "native"), ("native_expandable", "expandable"))
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """One device of the object that `--json` gets."""
+    name = shown_name(report["device_kind"], printable(report["device_name"]))
+    console.print(Text(f"device {report['device']}: {name}", "bold"))
+    if report["out_of_memory_errors"]:
+        count = report["out_of_memory_errors"]
+        console.print(Text(f"  out of memory  {count:,} time{'s' * (count != 1)}: see the error above", "bold red"))
+    print_items(console, [(label, printable(value, MAX_SENTENCE)) for label, value in _facts(report)])
+    peers = [(key, title) for key, title in _NATIVE if report.get(key)]
+    columns = ("", "stalloc", *(title for _, title in peers))
+    print_table(console, columns, _rows(report, [report[key] for key, _ in peers]), indent="  ")
+    for key, title in peers:
+        for remark in _remarks(title, report[key]):
+            print_prose(console, remark, indent="  ")
+    if report["device_kind"] == "virtual":
+        print_prose(
+            console, "a virtual GPU: kernels do nothing, so losses are 0 and times are of the host", indent="  "
+        )
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    phase, rate = report["phase"], report["hit_rate"]
+    facts = [("state", phase + (f" ({report['note']})" if report["note"] else ""))]
+    if report["plan_misfit"]:
+        facts.append(("the plan", f"of --plan did not fit this program: {report['plan_misfit']}"))
+    facts.append(("steps", f"{report['steps']:,}, {report['planned_steps']:,} of them whole on the plan"))
+    if report["requests_per_step"]:
+        served = "" if rate is None else f", {100 * rate:.3f} % served from the plan (hit rate from its second step on)"
+        facts.append(("requests", f"{report['requests_per_step']:,} over 512 bytes a step{served}"))
+    if report["plan_peak_bytes"] is not None:
+        gap = report["plan_peak_bytes"] - report["lower_bound_bytes"]
+        bound = "the lower bound" if gap == 0 else f"{human_bytes(gap)} above the lower bound"
+        facts.append(("plan", f"{human_bytes(report['plan_peak_bytes'])}, {bound}"))
+    facts.append(("fragmentation", f"{100 * report['fragmentation']:.2f} % over the whole run"))
+    return facts
+
+
+def _rows(report: dict[str, Any], peers: list[dict[str, Any]]) -> list[list[str]]:
+    watched, planned = report["observed_reserved_peak_bytes"], report["plan_peak_bytes"] is not None
+    rows = [
+        ("allocated peak", report["run_allocated_peak_bytes"], "allocated_peak_bytes"),
+        ("reserved peak", report["run_reserved_peak_bytes"], "reserved_peak_bytes"),
+        ("  while watched", watched, "watched_reserved_peak_bytes"),
+        ("  on the plan", report["reserved_peak_bytes"] if planned else None, "later_reserved_peak_bytes"),
+        ("reserved at the end", report["end_reserved_bytes"], "end_reserved_bytes"),
+    ]
+    shown = [
+        [label, human_bytes(ours), *("-" if peer.get(key) is None else human_bytes(peer[key]) for peer in peers)]
+        for label, ours, key in rows
+        if ours is not None
+    ]
+    times = [report["step_ms"], *(peer["step_ms"] for peer in peers)]
+    if any(time is not None for time in times):
+        shown.append(["host time a step", *("-" if time is None else f"{time:.1f} ms" for time in times)])
+    return shown
+
+
+def _remarks(title: str, peer: dict[str, Any]) -> list[str]:
+    settings = f"PYTORCH_ALLOC_CONF={peer['conf']}" if peer["conf"] else "the defaults of PyTorch"
+    remarks = [f"{title}: {settings if peer['uses_torch'] else 'the pool of CuPy'}"]
+    if peer["dropped"]:
+        remarks.append(f"{title}: without your setting {peer['dropped']}")
+    if peer["out_of_memory"]:
+        remarks.append(f"{title}: ran out of memory")
+    elif peer["exit_code"]:
+        remarks.append(f"{title}: ended with code {peer['exit_code']}")
+    return remarks

@@ -1,0 +1,138 @@
+"""Say who holds memory at one moment, by call site, class and size, and what grows from step to step.
+
+FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. --at chooses the moment: the last
+out-of-memory error (oom, the default where there is one), the most allocated (peak, the default elsewhere), the end of
+the record, or an event index.
+
+Bytes are rounded up to 512 a request, from alloc to free_completed; those of every list add up to what is allocated
+then. A call site is the innermost line outside PyTorch; the tree shows what called it. Persistent requests live across
+steps, transient ones die in the phase in which they are born, scoped are all others. A call site grows if it holds more
+at the end of each of the later steps; steps are those that the program marks, or in which its requests repeat.
+
+JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the lists `by_site`,
+`by_class` and `by_size` of `name`, `held_bytes`, `requests`, whole and most first, `tree` (the same with `children`),
+and `growth`.
+"""
+
+import argparse
+import dataclasses
+
+from rich.console import Console
+from rich.text import Text
+
+from stalloc.analysis import Branch, Holder, Holders, holders
+from stalloc.cli.convert import of_device
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    file_label,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes, plural
+from stalloc.printable import printable
+from stalloc.trace import Action, Trace, load_traces
+
+_MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
+_NO_SITES = (
+    "the file has no call sites: `stalloc record --stacks` records them, and so does "
+    "torch.cuda.memory._record_memory_history()"
+)
+_TREE_SHARE = 0.02  # of what is held, below which a branch is not shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc top`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="trace to look at")
+    parser.add_argument("--at", metavar="MOMENT", help="peak, oom, end or an event index")
+    parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
+    parser.add_argument("--no-tree", action="store_true", help="the lists only")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at each device of each file."""
+    if args.top < 0:
+        raise BadInputError(f"--top is {args.top}: give a number from 0.")
+    found = []
+    for file in args.files:
+        with working(f"reading {file_label(file)}"):
+            traces = _at_error(args, file, of_device(file, load_traces(file), args.device))
+            found += [(file, trace, holders(trace, args.at)) for trace in traces]
+    write_json(args, {"devices": [{"file": file, **dataclasses.asdict(made)} for file, _, made in found]})
+    if wants_text(args):
+        console = table_console()
+        for file, trace, made in found:
+            _print(console, args, file, trace, made)
+        console.print(f"Next: stalloc explain {command_text(args.files[0])}")
+    return 0
+
+
+def _at_error(args: argparse.Namespace, file: str, traces: list[Trace]) -> list[Trace]:
+    """With `--at oom` the devices that ran out of memory."""
+    if args.at != "oom":
+        return traces
+    failed = [trace for trace in traces if (trace.action == int(Action.OOM)).any()]
+    if not failed:
+        raise BadInputError(f"{file} has no out-of-memory event: use --at peak, end or the index of an event.")
+    return failed
+
+
+def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, made: Holders) -> None:
+    moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
+    reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
+    when = f"{_MOMENT[made.at]}, {moment}" if _MOMENT[made.at] else moment
+    story = (
+        f", device {made.device}, {when}: allocated {human_bytes(made.allocated_bytes)} by "
+        f"{plural(made.requests, 'request')}{reserved}"
+    )
+    print_prose(console, Text.assemble((file_label(file), "bold"), story))
+    if made.wanted_bytes is not None:
+        print_prose(console, f"{human_bytes(made.wanted_bytes)} more were wanted by {printable(made.wanted_by)}")
+    for growth in made.growth[: args.top]:
+        grows = f"grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}"
+        seen = f", over the last {growth.steps:,} steps: {human_bytes(growth.held_bytes)} more by then"
+        print_prose(console, Text.assemble((grows, "bold red"), seen))
+    for note in note_texts(trace.info.get("notes", [])):
+        print_prose(console, f"note: {note}", indent="  ")
+    if not made.has_sites:
+        print_prose(console, _NO_SITES, indent="  ")
+    for name, found in (("call site", made.by_site), ("class", made.by_class), ("size", made.by_size)):
+        if name != "call site" or made.has_sites:
+            _print_list(console, name, found, made.allocated_bytes, args.top)
+    if made.has_sites and not args.no_tree and args.top:
+        console.print(Text("by stack", "bold"))
+        _print_branches(console, made.tree, max(made.allocated_bytes, 1), "", args.top)
+    console.print()
+
+
+def _print_list(console: Console, name: str, found: list[Holder], total: int, top: int) -> None:
+    shown, rest = found[:top], found[top:]
+    if not shown:
+        return
+    rows = [[entry.name, *_figures(entry.held_bytes, entry.requests, total)] for entry in shown]
+    if rest:
+        held, requests = sum(entry.held_bytes for entry in rest), sum(entry.requests for entry in rest)
+        rows.append([f"{len(rest):,} more", *_figures(held, requests, total)])
+    print_table(console, (f"by {name}", "held", "share", "requests"), rows)
+
+
+def _figures(held: int, requests: int, total: int) -> list[str]:
+    return [human_bytes(held), f"{held / max(total, 1):.1%}", f"{requests:,}"]
+
+
+def _print_branches(console: Console, branch: Branch, total: int, indent: str, top: int) -> None:
+    """The largest frames below one, and below those; a chain of single frames is one line each, not indented anew."""
+    children = [child for child in branch.children[:top] if child.held_bytes >= _TREE_SHARE * total]
+    for number, child in enumerate(children):
+        last = number + 1 == len(children)
+        mark, deeper = ("└ ", "  ") if last else ("├ ", "│ ")
+        held = f"{human_bytes(child.held_bytes)} {child.held_bytes / total:.1%}  "
+        console.print(Text(f"{indent}{mark}{held}{printable(child.name)}"), no_wrap=True, overflow="ignore", crop=False)
+        _print_branches(console, child, total, indent + deeper, top)

@@ -1,0 +1,72 @@
+"""What an out-of-memory error says: what was asked for, what was free and why it did not serve, who holds most, and
+what to type next.
+
+Contract: sizes are those that people read elsewhere; the text is one line, and is made without asking for memory of the
+device. `full_tables.py` has the text for a lack of anything but memory.
+"""
+
+from collections import Counter
+
+from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED
+from stalloc.core.snapshot import HeapBlock, segments
+from stalloc.core.state import DeviceState
+from stalloc.device import Device
+from stalloc.device.known_gpus import shown_name
+from stalloc.device.mapped_pages import PAGE_BYTES
+from stalloc.figures import human_bytes, plural
+
+_MAX_HOLDERS = 3
+_NEXT = (
+    "Next: `stalloc dryrun SCRIPT` says on a virtual GPU what the program needs; "
+    "`stalloc record -o run.trace.npz SCRIPT` and `stalloc top run.trace.npz` show who holds it."
+)
+
+
+def out_of_memory_text(
+    device: Device, state: DeviceState, size_bytes: int, *, limit_bytes: int = 0, by_pages: bool = False
+) -> str:
+    """The sentences for a request of `size_bytes`, where the program may have `limit_bytes`, or 0: all there is."""
+    record = state.record
+    free, total = device.memory_info()
+    if limit_bytes:
+        free = min(free, max(0, limit_bytes - record.reserved_bytes))
+    blocks = [block for segment in segments(state) for block in segment.blocks]
+    pieces = [block.size_bytes for block in blocks if block.state == BLOCK_FREE]
+    name = shown_name(device.kind, device.name)
+    limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
+    arena = f" ({human_bytes(record.arena_bytes)} of it the plan's arena)" if record.arena_bytes else ""
+    return (
+        f"stalloc: out of memory on device {device.index} ({name}, {human_bytes(total)}{limit}): "
+        f"tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes). "
+        f"Allocated {human_bytes(record.total.allocated_bytes)}, reserved {human_bytes(record.reserved_bytes)}{arena}. "
+        f"{_why(size_bytes, free, pieces, PAGE_BYTES if by_pages else 1)} {_holders(blocks)}{_NEXT}"
+    )
+
+
+def _why(size_bytes: int, free: int, pieces: list[int], page_bytes: int) -> str:
+    """What is free, and why that does not serve the request."""
+    inside, usable = sum(pieces), free // page_bytes * page_bytes
+    found = f"Free: {human_bytes(free)} on the device"
+    if free and not usable:
+        found += f" (less than a page of {human_bytes(page_bytes)})"
+    if pieces:
+        parts = plural(len(pieces), "piece")
+        found += f", {human_bytes(inside)} in {parts} of what is reserved, the largest {human_bytes(max(pieces))}"
+    if usable + inside < size_bytes:
+        missing = human_bytes(size_bytes - usable - inside)
+        return f"{found}: {missing} too little, whatever the allocator does."
+    return f"{found}: enough together, but not in one piece."
+
+
+def _holders(blocks: list[HeapBlock]) -> str:
+    """The sizes that hold most; live blocks of one size are mostly of one kind."""
+    live = [block for block in blocks if block.state not in (BLOCK_FREE, BLOCK_UNMAPPED) and block.requested_bytes]
+    count = Counter(block.requested_bytes for block in live)
+    held = sorted(count, key=lambda size: (-size * count[size], -size))[:_MAX_HOLDERS]
+    told = ", ".join(
+        f"{human_bytes(size * count[size])} by {count[size]:,} of {human_bytes(size)}"
+        if count[size] > 1
+        else f"{human_bytes(size)} by one block"
+        for size in held
+    )
+    return f"Most is held: {told}. " if told else ""

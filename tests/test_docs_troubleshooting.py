@@ -1,0 +1,68 @@
+"""docs/troubleshooting.md: every command is executed, in the order of the page, and answers what the page shows."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")[1:]}
+QUESTIONS = {
+    "Out of memory, although as much is free",
+    "A large part is reserved but unallocated",
+    "How large a batch fits",
+    "Memory grows with each step",
+    "Out of memory after hours",
+    "There is only the text of the error",
+}
+
+
+def commands(section: str) -> list[tuple[list[str], list[str]]]:
+    """The words of each command, and the lines that follow it."""
+    found: list[tuple[list[str], list[str]]] = []
+    for block in re.findall(r"```console\n(.*?)```", section, re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:].split(), []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def test_the_page_answers_the_six_questions() -> None:
+    assert set(SECTIONS) == QUESTIONS
+    assert all(commands(section) for section in SECTIONS.values())
+
+
+_LONG = ("How large a batch fits", "A large part is reserved but unallocated")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [pytest.param(question, marks=[pytest.mark.slow] * (question in _LONG)) for question in sorted(QUESTIONS)],
+)
+def test_each_command_answers_what_the_page_shows(question: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for name, text in re.findall(r"`(\S+)` holds this line[^\n]*\n\n```text\n(.*?)```", SECTIONS[question], re.DOTALL):
+        (tmp_path / name).write_text(text)
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    for words, lines in commands(SECTIONS[question]):
+        assert words[0] == "stalloc"
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env={**clean, "STALLOC_CACHE": "off"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        assert [line.rstrip() for line in done.stdout.splitlines()] == lines, " ".join(words)

@@ -1,0 +1,67 @@
+"""`stalloc dryrun`: the card that is named is the one that the program sees, and what is not certain is said."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cuda_torch")
+
+_ASKS = """
+import json, sys, torch
+properties = torch.cuda.get_device_properties(0)
+torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps([properties.name, properties.multi_processor_count, torch.cuda.get_device_capability(),
+                           properties.total_memory]) + "\\n")
+"""
+_GUESSES = """
+import torch
+net = torch.nn.Conv2d(8, 8, 3, padding=1).cuda()
+image = torch.randn(4, 8, 64, 64, device="cuda")
+for _ in range(3):
+    net(image).sum().backward()
+    if torch.randn(5, device="cuda").argmax() == 3:
+        print("chosen")
+"""
+
+
+def _dryrun(*arguments: str) -> Any:
+    command = [sys.executable, "-P", "-m", "stalloc", "dryrun", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"STALLOC_CACHE": "off"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_sees_the_card_that_was_named(tmp_path: Path) -> None:
+    program, answers = tmp_path / "asks.py", tmp_path / "answers"
+    program.write_text(_ASKS)
+    _dryrun("--gpu", "L4", "--headroom", "1GiB", str(program), str(answers))
+    seen = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(seen) == 2  # natively and under stalloc
+    for name, multiprocessors, capability, total in seen:
+        assert (name, multiprocessors, capability) == ("NVIDIA L4", 58, [8, 9])
+        assert total == (22_563 << 20) - (1 << 30)
+
+
+def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
+    program = tmp_path / "guesses.py"
+    program.write_text(_GUESSES)
+    text = _dryrun("--gpu", "A10G", str(program))
+    assert "cuDNN's work space is a guess for 2 of 2 convolutions" in text
+    assert "3 decisions were taken on values that no kernel computed: " in text.replace("\n", " ")
+    result = json.loads(_dryrun("--gpu", "A10G", "--json", "-", str(program)))
+    convolutions = result["uncertain"]["convolutions"]
+    assert convolutions["num_unseen"] == convolutions["num_convolutions"] == 2
+    (decision,) = result["uncertain"]["decisions"]
+    assert decision == {"place": f"{program}:7", "num_reads": 3}
+    assert result["uncertain"]["torch"]
+    low, high = convolutions["allocated_peak_bytes"]
+    assert low <= result["native"]["allocated_peak_bytes"] <= high
+    assert high - low <= 2 * convolutions["unknown_bytes"]
+    low, high = convolutions["needed_bytes"]
+    assert low <= result["native"]["needed_bytes"] <= high

@@ -1,0 +1,124 @@
+"""`stalloc explain error.log`: what PyTorch's out-of-memory texts say, in the wordings of its versions."""
+
+import json
+
+import pytest
+
+from stalloc.cli import main
+
+MIB, GIB = 1 << 20, 1 << 30
+SINCE_2_1 = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 39.39 "
+    "GiB of which 3.75 GiB is free. Including non-PyTorch memory, this process has 35.63 GiB memory in use. Of the "
+    "allocated memory 33.74 GiB is allocated by PyTorch, and 806.58 MiB is reserved by PyTorch but unallocated. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation."
+)
+AT_2_1 = SINCE_2_1.replace("capacity", "capacty")
+OTHERS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.15 GiB of which 1.19 MiB is "
+    "free. Process 4711 has 60.00 GiB memory in use. Including non-PyTorch memory, this process has 19.14 GiB "
+    "memory in use. Of the allocated memory 18.00 GiB is allocated by PyTorch, with 1.00 GiB allocated in private "
+    "pools (e.g., CUDA Graphs), and 100.00 MiB is reserved by PyTorch but unallocated."
+)
+LIMITED = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 70.00 GiB is "
+    "free. 8.00 GiB allowed; Including non-PyTorch memory, this process has 8.30 GiB memory in use. Of the "
+    "allocated memory 7.50 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but unallocated."
+)
+UNTIL_2_0 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 14.76 GiB total capacity; 11.54 GiB "
+    "already allocated; 1.69 GiB free; 11.88 GiB reserved in total by PyTorch) If reserved memory is >> allocated "
+    "memory try setting max_split_size_mb to avoid fragmentation."
+)
+AT_1_0 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 2; 7.93 GiB total capacity; 7.30 GiB "
+    "already allocated; 9.56 MiB free; 14.44 MiB cached)"
+)
+HIP = SINCE_2_1.replace("CUDA out of memory", "HIP out of memory")
+CUPY = (
+    "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,000,000,000 bytes (allocated so far: 512 bytes, "
+    "limit set to: 1,000,000 bytes)."
+)
+
+
+def explained(tmp_path, capsys, text):
+    file = tmp_path / "error.log"
+    file.write_text(text)
+    assert main(["explain", str(file), "--json", "-"]) == 0
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert main(["explain", str(file)]) == 0
+    return errors, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "figures", "verdict"),
+    [
+        (SINCE_2_1, (0, 3.91, 39.39, 3.75, 33.74, 33.74 + 806.58 / 1024), "fragmentation"),
+        (AT_2_1, (0, 3.91, 39.39, 3.75, 33.74, 33.74 + 806.58 / 1024), "fragmentation"),
+        (HIP, (0, 3.91, 39.39, 3.75, 33.74, 33.74 + 806.58 / 1024), "fragmentation"),
+        (OTHERS, (1, 2.0, 79.15, 1.19 / 1024, 18.0, 18.0 + 100 / 1024), "capacity"),
+        (LIMITED, (0, 1.0, 79.15, 70.0, 7.5, 7.5 + 300 / 1024), "capacity"),
+        (UNTIL_2_0, (0, 2.0, 14.76, 1.69, 11.54, 11.88), "fragmentation"),
+    ],
+)
+def test_the_figures_of_each_wording_and_what_follows(tmp_path, capsys, text, figures, verdict):
+    (error,), shown = explained(tmp_path, capsys, f"[rank0]: Traceback\n{text}\n")
+    names = ("wanted_bytes", "total_bytes", "free_bytes", "allocated_bytes", "reserved_bytes")
+    assert error["device"] == figures[0]
+    for name, value in zip(names, figures[1:], strict=True):
+        assert error[name] == pytest.approx(value * GIB, abs=2)
+    assert error["verdict"] == verdict
+    assert f"By {verdict}" in shown
+    for part in ("stalloc dryrun SCRIPT", "stalloc record --stacks", "stalloc top run.trace.npz"):
+        assert part in shown
+
+
+def test_texts_wrapped_by_a_logger_are_read(tmp_path, capsys):
+    (error,), _ = explained(
+        tmp_path, capsys, OTHERS.replace(" Including", "\n    Including").replace("is free", "is\nfree")
+    )
+    assert error["process_bytes"] == pytest.approx(19.14 * GIB, abs=2)
+    assert error["private_bytes"] == GIB
+
+
+def test_what_other_processes_hold_is_said(tmp_path, capsys):
+    (error,), shown = explained(tmp_path, capsys, OTHERS)
+    assert error["others_bytes"] == pytest.approx(60.0 * GIB, rel=0.01)
+    assert "nvidia-smi" in shown
+    _, shown = explained(tmp_path, capsys, SINCE_2_1)
+    assert "nvidia-smi" not in shown
+
+
+def test_old_and_other_texts_say_what_they_can(tmp_path, capsys):
+    (error,), _ = explained(tmp_path, capsys, AT_1_0)
+    assert (error["device"], error["wanted_bytes"]) == (2, 20 * MIB)
+    (error,), shown = explained(tmp_path, capsys, CUPY)
+    assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CuPy", 8_000_000_000, "unknown")
+    assert "does not say what was free" in shown
+
+
+def test_ranks_that_fail_alike_are_told_once(tmp_path, capsys):
+    errors, shown = explained(tmp_path, capsys, f"{SINCE_2_1}\n{UNTIL_2_0}\n{SINCE_2_1}\n")
+    assert [error["times"] for error in errors] == [2, 1]
+    assert "wanted, 2 times" in shown
+
+
+def test_a_log_without_an_error_is_no_log_of_one(tmp_path, capsys):
+    (tmp_path / "other.log").write_text("everything went well\n")
+    assert main(["explain", str(tmp_path / "other.log")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_of_this_pytorch_is_understood(tmp_path, capsys, run_program, cuda_torch):
+    """The text that the installed version writes, not one that was copied here."""
+    done = run_program(
+        "from stalloc.device import activate; activate('virtual'); import torch\n"
+        "kept = torch.empty(60 << 30, dtype=torch.uint8, device='cuda')\n"
+        "try:\n    torch.empty(100 << 30, dtype=torch.uint8, device='cuda')\n"
+        "except torch.OutOfMemoryError as error:\n    print(error)\n"
+    )
+    (error,), _ = explained(tmp_path, capsys, done.stdout)
+    assert (error["device"], error["wanted_bytes"], error["allocated_bytes"]) == (0, 100 * GIB, 60 * GIB)
+    assert error["verdict"] == "capacity"
+    assert None not in (error["total_bytes"], error["free_bytes"], error["reserved_bytes"])
