@@ -14,8 +14,8 @@ history (a program without PyTorch) both are what was reserved.
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native`, `expandable` (PyTorch with expandable_segments:True)
 and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay" or "run"), `taken_bytes` and
-`allocated_peak_bytes`; `devices` lists them a device; `uncertain` says what the figures could not know. The exit code is 0 if the program fits with stalloc, 1 if it does
-not or if it fails for another reason.
+`allocated_peak_bytes`; `devices` lists them a device; `uncertain` says what they could not know. The exit code is 0
+if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def _uncertain(tried: dict[str, Any], model: list[str], command: list[str]) -> d
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
         runs = [tried, *(_native(model, _PLENTY, command, workspaces=which) for which in ("least", "most"))]
-        for name, figure in (("needed_bytes", "reserved_peak_bytes"), ("allocated_peak_bytes", "allocated_peak_bytes")):
+        for name, figure in (("taken_bytes", "reserved_peak_bytes"), ("allocated_peak_bytes", "allocated_peak_bytes")):
             seen = [device[figure] for one in runs for device in one["devices"]]
             convolutions[name] = [min(seen), max(seen)]
     return uncertain
@@ -238,7 +238,7 @@ def _doubts(uncertain: dict[str, Any]) -> list[str]:
         lines.append(
             f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
             "convolutions: natively, reserved may be "
-            f"{' to '.join(human_bytes(most) for most in convolutions['needed_bytes'])}, allocated "
+            f"{' to '.join(human_bytes(most) for most in convolutions['taken_bytes'])}, allocated "
             f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
         )
     if decisions:
