@@ -73,7 +73,9 @@ def test_a_part_of_the_name_of_one_gpu_will_do(capsys: pytest.CaptureFixture[str
 
     assert find_gpu("4090").name == "NVIDIA GeForce RTX 4090"
     assert find_gpu("L4").name == "NVIDIA L4"
-    assert "choose A100-80GB or A100-40GB" in said(capsys, "dryrun", "--gpu", "A100", __file__)
+    text = said(capsys, "dryrun", "--gpu", "A100", __file__)
+    assert "may be one of several GPUs: choose A100-80GB or " in text
+    assert " or A100-40GB" in text
 
 
 def test_standard_input_is_read_and_called_so(csv: str) -> None:

@@ -129,7 +129,7 @@ def find_gpu(name: str) -> VirtualGPU:
         return KNOWN_GPUS[alike[0]]
     if alike:
         raise BadInputError(f"{name[:40]!r} may be one of several GPUs: choose {' or '.join(alike)}.")
-    raise BadInputError(f"no GPU called {name[:40]!r} is known: choose one of {', '.join(KNOWN_GPUS)}.")
+    raise BadInputError(f"no GPU called {name[:40]!r} is known: choose one that `stalloc info` lists.")
 
 
 _UNITS = {"": 1, "b": 1} | {
