@@ -949,7 +949,8 @@ def test_optimizers_that_take_turns_are_planned_as_one_cycle(run_checks: Any) ->
 import json, math
 import stalloc
 from stalloc.device import VirtualGPU
-settings = stalloc.integrations.Settings(max_effort=math.inf)
+from stalloc.runtime import Settings
+settings = Settings(max_effort=math.inf)
 RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=8 << 30), settings=settings)
 import torch
 from torch import nn
