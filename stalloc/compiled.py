@@ -9,11 +9,12 @@ compiled anew.
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba import types
@@ -34,53 +35,65 @@ _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
-class _Waiting(event.Listener):
-    """Says on a terminal, once, why a program stands still while stalloc is compiled for the first time."""
+class CompileTime(NamedTuple):
+    """How long a thread has compiled, which is once for a machine and no part of anyone's work."""
+
+    wall_seconds: float = 0.0
+    processor_ns: int = 0
+
+
+class _Compiling(event.Listener):
+    """Counts what compiling takes, and says on a terminal, once, why a program stands still meanwhile."""
 
     _PATIENCE = 1.0  # seconds of compiling, before anything is said
 
-    @property
-    def seconds(self) -> float:
-        """That were spent compiling so far."""
-        return self._seconds
-
     def __init__(self) -> None:
-        self._depth = 0  # functions that are compiled for each other
-        self._began = self._seconds = 0.0
+        self._thread = threading.local()
         self._told = not (sys.stderr and sys.stderr.isatty())
 
+    @property
+    def time(self) -> CompileTime:
+        """Of this thread."""
+        return getattr(self._thread, "time", CompileTime())
+
     def on_start(self, started: event.Event) -> None:
-        """A function is about to be compiled, which the cache on disk does not hold."""
+        """A function is about to be compiled, maybe for another one that is; the cache on disk does not hold it."""
         if not _is_ours(started):
             return
-        now = time.monotonic()
-        if self._depth == 0:
-            self._began = now
-        self._depth += 1
-        if not self._told and self._seconds + now - self._began > self._PATIENCE:
+        thread, now = self._thread, time.monotonic()
+        depth = getattr(thread, "depth", 0)
+        if depth == 0:
+            thread.began, thread.began_ns = now, time.thread_time_ns()
+        thread.depth = depth + 1
+        if not self._told and self.time.wall_seconds + now - thread.began > self._PATIENCE:
             self._told = True
             kept = "" if folder_for(Path(__file__).parent) is None else "; the result is kept"
             say(f"compiling for this machine, up to half a minute{kept}.")
 
     def on_end(self, ended: event.Event) -> None:
         """It is compiled."""
-        if self._depth > 0 and _is_ours(ended):
-            self._depth -= 1
-            if self._depth == 0:
-                self._seconds += time.monotonic() - self._began
+        thread = self._thread
+        if getattr(thread, "depth", 0) == 0 or not _is_ours(ended):
+            return
+        thread.depth -= 1
+        if thread.depth == 0:
+            wall_seconds, processor_ns = self.time
+            thread.time = CompileTime(
+                wall_seconds + time.monotonic() - thread.began, processor_ns + time.thread_time_ns() - thread.began_ns
+            )
 
 
 def _is_ours(seen: event.Event) -> bool:
     return str(seen.data["dispatcher"].py_func.__module__).startswith("stalloc.")
 
 
-_waiting = _Waiting()
-event.register("numba:compile", _waiting)
+_compiling = _Compiling()
+event.register("numba:compile", _compiling)
 
 
-def compile_seconds() -> float:
-    """Seconds that this process has spent compiling, which is once for a machine and no part of anyone's work."""
-    return _waiting.seconds
+def compile_time() -> CompileTime:
+    """What this thread has spent compiling."""
+    return _compiling.time
 
 
 @cache

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: what tests start would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _shared_directory() -> Path | None:
@@ -36,6 +40,17 @@ def shared_traces() -> Path:
 def shared_instances() -> Path:
     """The directory of published packing instances; the test is skipped where it is absent."""
     return _shared("instances")
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What went to standard error since the last look, without what is said of compiling."""
+
+    def look() -> str:
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("stalloc: compiling for this machine"))
+
+    return look
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 
+from stalloc.cli import main
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import package_directory
@@ -32,10 +33,12 @@ def test_gpus_are_found_whatever_the_spelling(name, known):
     assert find_gpu(name) == KNOWN_GPUS[known]
 
 
-def test_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(BadInputError, match="no GPU called 'H900' is known") as caught:
+def test_unknown_gpu_names_the_verb_that_lists_the_known_ones(capsys):
+    with pytest.raises(BadInputError, match="no GPU called 'H900' is known: choose one that `stalloc info` lists"):
         find_gpu("H900")
-    assert all(name in str(caught.value) for name in KNOWN_GPUS)
+    assert main(["info"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in KNOWN_GPUS)
 
 
 def test_known_gpus_have_the_memory_that_their_name_says():

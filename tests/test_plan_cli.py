@@ -144,11 +144,10 @@ def test_a_device_that_the_plan_lacks_is_a_mismatch(instance, plan_file, capsys)
         ["validate", "{folder}", "{trace}"],
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, instance, capsys, arguments):
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, instance, said, arguments):
     filled = [argument.format(trace=instance, folder=tmp_path) for argument in arguments]
     assert main(filled) == 2
-    lines = capsys.readouterr().err.splitlines(keepends=True)
-    error = "".join(line for line in lines if not line.startswith("stalloc: compiling for this machine"))
+    error = said()
     assert error.startswith("stalloc: ")
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.csv"]

@@ -30,6 +30,7 @@ from stalloc.analysis import Change, Comparison, compare
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
+    add_top_argument,
     command_text,
     file_label,
     memory_option,
@@ -66,15 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help="trace to compare with")
     parser.add_argument("second", metavar="B", help="trace that may have grown")
     parser.add_argument("--device", type=int, metavar="N", help="compare this device only (default: all)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
+    add_top_argument(parser, 10)
     parser.add_argument("--fail-over", metavar="GROWTH", help="exit code 1 if allocated grew by more: 5%% or 200MiB")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare two files; 1 if `--fail-over` says that too much grew."""
-    if args.top < 0:
-        raise BadInputError(f"--top is {args.top}: give a number from 0.")
     limit = _limit(args.fail_over)
     with working(f"comparing {file_label(args.first)} and {file_label(args.second)}"):
         pairs, notes = _pairs(args)

@@ -31,6 +31,7 @@ from stalloc.analysis.error_text import ErrorText
 from stalloc.cli.error_log import error_entry, errors_of, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
+    add_top_argument,
     command_text,
     file_label,
     note_texts,
@@ -51,14 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to explain")
     parser.add_argument("--at", metavar="EVENT", help="an event index, peak or oom")
     parser.add_argument("--device", type=int, metavar="N", help="this device only")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="segments and call sites shown (default: 5)")
+    add_top_argument(parser, 5, "segments and call sites shown")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain each device of each file."""
-    if args.top < 0:
-        raise BadInputError(f"--top is {args.top}: give a number from 0.")
     devices: list[tuple[str, Trace, Explanation]] = []
     errors: list[tuple[str, ErrorText]] = []
     for file in args.files:

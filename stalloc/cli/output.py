@@ -27,6 +27,20 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _FromZero(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Keep a number that is not negative."""
+        if values < 0:
+            raise BadInputError(f"{option_string} is {values}: give a number from 0.")
+        setattr(namespace, self.dest, values)
+
+
+def add_top_argument(parser: argparse.ArgumentParser, default: int, shown: str = "lines of each list") -> None:
+    """Add `--top N`."""
+    told = f"{shown} (default: {default})"
+    parser.add_argument("--top", type=int, default=default, metavar="N", help=told, action=_FromZero)
+
+
 def wants_text(args: argparse.Namespace) -> bool:
     """Whether the tables for people are printed: not when JSON goes to standard output."""
     return args.json != "-"

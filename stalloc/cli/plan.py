@@ -29,7 +29,7 @@ from stalloc.cli.output import (
     write_json,
 )
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.compiled import compile_seconds
+from stalloc.compiled import compile_time
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.inputs import read_input
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, stop: threading.Event) -> int:
     devices: list[_Made] = []
     refused = False
-    compiled_before = compile_seconds()
+    compiled_before = compile_time().wall_seconds
     for file in args.files:
         plans: list[Plan] = []
         traces = load_traces(file)
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             raise BadInputError(f"{file} has {len(traces)} devices, --csv and --fixed take one: plan them from Python.")
         for trace in traces:
             fixed = read_fixed(args.fixed, trace) if args.fixed else None
-            began, compiled = time.perf_counter(), compile_seconds()
+            began, compiled = time.perf_counter(), compile_time().wall_seconds
             made = plan(
                 trace,
                 alignment=args.align,
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
                 fixed=fixed,
                 stop=stop,
             )
-            seconds = max(0.0, time.perf_counter() - began - (compile_seconds() - compiled))
+            seconds = max(0.0, time.perf_counter() - began - (compile_time().wall_seconds - compiled))
             verdict = validate(made, trace)
             if not verdict.ok:
                 refused = True
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             )
         if args.csv and not refused:
             write_csv(args.csv, traces[0], plans[0])
-    compiled_here = compile_seconds() - compiled_before
+    compiled_here = compile_time().wall_seconds - compiled_before
     if compiled_here > _WORTH_SAYING:
         say(f"compiling for this machine took {compiled_here:.1f} s, which the seconds of plans leave out.")
     written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}

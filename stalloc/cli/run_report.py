@@ -33,9 +33,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         for remark in _remarks(title, report[key]):
             print_prose(console, remark, indent="  ")
     if report["device_kind"] == "virtual":
-        print_prose(
-            console, "a virtual GPU: kernels do nothing, so losses are 0 and times are of the host", indent="  "
-        )
+        print_prose(console, _VIRTUAL, indent="  ")
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:

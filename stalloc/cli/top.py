@@ -24,6 +24,7 @@ from stalloc.analysis import Branch, Holder, Holders, holders
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
+    add_top_argument,
     command_text,
     file_label,
     note_texts,
@@ -51,15 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to look at")
     parser.add_argument("--at", metavar="MOMENT", help="peak, oom, end or an event index")
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of each list (default: 10)")
+    add_top_argument(parser, 10)
     parser.add_argument("--no-tree", action="store_true", help="the lists only")
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at each device of each file."""
-    if args.top < 0:
-        raise BadInputError(f"--top is {args.top}: give a number from 0.")
     found = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):

@@ -118,7 +118,7 @@ def shown_name(kind: str, name: str) -> str:
 def find_gpu(name: str) -> VirtualGPU:
     """The GPU called `name`, whatever its case, spaces and dashes ("rtx 4090", "a100-80gb"), or a part of one name.
 
-    Raises BadInputError, which lists the names, also for a part of several.
+    Raises BadInputError for an unknown name and for a part of several, which it lists.
     """
     wanted = _plain(name)
     for known, gpu in KNOWN_GPUS.items():

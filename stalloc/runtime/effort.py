@@ -6,44 +6,14 @@ are short. What is under way when that is spent comes to its end.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 
-from numba.core import event
+from stalloc.compiled import compile_time
 
 _FIRST_NS = 1_000_000_000  # before the first plan
 _LEAST_NS = 300_000_000  # after it
 _STEPS = 1_000  # whose share is there to begin with
-
-
-class _Compiling(event.Listener):
-    """How long each thread has compiled."""
-
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    @property
-    def total_ns(self) -> int:
-        """Processor time of this thread."""
-        return int(getattr(self._thread, "total_ns", 0))
-
-    def on_start(self, started: event.Event) -> None:
-        """A function is about to be compiled, maybe for another one that is."""
-        depth = getattr(self._thread, "depth", 0)
-        if depth == 0:
-            self._thread.began_ns = time.thread_time_ns()
-        self._thread.depth = depth + 1
-
-    def on_end(self, ended: event.Event) -> None:
-        """It is compiled."""
-        self._thread.depth -= 1
-        if self._thread.depth == 0:
-            self._thread.total_ns = self.total_ns + time.thread_time_ns() - self._thread.began_ns
-
-
-_compiling = _Compiling()
-event.register("numba:compile", _compiling)
 
 
 class Effort:
@@ -59,11 +29,11 @@ class Effort:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """What this thread does here counts."""
-        began, compiled = time.thread_time_ns(), _compiling.total_ns
+        began, compiled = time.thread_time_ns(), compile_time().processor_ns
         try:
             yield
         finally:
-            self._spent_ns += time.thread_time_ns() - began - (_compiling.total_ns - compiled)
+            self._spent_ns += time.thread_time_ns() - began - (compile_time().processor_ns - compiled)
 
     def note_step(self) -> None:
         """The program marked a step."""

@@ -39,7 +39,7 @@ class KindSearch:
     known: "list[StepKind]"
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
-    seconds: float  # of processor time that the search may take, for kinds that are not known; one of them at least
+    effort: Effort  # what is left of it bounds how many kinds are planned that are not known; one at least
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
     admitted: ArenaTape | None = None  # the plans, as they are served
@@ -62,13 +62,13 @@ class KindSearch:
         assert self.tapes is not None
         return max(len(kind.size) for kind in self.tapes.kinds)
 
-    def start(self, trace: "Trace", effort: Effort) -> None:
+    def start(self, trace: "Trace") -> None:
         """Begin, in a thread."""
-        start_thread(self._run, trace, effort)
+        start_thread(self._run, trace)
 
-    def _run(self, trace: "Trace", effort: Effort) -> None:
+    def _run(self, trace: "Trace") -> None:
         try:
-            with effort.counted():
+            with self.effort.counted():
                 self._search(trace)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
@@ -98,4 +98,4 @@ class KindSearch:
         """As many as there is time for."""
         kinds = sorted(kinds, key=lambda kind: -kind.times_seen)
         seconds = np.cumsum([len(kind.size) for kind in kinds]) * _SECONDS_A_REQUEST
-        return kinds[: max(1, int(np.searchsorted(seconds, self.seconds)))]
+        return kinds[: max(1, int(np.searchsorted(seconds, self.effort.left_seconds)))]

@@ -86,9 +86,7 @@ class Looking:
         if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
             state.record.check_at = self._recording.overdue_requests
             return False
-        state.record.check_at = (
-            state.record.num_sizable * 5 // 4 + 64
-        )  # look again when the record has grown by a quarter
+        state.record.check_at = self._look_at + 64
         return True
 
     def find(self, settings: Settings) -> Found | None:

@@ -217,15 +217,13 @@ class Steps:
 
     def _fresh(self) -> set[bytes]:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
-        if self.search is not None or self.waiting is not None or self._effort.is_spent:
+        if self.search is not None or self.waiting is not None:
             return set()
-        if (
-            self.tapes is None
-            and 2 * sum(self._recorded[name].count for name in self._recurring()) < self._num_recorded
-        ):
+        recurring = self._recurring()
+        if self.tapes is None and 2 * sum(self._recorded[name].count for name in recurring) < self._num_recorded:
             return set()  # a program whose steps are mostly all different
-        fresh = self._recurring() - self._planned - self._refused
-        return {name for name in fresh if self._is_shown(name)}
+        fresh = {name for name in recurring - self._planned - self._refused if self._is_shown(name)}
+        return set() if fresh and self._effort.is_spent else fresh
 
     def _is_shown(self, name: bytes) -> bool:
         """Whether the record shows how long the requests of a kind of step live, up to the next step."""
@@ -273,8 +271,8 @@ class Steps:
     def _start_search(self, trace: "Trace") -> None:
         known = self.tapes.kinds if self.tapes is not None else []
         wanted = self._recurring() - self._refused
-        self.search = KindSearch(known, wanted, self._made, self._effort.left_seconds)
-        self.search.start(trace, self._effort)
+        self.search = KindSearch(known, wanted, self._made, self._effort)
+        self.search.start(trace)
 
     def are_planned(self, search: KindSearch) -> None:
         """The plans of a search are about to be put in force: what they are of is known from here on."""

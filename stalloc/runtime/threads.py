@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_PATIENCE_SECONDS = 3  # for compiled code that has to come to its end first
+_PATIENCE_SECONDS = 20  # for compiled code, and for LLVM, which have to come to their end first
 
 _running: dict[int, threading.Event] = {}  # by the number of the thread
 _ending = threading.Event()

@@ -26,7 +26,6 @@ _ACTIONS = {action.name.lower(): int(action) for action in Action}
 _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
 _ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
-_ALIGN_BYTES = 512
 _USUAL_POOL = (0, 0)
 
 
