@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_up_programs import MIB, Program
 
-from stalloc.lifespans import Period, find_period, find_step_period, sequence_rows
+from stalloc.lifespans import Period, find_period, find_step_period, may_repeat, sequence_rows
 from stalloc.trace import MARK_STEP, load_traces
 
 NAMES = ["cnn_counterfactuals", "llm_quantize_sqattn", "resnet50_pytorch_blog"]
@@ -188,3 +188,19 @@ def test_real_programs_repeat_as_published(shared_traces, name, length):
 def test_real_single_steps_are_not_split(shared_traces, name):
     (trace,) = load_traces(shared_traces / f"{name}.pickle.gz")
     assert find_step_period(trace) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_repeats_over_most_of_a_sequence_is_never_ruled_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length, total = int(rng.integers(1, 60)), int(rng.integers(40, 400))
+    keys = rng.integers(0, 1 << 40, total)
+    covered = max(int(total * rng.uniform(0.6, 1.0)), 3 * min(length, total // 5))
+    first = int(rng.integers(0, total - covered + 1))
+    keys[first : first + covered] = np.resize(rng.integers(0, 5, min(length, total // 5)), covered)
+    assert may_repeat(keys)
+
+
+def test_what_never_repeats_is_ruled_out() -> None:
+    assert not may_repeat(np.random.default_rng(0).permutation(1000))
+    assert not may_repeat(np.zeros(0, np.int64))

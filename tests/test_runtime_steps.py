@@ -446,3 +446,27 @@ def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: 
     for width in [23_000, 20_000] * 10:
         assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)
     assert controller.device.num_allocs == taken
+
+
+def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() -> None:
+    """It asks in between and frees what steps made; what it asks for itself is served from the heap."""
+    program = Program()
+    rng = np.random.default_rng(1)
+    kept: list[int] = []
+
+    def disturb() -> None:
+        kept.append(program.allocate(int(rng.integers(513, 8 * MIB))))
+        if len(kept) > 3:
+            program.free(kept.pop(0))
+
+    def beside() -> None:
+        """As another thread, in the middle of a step."""
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        thread.join()
+
+    for _ in range(9):
+        program.step(beside, lambda: program.train(2000), beside)
+    served = [program.step(beside, lambda: program.train(2000), beside) for _ in range(20)]
+    assert program.controller.status.phase is Phase.PLANNED
+    assert sum(hits for hits, _ in served) > 0.6 * 20 * 37  # what is lent to the other takes places of the plan

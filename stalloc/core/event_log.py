@@ -4,7 +4,7 @@ Contract: the lock is held. A full table ends the recording, and Python is to he
 """
 
 from stalloc.compiled import inner
-from stalloc.core.intrinsics import now_ns
+from stalloc.core.intrinsics import now_ns, this_thread
 from stalloc.core.records import event_at
 
 
@@ -21,4 +21,5 @@ def record(state, action, stream, address, size):
     event.address = address
     event.requested_bytes = size
     event.time_ns = now_ns(state)
+    event.thread = this_thread()
     state.num_events = count + 1

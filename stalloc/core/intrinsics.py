@@ -171,6 +171,7 @@ def _c_pointer(typingctx, record):
 
 # Symbols of the C library are looked up when the code is linked, so that compiled code can be cached on disk.
 _sched_yield = types.ExternalFunction("sched_yield", types.intc())
+_pthread_self = types.ExternalFunction("pthread_self", types.int64())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.voidptr))
 _CLOCK_MONOTONIC = 1
 _MAX_PAUSES = 64  # between two looks at a lock that is held, after which other threads are let on
@@ -214,6 +215,12 @@ def locked(address):
 def unlock(state):
     """Give the spin lock of a state back."""
     _store_release(state, 0)
+
+
+@inner(forceinline=True)
+def this_thread():
+    """The thread that runs, as the C library calls it: a number that no other one has meanwhile."""
+    return _pthread_self()
 
 
 @inner(forceinline=True)

@@ -329,6 +329,7 @@ class Event(Record):
     address: int
     requested_bytes: int  # of a segment: its bytes
     time_ns: int  # monotonic
+    thread: int  # that did it, as the C library calls it
 
 
 class TapeEntry(Record):

@@ -481,12 +481,12 @@ class DeviceState:
         self.write(recording=0, num_events=0, check_at=0)
         forget_pages(self.tables.events)
 
-    def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words]:
-        """Requested bytes and stream index of each request above TINY among the recorded events [begin, end)."""
+    def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
+        """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
         events = self.tables.events[begin:end]
         alloc = (events["action"] & 0xFF) == ACTION_ALLOC
         rows = events[alloc & (events["requested_bytes"] > TINY)]
-        return rows["requested_bytes"], rows["action"] >> 8
+        return rows["requested_bytes"], rows["action"] >> 8, rows["thread"]
 
     def segments(self) -> tuple[Words, Words]:
         """Where the heap's segments begin, and how many bytes of them have memory, by address."""

@@ -3,7 +3,7 @@
 from stalloc.lifespans.classes import Classes, LifespanClass, Regularity, Total, classify
 from stalloc.lifespans.graph import cut_events, lifespan_graph
 from stalloc.lifespans.load_curves import fullest, load_curve, lower_bound, peak_load
-from stalloc.lifespans.periods import Period, find_period, find_step_period, sequence_keys, sequence_rows
+from stalloc.lifespans.periods import Period, find_period, find_step_period, may_repeat, sequence_keys, sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.tape import Tape, expand, fold
 
@@ -26,6 +26,7 @@ __all__ = [
     "lifespan_graph",
     "load_curve",
     "lower_bound",
+    "may_repeat",
     "peak_load",
     "sequence_keys",
     "sequence_rows",

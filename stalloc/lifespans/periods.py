@@ -12,13 +12,14 @@ from stalloc.columns import Column
 from stalloc.lifespans.repetition import Period, longest_runs, runs_at_end
 from stalloc.trace import MARK_STEP, Trace
 
-__all__ = ["Period", "find_period", "find_step_period", "sequence_keys", "sequence_rows"]
+__all__ = ["Period", "find_period", "find_step_period", "may_repeat", "sequence_keys", "sequence_rows"]
 
 TINY_BYTES = 512
 """Requests up to this size are often made by the way (counters, flags) and say little about a step."""
 _MAX_NET_GROWTH = 0.01
 _MAX_NEVER_FREED = 0.25
 _MIN_SHARE = 0.2
+_MIDDLE = 32  # requests in the middle that are looked for elsewhere
 
 
 def find_period(keys: Column, min_repeats: int = 2, min_length: int = 1, *, at_end: bool = False) -> Period | None:
@@ -40,6 +41,18 @@ def sequence_keys(trace: Trace, rows: Column) -> Column:
     """(len(rows),) int64: one number for each (size, stream), the same for equal pairs."""
     _, size_index = np.unique(trace.size[rows], return_inverse=True)
     return size_index.astype(np.int64) * max(len(trace.streams), 1) + trace.stream[rows]
+
+
+def may_repeat(keys: Column) -> bool:
+    """Whether a sequence (n,) of int64 may repeat over more than half of itself; False is certain, and cheap to find.
+
+    What repeats over so much covers the middle, so that what stands there stands elsewhere too.
+    """
+    middle, length = len(keys) // 2, min(_MIDDLE, len(keys) // 16)
+    found = np.arange(length, len(keys) + 1)
+    for back in range(1, length + 1):
+        found = found[keys[found - back] == keys[middle + length - back]]
+    return len(found) > 1
 
 
 def find_step_period(

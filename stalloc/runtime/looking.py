@@ -89,12 +89,19 @@ class Looking:
         state.record.check_at = self._look_at + 64
         return True
 
+    def may_find(self) -> bool:
+        """Whether an unmarked record may repeat; False is certain, and much quicker found than by `find`."""
+        from stalloc.lifespans.periods import may_repeat
+
+        size, stream = self._recording.requests(0, self._state.record.num_events)
+        return may_repeat(size * constants.MAX_STREAMS + stream)
+
     def find(self, settings: Settings) -> Found | None:
         """What repeats in the record; None if another step may show how long the rest of its requests live."""
         from stalloc.lifespans.periods import find_step_period
         from stalloc.lifespans.tape import fold
 
-        trace = self._recording.trace()
+        trace = self._recording.regular_trace()
         if self._recording.marks:
             period = find_step_period(trace, min_length=self._min_cycle)
         else:

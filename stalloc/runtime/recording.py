@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.columns import Column
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
+from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
@@ -30,6 +32,7 @@ class Recording:
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
+        self.left_out: set[int] = set()  #: threads whose requests are no part of the steps
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
 
@@ -86,13 +89,44 @@ class Recording:
         bounds = [*itertools.islice((event for event, kind, _ in self.marks[::-1] if kind == MARK_STEP), 2)]
         return (bounds[1], bounds[0]) if len(bounds) == 2 else None
 
+    def requests(self, begin: int, end: int) -> tuple[Column, Column]:
+        """Sizes and streams of what was asked for among the events [begin, end), threads apart that are left out."""
+        size, stream, thread = self._state.recorded_requests(begin, end)
+        if not self.left_out:
+            return size, stream
+        kept = ~np.isin(thread, list(self.left_out))
+        return size[kept], stream[kept]
+
+    def leave_out_threads(self) -> bool:
+        """Leave out threads from here on, if the recorded steps recur without them only; whether there are any.
+
+        The record begins anew then, at this mark of a step.
+        """
+        bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
+        steps = [self._state.recorded_requests(begin, end) for begin, end in itertools.pairwise(bounds)]
+        found = irregular_threads(steps) - self.left_out
+        if found:
+            self.left_out |= found
+            self.begin_at_step()
+        return bool(found)
+
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
+        return self._trace(self._state.recorded(), self.marks)
+
+    def regular_trace(self) -> "Trace":
+        """The same without the requests of threads that are left out."""
+        events = self._state.recorded()
+        if not self.left_out:
+            return self._trace(events, self.marks)
+        kept = events_of_others(events["action"] & 0xFF, events["address"], events["thread"], self.left_out)
+        before = np.concatenate([[0], np.cumsum(kept)]).tolist()
+        return self._trace(events[kept], [(before[event], kind, name) for event, kind, name in self.marks])
+
+    def _trace(self, events: np.ndarray, marks: list[tuple[int, int, str]]) -> "Trace":
         from stalloc.trace.recorder import from_recorded
 
-        state = self._state
-        events = state.recorded()
-        tags = events["action"]
+        state, tags = self._state, events["action"]
         raw = state.tables.streams["value"][: state.record.num_streams].tolist()
         bases, sizes = state.segments()
         return from_recorded(
@@ -102,7 +136,7 @@ class Recording:
             events["requested_bytes"],
             tags >> 8,
             events["time_ns"],
-            self.marks,
+            marks,
             raw,
             reserved_start_bytes=self._reserved_start,
             segments=(bases.view(np.uint64), sizes, np.zeros(len(bases), np.int64)),

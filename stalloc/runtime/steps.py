@@ -147,7 +147,7 @@ class Steps:
         step = self._recording.last_step() if self._state.record.recording else None
         if step is None:
             return
-        size, stream = self._state.recorded_requests(*step)
+        size, stream = self._recording.requests(*step)
         name = name_of(size, stream)
         self._recorded.setdefault(name, _Recorded(self._num_recorded)).count += 1
         self._num_recorded += 1
@@ -165,7 +165,7 @@ class Steps:
         if self._last_allocs == self._missed_allocs:
             self._missed_allocs = 0
             return True
-        early_size, early_stream = self._state.recorded_requests(0, self._recording.first_step)
+        early_size, early_stream = self._recording.requests(0, self._recording.first_step)
         tail = slice(len(early_size) - len(size), None)
         if not len(size) or len(early_size) < len(size):
             return False
@@ -230,6 +230,11 @@ class Steps:
         recorded = self._recorded.get(name)
         return recorded is not None and recorded.first + 1 < self._num_recorded
 
+    @property
+    def recur(self) -> bool:
+        """Whether any step in the record was seen twice, there or before."""
+        return bool(self._recurring())
+
     def _recurring(self) -> set[bytes]:
         return {name for name in self._recorded if self._times_seen.get(name, 0) > 1}
 
@@ -243,7 +248,7 @@ class Steps:
         if self.tapes is None and not is_over and not all(map(self._is_shown, self._planned)):
             return False
         with self._effort.counted():
-            self._start_search(self._recording.trace())
+            self._start_search(self._recording.regular_trace())
         return True
 
     def _watch(self, missed: bool) -> None:

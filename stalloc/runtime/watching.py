@@ -26,6 +26,7 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.runtime.planning_job import Planner
 
+_DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
 
 
@@ -100,14 +101,15 @@ class Watching:
         return None
 
     def _start_planning(self) -> None:
+        if not self._may_recur():
+            return
         found = self._looking.find(self._status.settings)
         if found is None:
             return
         if found.tape is None:
             if self._recording.marks and not self._looking.awaits_cycle:
                 self._steps.look_for_kinds(found.trace)
-                if self._recording.num_steps >= _SETTLE_STEPS:
-                    self._tidying.settle()
+                self._settle()
             return
         self._arenas.give_back()
         self._status.phase = Phase.PLANNING
@@ -118,6 +120,23 @@ class Watching:
         if self._recording.marks:
             self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
             self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
+
+    def _may_recur(self) -> bool:
+        """Whether anything in the record may recur; if nothing of its steps does, see whether a thread is to blame."""
+        if not self._recording.marks:
+            return self._looking.may_find()
+        if self._steps.recur:
+            return True
+        if self._recording.num_steps in _DOUBT_STEPS and not self._status.settings.keep_recording:
+            if self._recording.leave_out_threads():
+                self._steps.forget()
+        elif not self._looking.awaits_cycle:
+            self._settle()
+        return False
+
+    def _settle(self) -> None:
+        if self._recording.num_steps >= _SETTLE_STEPS:
+            self._tidying.settle()
 
     def plan(self, job: PlanJob, cursor: int) -> None:
         """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known."""
