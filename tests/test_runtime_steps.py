@@ -470,3 +470,17 @@ def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() ->
     served = [program.step(beside, lambda: program.train(2000), beside) for _ in range(20)]
     assert program.controller.status.phase is Phase.PLANNED
     assert sum(hits for hits, _ in served) > 0.6 * 20 * 37  # what is lent to the other takes places of the plan
+
+
+def test_a_step_that_is_broken_off_and_begun_anew_displaces_next_to_nothing() -> None:
+    """As after an error that was caught, which sets no mark."""
+    program = Program()
+    for _ in range(8):
+        program.step(lambda: program.train(2000))
+    for _ in range(3):
+        for address in program.forward(2000):
+            program.free(address)
+        program.drop_batch()
+        hits, missed = program.step(lambda: program.train(2000))
+        assert hits + missed == 37
+        assert missed <= 5

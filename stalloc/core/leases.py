@@ -30,6 +30,7 @@ from stalloc.core.segments import add_segment, release_block_row, release_segmen
 
 _MAX_LEASES = 4096
 _MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
+_HALVINGS = 4  # of the time that a request lasts, to find cells that are needed late if none is needed late enough
 _LOST = 16  # requests in a row that are not on the tape, after which the program does something else
 
 
@@ -211,6 +212,17 @@ def _planned_to_last(state, now):
 
 
 @inner()
+def _find_late(state, stream, size, now, lasts):
+    """The first of idle cells for a request that lasts so long, those that the plan needs late before others; -1."""
+    if lasts > 0:
+        for shift in range(_HALVINGS):
+            low = _find_idle(state, stream, size, now + (lasts >> shift))
+            if low >= 0:
+                return low
+    return _find_idle(state, stream, size, 0)
+
+
+@inner()
 def _find_for(state, stream, size, lasts, is_lost):
     """Idle cells for a request that is expected to last so long (0: unknown): the first one, and for how long.
 
@@ -222,8 +234,8 @@ def _find_for(state, stream, size, lasts, is_lost):
         return -1, 0
     now, low = tape_time(state), -1
     if is_lost:
+        low = _find_late(state, stream, size, now, lasts if state.miss_run < _LOST else 0)
         lasts = 0
-        low = _find_idle(state, stream, size, 0)
         before = state.num_leases
         if low < 0:
             revoke_all(state)

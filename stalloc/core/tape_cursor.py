@@ -69,11 +69,12 @@ def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
 
     The request itself must be one of the next few entries, or it and the one before it must be a pair within the
-    window, or the last four must be found anywhere: one extra request never moves the cursor on its own.
+    window or begin a tape, or the last four must be found anywhere. Where no request was missed before, the last three
+    must begin a tape. One extra request never moves the cursor on its own.
     """
     run = state.miss_run
     if run == 0:
-        return -1
+        return _begins_anew(state, key, 2)
     position = state.cursor
     for _ in range(_NEAR):
         position = position + 1 if position + 1 < state.ring_end else state.ring_start
@@ -84,6 +85,8 @@ def _realign(state, key):
     if first == end:
         return -1
     position = _pair_ahead(state, first, end)
+    if position < 0:
+        position = _begins_anew(state, key, 1)
     if position < 0 and run + 1 >= _CONTEXT:
         rare = end - first <= _WINDOW
         if rare or run < 2 * _CONTEXT or run % _WIDE_EVERY == 0:
@@ -91,6 +94,28 @@ def _realign(state, key):
             if position < 0:
                 position = _on_any_tape(state, first, end)
     return position
+
+
+@inner()
+def _begins_anew(state, key, least):
+    """The place of this request if a tape begins with it and those before it, `least` at least; -1 if none does.
+
+    As after an error in a step. The tape is followed from here on.
+    """
+    for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
+        begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
+        end = state.ring_end if tape < 0 else ring_at(state, tape).end
+        for back in range(least, min(_CONTEXT, end - begin, state.history_count)):
+            if entry_at(state, begin + back).key != key:
+                continue
+            i = 1
+            while i <= back and entry_at(state, begin + back - i).key == _asked(state, i):
+                i += 1
+            if i > back:
+                if tape >= 0:
+                    go_to(state, begin, end, begin + back)
+                return begin + back
+    return -1
 
 
 @inner()
@@ -231,7 +256,10 @@ def _search(state, key):
     if position >= 0:
         return position, position == state.ring_start
     position = _realign(state, key)
-    return position, position >= 0 and _passes_start(state, position)
+    begins = position >= 0 and _passes_start(state, position)
+    if 0 <= position < state.cursor:  # a way back, or around: the clock goes on
+        go_to(state, state.ring_start, state.ring_end, position)
+    return position, begins
 
 
 @inner(forceinline=True)
