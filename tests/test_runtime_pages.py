@@ -220,3 +220,20 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
         step()
     assert step() == (len(program.sizes), 0)
     assert record.reserved_peak.total <= 1.2 * record.total.allocated_peak  # a second arena would be 1.6 times
+
+
+def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
+    """A place of 40 MiB gives up a part to another stream, which asks for more later."""
+    settings = Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages")
+    controller = make_controller(48 * MIB, settings)
+    controller.watching.expects_marks = True
+    state = controller.state
+    for _ in range(8):
+        for size in (40 * MIB, MIB):
+            state.free(state.malloc(size, 0))
+        controller.mark(MARK_STEP, "")
+    assert controller.status.phase is Phase.PLANNED
+    addresses = [int(state.malloc(20 * MIB, 1)) for _ in range(2)]
+    assert all(addresses)
+    for address in addresses:
+        state.free(address)

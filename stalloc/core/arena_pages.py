@@ -7,7 +7,7 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.arena import begin_serving
-from stalloc.core.cells import cells_empty, flip_cells, has_memory, needed_at, tape_time
+from stalloc.core.cells import cells_empty, flip_cells, has_memory, has_page, needed_at, tape_time
 from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.intrinsics import locked, unlock
@@ -92,30 +92,52 @@ def use_arena_pages(device, begin, end):
 
 
 @inner()
+def _is_idle(state, index):
+    """Whether nobody has a cell, or nobody could, since some of it has no memory."""
+    return cells_empty(state.cell_bits, index, index + 1) or cell_at(state, index).lease == UNMAPPED
+
+
+@inner()
+def _leave_run(state, first, end, wanted, count, begins, ends):
+    """Let pages of the idle cells [first, end) go that have memory, at most `wanted` bytes of them.
+
+    How many ranges are written then, of which `count` were before, and how many bytes these are.
+    """
+    page, last = -(-cell_at(state, first).offset // GRANULE), cell_at(state, end).offset // GRANULE
+    left = 0
+    while page < last and left < wanted and count < len(begins):
+        begin = page
+        while page < last and left < wanted and has_page(state, page):
+            left += GRANULE
+            page += 1
+        if page > begin:
+            begins[count] = begin * GRANULE
+            ends[count] = page * GRANULE
+            _set_pages(state, begins[count], ends[count], False)
+            count += 1
+        else:
+            page += 1
+    for cell in range(first, end if left > 0 else first):
+        if cell_at(state, cell).lease != UNMAPPED and not has_memory(state, cell):
+            cell_at(state, cell).lease = UNMAPPED
+            flip_cells(state.cell_bits, cell, cell + 1)
+    return count, left
+
+
+@inner()
 def _leave_idle_cells(state, wanted, until, begins, ends):
-    """Let pages of empty cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
+    """Let pages of idle cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
 
     How many ranges were written.
     """
     count, index, num_cells, now = 0, 0, state.num_cells, tape_time(state)
     while index < num_cells and wanted > 0 and count < len(begins):
         first = index
-        while index < num_cells and cells_empty(state.cell_bits, index, index + 1):
-            if needed_at(state, index, now) < until:
-                break
+        while index < num_cells and _is_idle(state, index) and needed_at(state, index, now) >= until:
             index += 1
-        begin = (cell_at(state, first).offset + (GRANULE - 1)) & -GRANULE
-        end = min(cell_at(state, index).offset & -GRANULE, begin + wanted)
-        if index > first and end > begin:
-            begins[count] = begin
-            ends[count] = end
-            count += 1
-            wanted -= end - begin
-            _set_pages(state, begin, end, False)
-            for cell in range(first, index):
-                if cell_at(state, cell).offset < end and cell_at(state, cell + 1).offset > begin:
-                    cell_at(state, cell).lease = UNMAPPED
-                    flip_cells(state.cell_bits, cell, cell + 1)
+        if index > first:
+            count, left = _leave_run(state, first, index, wanted, count, begins, ends)
+            wanted -= left
         index += 1
     return count
 

@@ -214,12 +214,10 @@ def _planned_to_last(state, now):
 @inner()
 def _find_late(state, stream, size, now, lasts):
     """The first of idle cells for a request that lasts so long, those that the plan needs late before others; -1."""
-    if lasts > 0:
-        for shift in range(_HALVINGS):
-            low = _find_idle(state, stream, size, now + (lasts >> shift))
-            if low >= 0:
-                return low
-    return _find_idle(state, stream, size, 0)
+    low = -1
+    for shift in range(_HALVINGS if lasts > 0 else 0):
+        low = _find_idle(state, stream, size, now + (lasts >> shift)) if low < 0 else low
+    return low if low >= 0 else _find_idle(state, stream, size, 0)
 
 
 @inner()
@@ -285,9 +283,7 @@ def lend(state, stream, size, requested, row, anything):
     if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
-    lasts = lifespan_at(state, row).value
-    if state.miss_run == 0:
-        lasts = max(lasts, _planned_to_last(state, now))
+    lasts = max(lifespan_at(state, row).value, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
         return 0

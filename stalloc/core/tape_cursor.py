@@ -112,8 +112,7 @@ def _begins_anew(state, key, least):
             while i <= back and entry_at(state, begin + back - i).key == _asked(state, i):
                 i += 1
             if i > back:
-                if tape >= 0:
-                    go_to(state, begin, end, begin + back)
+                go_to(state, begin, end, begin + back)
                 return begin + back
     return -1
 
