@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import WarmInterpreter
+from warm_programs import run_warm
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: what tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,21 +100,19 @@ def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture(scope="session")
 def run_program(
     run_fresh: Callable[..., subprocess.CompletedProcess[str]],
-) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python source in a process of its own, as `run_fresh` does, without paying for its start and its imports.
 
     A process can choose its devices only once, hence one for each program. Where an environment is given that more
     than stalloc may look at, it is a fresh interpreter after all.
     """
-    warm = WarmInterpreter()
 
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
         if not all(name.startswith("STALLOC_") for name in environment):
             return run_fresh(source, *arguments, **environment)
-        return warm.run(source, arguments, _variables(environment), timeout=300)
+        return run_warm(source, *arguments, variables=_variables(environment))
 
-    yield run
-    warm.end()
+    return run
 
 
 def _variables(changed: dict[str, str | None]) -> dict[str, str]:

@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
 
@@ -55,14 +54,6 @@ def test_each_command_answers_what_the_page_shows(question: str, tmp_path: Path)
     clean = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     for words, lines in commands(SECTIONS[question]):
         assert words[0] == "stalloc"
-        done = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=tmp_path,
-            env={**clean, "STALLOC_CACHE": "off"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run_stalloc(*words[1:], folder=tmp_path, variables={**clean, "STALLOC_CACHE": "off"})
         assert done.returncode in (0, 1), done.stderr
         assert [line.rstrip() for line in done.stdout.splitlines()] == lines, " ".join(words)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
 
@@ -22,9 +21,8 @@ for size in (100, 150, 220):  # MiB, one at a time
 def dryrun(program: Path, *options: str, code: int = 0) -> tuple[dict[str, Any], str, str]:
     """The JSON object, and what was printed on both streams."""
     out = program.with_name("result.json")
-    command = [sys.executable, "-m", "stalloc", "dryrun", "--json", str(out), "--headroom", "0", *options, str(program)]
     variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=variables)
+    done = run_stalloc("dryrun", "--json", out, "--headroom", "0", *options, program, variables=variables)
     assert done.returncode == code, done.stderr
     return json.loads(out.read_text()) if out.exists() else {}, done.stdout, done.stderr
 

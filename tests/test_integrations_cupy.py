@@ -1,12 +1,11 @@
 """CuPy under stalloc on the virtual GPU: no byte is lost, errors are CuPy's own, loops are found and planned."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_file
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
@@ -26,8 +25,7 @@ MIB = 1 << 20
 
 def patterns(operations: int, seed: int, arena: str = "pool") -> dict[str, Any]:
     """Run cupy_patterns.py and return what it says."""
-    command = [sys.executable, str(PROGRAMS / "cupy_patterns.py"), str(operations), str(seed), arena]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_file(PROGRAMS / "cupy_patterns.py", operations, seed, arena)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning" not in done.stderr
     print(done.stdout, done.stderr)

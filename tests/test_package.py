@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 import stalloc
 from stalloc.cli import VERBS
@@ -49,7 +50,7 @@ def test_version_is_that_of_the_package() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb_documents_json_and_exit_codes(verb: str) -> None:
-    done = run_python("-m", "stalloc", verb, "--help")
+    done = run_stalloc(verb, "--help")
     assert done.returncode == 0, done.stderr
     assert "--json FILE" in done.stdout
     codes = "0 done, 1 a check failed, 2 bad input or usage"

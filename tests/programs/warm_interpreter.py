@@ -119,7 +119,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
 if __name__ == "__main__":
     sys.path[0] = ""  # as for `python -c`
     import_libraries()
-    for name in ("numba", "stalloc.integrations", "stalloc.runtime", "stalloc.planner"):
+    for name in ("numba", "rich.console", "stalloc.integrations", "stalloc.runtime", "stalloc.planner"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
