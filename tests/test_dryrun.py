@@ -39,13 +39,19 @@ def test_what_is_needed_is_less_than_what_a_cache_takes_of_plenty_and_does(tmp_p
     for figure in ("470.00 MiB", "220.00 MiB"):
         assert figure in shown
     assert "running the program under " in said, "it is not silent, off a terminal neither"
-    squeezed, _, _ = dryrun(program, "--memory", f"{native['needed_bytes']}")
-    assert squeezed["native"]["fits"]
-    assert squeezed["native"]["needed_bytes"] == native["needed_bytes"]
     tight, shown, _ = dryrun(program, "--memory", "200MiB", code=1)
     assert [tight[name]["fits"] for name in ("native", "expandable", "stalloc")] == [False] * 3
     assert tight["native"]["needed_bytes"] == native["needed_bytes"]
     assert "a smaller batch" in shown
+
+
+@pytest.mark.slow
+def test_a_device_of_what_is_needed_is_large_enough(tmp_path: Path) -> None:
+    program = tmp_path / "growing.py"
+    program.write_text(GROWING)
+    squeezed, _, _ = dryrun(program, "--memory", "220MiB")
+    assert squeezed["native"]["fits"]
+    assert squeezed["native"]["needed_bytes"] == 220 << 20
 
 
 def test_a_program_that_fails_by_itself_is_one_sentence(tmp_path: Path) -> None:
