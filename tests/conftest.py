@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from warm_programs import run_warm
 
+# what tests start would compile each module anew, in every process
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: what tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

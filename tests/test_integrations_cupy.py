@@ -258,7 +258,7 @@ print(json.dumps(seen))
     assert result.count(True) == 9
 
 
-def test_the_end_of_the_interpreter_is_quiet_whatever_is_live_or_under_way(run_program: Any) -> None:
+def test_the_end_of_the_interpreter_is_quiet_whatever_is_live_or_under_way(run_fresh: Any) -> None:
     endings = {
         "live arrays": "keep = [cp.empty(i * MIB, dtype=cp.uint8) for i in range(1, 9)]; sys.keep = keep",
         "allocation at exit": """
@@ -289,12 +289,12 @@ for _ in range(2000):
 """,
     }
     for name, source in endings.items():
-        done = run_program(_PROLOGUE + source)
+        done = run_fresh(_PROLOGUE + source)
         assert (done.returncode, done.stderr) == (0, ""), name
 
 
-def test_a_child_of_fork_ends_in_peace(run_program: Any) -> None:
-    done = run_program(
+def test_a_child_of_fork_ends_in_peace(run_fresh: Any) -> None:
+    done = run_fresh(
         _PROLOGUE
         + """
 import multiprocessing, threading

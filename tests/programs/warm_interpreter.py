@@ -5,10 +5,15 @@ virtual GPU, and has put their modules aside: a program imports them as ever, so
 happens (the choice of the device, hooks, what is looked up in `sys.modules`), but nothing is read or executed again.
 The GPU is chosen by the program: it is no more than figures in the virtual GPU's library, which the last choice sets.
 
+At its end a program does what it registered for its end, but nothing is taken apart, which takes a third of a second:
+the end of an interpreter is tested in a fresh one.
+
 A request is one line of JSON on the socket whose descriptor is the only argument, with the descriptors of the files
 for standard output and error. Answered are the number of the process, then its exit code, as lines.
 """
 
+import atexit
+import contextlib
 import gc
 import importlib.util
 import json
@@ -22,6 +27,8 @@ from typing import Any
 
 LIBRARIES = ("torch", "cupy")
 NAMES = ("torch", "functorch", "cupy", "cupy_backends")
+
+_exit_codes: list[int] = []  # of the program, once it has one
 
 
 class _Restored:
@@ -113,10 +120,28 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["variables"])
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(request["source"], "<string>", "exec"), main.__dict__)
+    try:
+        exec(compile(request["source"], "<string>", "exec"), main.__dict__)
+        _exit_codes.append(0)
+    except SystemExit as ending:
+        _exit_codes.append(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+        raise
+    except Exception:
+        _exit_codes.append(1)
+        raise
+
+
+def end_at_once() -> None:
+    """Leave the process with the program's code; where there is none, or output cannot be written, as Python would."""
+    if _exit_codes:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_exit_codes[0] & 0xFF)
 
 
 if __name__ == "__main__":
+    atexit.register(end_at_once)  # the first that is registered is the last that is called
     sys.path[0] = ""  # as for `python -c`
     import_libraries()
     for name in ("numba", "rich.console", "stalloc.integrations", "stalloc.runtime", "stalloc.planner"):
