@@ -4,9 +4,12 @@ Importing this package imports neither torch nor cupy nor numba: each name below
 """
 
 import importlib
-from typing import Any
 
 from stalloc.errors import BadInputError, CorruptionError, PlanError, SetupError, StallocError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing would cost every start of Python under STALLOC=1 as much as all the rest
+    from typing import Any
 
 __version__ = "0.1.0.dev0"
 
@@ -37,7 +40,7 @@ _LAZY: dict[str, str] = {
 __all__ = ["BadInputError", "CorruptionError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'stalloc' has no attribute {name!r}")

@@ -4,7 +4,6 @@ Contract: saying something never raises, whatever standard error is, and takes o
 holds.
 """
 
-import contextlib
 import os
 import sys
 
@@ -15,6 +14,8 @@ def say(sentence: str) -> None:
     """Print `stalloc: SENTENCE`; what cannot be printed is shown escaped."""
     if sys.stderr is None:
         return  # print would turn to standard output
+    import contextlib  # not above: this module is loaded at every start of Python under STALLOC=1
+
     file, is_own = sys.stderr, sys.stderr is sys.__stderr__
     text = printable(f"stalloc: {sentence}", MAX_SENTENCE) + "\n"
     with contextlib.suppress(Exception):  # closed, full, or replaced by the program

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_warm
 
+# what tests start would compile each module anew, in every process
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: what tests start would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -82,18 +85,40 @@ def cupy_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run Python source in a fresh interpreter: a process can choose its devices only once.
+def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python source in an interpreter that has done nothing yet: for what happens at its start and at imports.
 
-    `run_program(source, *arguments, **environment)` returns the finished process; a variable given as None is unset.
+    `run_fresh(source, *arguments, **environment)` returns the finished process; a variable given as None is unset.
     """
 
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
         command = [sys.executable, "-c", source, *arguments]
+        variables = _variables(environment)
         return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_program(
+    run_fresh: Callable[..., subprocess.CompletedProcess[str]],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python source in a process of its own, as `run_fresh` does, without paying for its start and its imports.
+
+    A process can choose its devices only once, hence one for each program. Where an environment is given that more
+    than stalloc may look at, it is a fresh interpreter after all.
+    """
+
+    def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+        if not all(name.startswith("STALLOC_") for name in environment):
+            return run_fresh(source, *arguments, **environment)
+        return run_warm(source, *arguments, variables=_variables(environment))
+
+    return run
+
+
+def _variables(changed: dict[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in (os.environ | changed).items() if value is not None}
 
 
 @pytest.fixture(scope="session")

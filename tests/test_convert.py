@@ -27,6 +27,14 @@ OTHERS = (
     "ddp_sgd_v100_kineto.json.gz dtr_resnet32.log.gz dtr_transformer.log.gz qwen05b_h100.json.gz "
     "resnet18_zdevito.html.gz resnet50_v100_kineto_nw0.json.gz resnet_timeline_hta.json.gz somas_resnet50.csv.gz"
 )
+# of those with as many sites and events the smaller ones are converted always
+_LARGE = (
+    "llama_offload_10streams",
+    "llm_quantize_sqattn",
+    "lm27b_compiled_fwd",
+    "lm27b_ctx128_fullstep",
+    "lm_step_steady",
+)
 EVERY = [f"{name}.pickle.gz" for name in SNAPSHOTS.split(" ")] + OTHERS.split(" ")
 
 
@@ -62,7 +70,9 @@ def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
     assert not [note for note in told["notes"] if "made up" in note or "left out" in note]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(_LARGE)) for name in EVERY]
+)
 def test_every_real_trace_goes_through_every_format(shared_traces, tmp_path, name):
     originals = load_traces(shared_traces / name)
     convert(shared_traces / name, tmp_path / "t.trace.npz")

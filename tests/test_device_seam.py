@@ -1,6 +1,7 @@
 """The device seam: choosing the device once, and what is said when it cannot be."""
 
 import ctypes
+import json
 
 import pytest
 
@@ -68,14 +69,14 @@ def test_impossible_gpus_are_refused(wrong):
         VirtualGPU(**wrong)
 
 
-def test_cuda_without_a_driver_names_the_way_out(run_program):
+def test_cuda_without_a_driver_names_the_way_out(run_fresh):
     if gpus():
         pytest.skip("this machine has a GPU")
-    done = run_program("from stalloc.device import activate\nactivate('cuda')")
+    done = run_fresh("from stalloc.device import activate\nactivate('cuda')")
     assert "SetupError: no NVIDIA driver with a GPU is here: choose the virtual GPU (--device virtual)." in done.stderr
 
 
-def test_auto_means_what_is_there_and_imports_no_framework(run_checks):
+def test_auto_means_what_is_there_and_imports_no_framework(run_fresh):
     program = """
 import json, sys
 from stalloc import device
@@ -83,7 +84,7 @@ print(json.dumps([device.active(), device.detect(), device.activate(), device.ac
                   [name for name in ("torch", "cupy") if name in sys.modules]]))
 """
     expected = "cuda" if gpus() else "virtual"
-    assert run_checks(program) == [None, expected, expected, expected, expected, []]
+    assert json.loads(run_fresh(program).stdout) == [None, expected, expected, expected, expected, []]
 
 
 def test_the_choice_is_kept_for_the_process(run_program):

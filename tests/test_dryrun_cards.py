@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 
@@ -31,8 +30,7 @@ for _ in range(3):
 
 
 def _dryrun(*arguments: str) -> Any:
-    command = [sys.executable, "-P", "-m", "stalloc", "dryrun", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"STALLOC_CACHE": "off"})
+    done = run_stalloc("dryrun", *arguments, variables=os.environ | {"STALLOC_CACHE": "off"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,10 +48,11 @@ def test_the_program_sees_the_card_that_was_named(tmp_path: Path) -> None:
 def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     program = tmp_path / "guesses.py"
     program.write_text(_GUESSES)
-    text = _dryrun("--gpu", "A10G", str(program))
+    file = tmp_path / "result.json"
+    text = _dryrun("--gpu", "A10G", "--json", str(file), str(program))
     assert "cuDNN's work space is a guess for 2 of 2 convolutions" in text
     assert "3 decisions were taken on values that no kernel computed: " in text.replace("\n", " ")
-    result = json.loads(_dryrun("--gpu", "A10G", "--json", "-", str(program)))
+    result = json.loads(file.read_text())
     convolutions = result["uncertain"]["convolutions"]
     assert convolutions["num_unseen"] == convolutions["num_convolutions"] == 2
     (decision,) = result["uncertain"]["decisions"]

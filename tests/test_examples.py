@@ -3,14 +3,12 @@
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_warm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -42,9 +40,7 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
 
 
 def run_example(name: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", ON_VIRTUAL_GPU, str(EXAMPLES / name), *map(str, arguments)]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # tests run side by side: more threads would wait for each other
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
+    done = run_warm(ON_VIRTUAL_GPU, EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc, run_warm
 
 from stalloc.cli import main
 
@@ -89,11 +90,11 @@ def test_standard_input_is_read_and_called_so(csv: str) -> None:
 def test_a_reader_that_goes_away_is_no_failure(csv: str, verb: str, tmp_path: Path) -> None:
     files = {"diff": [csv, csv], "validate": [str(tmp_path / "p.plan.npz"), csv]}.get(verb, [csv])
     if verb == "validate":
-        assert typed("plan", csv, "-o", files[0]).returncode == 0
+        assert main(["plan", csv, "-o", files[0]]) == 0
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = typed(verb, *files, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+        done = run_stalloc(verb, *files, stdout=writing)
     finally:
         os.close(writing)
     assert done.returncode == 0
@@ -103,7 +104,7 @@ def test_a_reader_that_goes_away_is_no_failure(csv: str, verb: str, tmp_path: Pa
 
 def test_a_full_standard_output_is_one_sentence(csv: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = typed("stats", csv, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        done = run_stalloc("stats", csv, stdout=full.fileno())
     assert done.returncode == 2
     assert done.stderr == "stalloc: standard output cannot be written: No space left on device: send it elsewhere.\n"
 
@@ -118,8 +119,7 @@ def test_ctrl_c_in_any_verb_is_one_line(csv: str) -> None:
         "sys.exit(main(sys.argv[1:]))\n"
     )
     for verb in ("stats", "top", "explain"):
-        command = [sys.executable, "-c", source, verb, csv]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        done = run_warm(source, verb, csv)
         assert (done.returncode, done.stderr) == (130, "stalloc: interrupted.\n")
 
 

@@ -1,12 +1,11 @@
 """CuPy under stalloc on the virtual GPU: no byte is lost, errors are CuPy's own, loops are found and planned."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_file
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
@@ -26,8 +25,7 @@ MIB = 1 << 20
 
 def patterns(operations: int, seed: int, arena: str = "pool") -> dict[str, Any]:
     """Run cupy_patterns.py and return what it says."""
-    command = [sys.executable, str(PROGRAMS / "cupy_patterns.py"), str(operations), str(seed), arena]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_file(PROGRAMS / "cupy_patterns.py", operations, seed, arena)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning" not in done.stderr
     print(done.stdout, done.stderr)
@@ -260,7 +258,7 @@ print(json.dumps(seen))
     assert result.count(True) == 9
 
 
-def test_the_end_of_the_interpreter_is_quiet_whatever_is_live_or_under_way(run_program: Any) -> None:
+def test_the_end_of_the_interpreter_is_quiet_whatever_is_live_or_under_way(run_fresh: Any) -> None:
     endings = {
         "live arrays": "keep = [cp.empty(i * MIB, dtype=cp.uint8) for i in range(1, 9)]; sys.keep = keep",
         "allocation at exit": """
@@ -291,12 +289,12 @@ for _ in range(2000):
 """,
     }
     for name, source in endings.items():
-        done = run_program(_PROLOGUE + source)
+        done = run_fresh(_PROLOGUE + source)
         assert (done.returncode, done.stderr) == (0, ""), name
 
 
-def test_a_child_of_fork_ends_in_peace(run_program: Any) -> None:
-    done = run_program(
+def test_a_child_of_fork_ends_in_peace(run_fresh: Any) -> None:
+    done = run_fresh(
         _PROLOGUE
         + """
 import multiprocessing, threading

@@ -60,7 +60,7 @@ def test_an_import_that_failed_can_be_tried_again(module: str, tmp_path: Path) -
     with pytest.raises(ImportError, match="not yet"):
         importlib.import_module(module)
     assert seen == []
-    source.write_text("value = 'longer than before'\n")
+    source.write_text("value = 'of another length, or its compiled form would be taken for it'\n")
     importlib.invalidate_caches()
     importlib.import_module(module)
     assert seen == ["imported"]

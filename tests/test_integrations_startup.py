@@ -56,6 +56,18 @@ def test_without_the_variable_nothing_is_loaded(python: Run) -> None:
     assert loaded(python, "", STALLOC="") == set()
 
 
+def test_a_start_under_stalloc_loads_next_to_nothing(python: Run) -> None:
+    """What typing, dataclasses, json and importlib.abc take is most of what every Python would start later by."""
+    source = "before = set(sys.modules)\nfrom stalloc.integrations.startup import arm\narm()\n"
+    show = "print(*sorted(set(sys.modules) - before))"
+    bare = "import sys\nsys.path[:0] = sys.argv[1:]\n"
+    place = Path(stalloc.__file__).parents[1]
+    done = python("-I", "-S", "-c", f"{bare}import os\nos.environ['STALLOC'] = '1'\n{source}{show}", place)
+    heavy = {"typing", "dataclasses", "inspect", "json", "pathlib", "tempfile", "importlib.abc", "re", "numpy"}
+    assert heavy.isdisjoint(done.stdout.split())
+    assert "stalloc.integrations.startup" in done.stdout
+
+
 def test_a_program_without_cuda_is_left_alone(python: Run) -> None:
     done = python("-c", "print(1)", STALLOC="1")
     assert (done.stdout, done.stderr) == ("1\n", "")

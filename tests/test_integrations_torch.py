@@ -442,7 +442,7 @@ os._exit(0)  # torch's own threads may abort at the end after an error in backwa
 
 
 @pytest.mark.slow
-def test_the_end_of_the_interpreter_is_quiet(run_program: Any) -> None:
+def test_the_end_of_the_interpreter_is_quiet(run_fresh: Any) -> None:
     endings = {
         "live tensors": """
 model = torch.nn.Linear(1000, 1000).cuda()
@@ -462,7 +462,7 @@ sys.keep = [graph, x]
 """,
     }
     for name, source in endings.items():
-        done = run_program(_PROLOGUE + source)
+        done = run_fresh(_PROLOGUE + source)
         assert (done.returncode, done.stderr) == (0, ""), name
 
 

@@ -1,5 +1,6 @@
 """The package as a user meets it first: a light import, a version, help that tells exit codes and --json."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 import stalloc
 from stalloc.cli import VERBS
@@ -47,9 +49,25 @@ def test_version_is_that_of_the_package() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"stalloc {stalloc.__version__}")
 
 
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_needs_no_verb_loads_none(option: str) -> None:
+    code = f"""
+import sys
+from stalloc.cli import main
+try:
+    main([{option!r}])
+finally:
+    print(*sorted({{name.partition(".")[0] for name in sys.modules}}), file=sys.stderr)
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0
+    assert "stalloc" in done.stderr.split()
+    assert {"numpy", "rich", "numba", "networkx"}.isdisjoint(done.stderr.split())
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb_documents_json_and_exit_codes(verb: str) -> None:
-    done = run_python("-m", "stalloc", verb, "--help")
+    done = run_stalloc(verb, "--help")
     assert done.returncode == 0, done.stderr
     assert "--json FILE" in done.stdout
     codes = "0 done, 1 a check failed, 2 bad input or usage"
@@ -61,7 +79,10 @@ def test_help_of_each_verb_documents_json_and_exit_codes(verb: str) -> None:
 def test_help_without_a_verb_lists_every_verb() -> None:
     done = run_python("-m", "stalloc", "--help")
     assert done.returncode == 0, done.stderr
-    assert all(f"\n    {verb}" in done.stdout for verb in VERBS)
+    text = " ".join(done.stdout.split())
+    for verb in VERBS:
+        summary = (importlib.import_module(f"stalloc.cli.{verb}").__doc__ or "").partition("\n")[0]
+        assert f" {verb} {' '.join(summary.split())}" in text
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("stats",), ("stats", "--no-such-option")])

@@ -1,11 +1,10 @@
 """The folder of kept plans: private, or not used, and never in the program's way."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.integrations.plan_cache import PlanCache
 from stalloc.planner import load_plans, plan, save_plans
@@ -124,16 +123,16 @@ def test_a_program_goes_on_without_kept_plans(tmp_path: Path) -> None:
     folder, loop = tmp_path / "cache", Path(__file__).parent / "programs" / "cupy_loop.py"
     folder.mkdir()
     folder.chmod(0o777)
-    command = [sys.executable, "-m", "stalloc", "run", "--device", "virtual", str(loop), "60"]
+    words = "run", "--device", "virtual", loop, "60"
     variables = {**os.environ, "STALLOC_CACHE": str(folder)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    done = run_stalloc(*words, variables=variables)
     assert done.returncode == 0, done.stderr
     assert "the program prints" in done.stdout
     assert len(done.stderr.splitlines()) == 1
     assert "plans could not be kept from run to run" in done.stderr
     assert os.listdir(folder) == []
     folder.chmod(0o755)
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    done = run_stalloc(*words, variables=variables)
     assert done.stderr == ""
     [written] = folder.iterdir()
     assert written.stat().st_mode & 0o777 == 0o600

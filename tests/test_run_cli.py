@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
@@ -39,10 +40,9 @@ def stalloc(
 ) -> subprocess.CompletedProcess[str]:
     """Run a verb in a folder; its exit code has to be `code`. Plans are kept in `cache`."""
     device = ("--device", "virtual") if verb in ("run", "record") else ()
-    command = [sys.executable, "-m", "stalloc", verb, *device, *(str(argument) for argument in arguments)]
-    variables = {**os.environ, "STALLOC_CACHE": str(cache)}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=variables)
-    assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    words = verb, *device, *arguments
+    done = run_stalloc(*words, folder=folder, variables={**os.environ, "STALLOC_CACHE": str(cache)})
+    assert done.returncode == code, f"{' '.join(map(str, words))}\n{done.stdout}\n{done.stderr}"
     return done
 
 

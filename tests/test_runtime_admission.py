@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 from hostility.plans import soak_plans
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_changed_plans_never_make_an_address_that_is_not_ours(seed: int) -> None:
-    figures = soak_plans(300, seed)
+def test_changed_plans_never_make_an_address_that_is_not_ours() -> None:
+    figures = soak_plans(300, 1)
     assert figures["problems"] == []
     assert figures["refused"] > 200
     assert figures["hits"] > 100, "some are harmless, and served"

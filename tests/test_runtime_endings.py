@@ -113,7 +113,7 @@ late_one.itself = late_one
 }
 
 
-def test_a_planner_at_work_is_stopped_and_waited_for(run_program: Any) -> None:
+def test_a_planner_at_work_is_stopped_and_waited_for(run_fresh: Any) -> None:
     work = """
 def plan_for_ever(tape, **options):
     entered.set()
@@ -129,13 +129,13 @@ steps(6)
 entered.wait()
 sys.exit(7)
 """
-    done = run_program(_PROLOGUE + work)
+    done = run_fresh(_PROLOGUE + work)
     assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
 
 
 @pytest.mark.parametrize("name", _ENDINGS)
-def test_a_program_ends_by_itself(run_program: Any, name: str) -> None:
-    done = run_program(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever
+def test_a_program_ends_by_itself(run_fresh: Any, name: str) -> None:
+    done = run_fresh(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever
     assert (done.returncode, done.stderr) == (7, "")
 
 

@@ -2,14 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from programs.core_machine import MIB, Intervals
+from warm_programs import run_file
 
 from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
@@ -24,8 +23,7 @@ CUPY = pytest.mark.usefixtures("cupy_installed")
 
 def drift(*arguments: str) -> dict[str, Any]:
     """Run drifting_loop.py, which checks every byte that it wrote, and return what it says."""
-    command = [sys.executable, str(PROGRAM), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_file(PROGRAM, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ import pytest
 
 from stalloc.cli import main
 from stalloc.figures import human_bytes
+from stalloc.trace import load_traces, save_traces
 
 #: where a figure of JSON is not one that people are shown: places in files, and what is told in other words
 _NOT_SHOWN = re.compile(
@@ -58,20 +59,22 @@ def figures_of_text(text: str) -> list[str]:
     return sorted(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?: ?(?:GiB|MiB|B|%)\b|%)?", " ".join(text.split())))
 
 
-@pytest.fixture
-def files(shared_traces: Path, tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def files(shared_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Traces of several kinds, by the names that commands use below."""
-    plan, csv = tmp_path / "p.plan.npz", tmp_path / "p.csv"
+    folder = tmp_path_factory.mktemp("traces")
+    plan, csv, oom = folder / "p.plan.npz", folder / "p.csv", folder / "llama3_8b_fsdp4_oom_rank0.trace.npz"
+    save_traces(oom, load_traces(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz"))  # this is read sooner
     csv.write_text("id,lower,upper,size\n" + "".join(f"{i},{i},{i + 7},{i * 999_999 + 1}\n" for i in range(50)))
     assert main(["plan", str(shared_traces / "tiny_transformer.pickle.gz"), "-o", str(plan)]) == 0
     return {
         "TINY": str(shared_traces / "tiny_transformer.pickle.gz"),
         "OTHER": str(shared_traces / "lm_fwd_ctx200.pickle.gz"),
-        "OOM": str(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz"),
+        "OOM": str(oom),
         "UNSEEN": str(shared_traces / "ddp_sgd_v100_kineto.json.gz"),
         "PLAN": str(plan),
         "CSV": str(csv),
-        "OUT": str(tmp_path / "converted.trace.npz"),
+        "OUT": str(folder / "converted.trace.npz"),
     }
 
 

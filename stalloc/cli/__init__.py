@@ -8,10 +8,11 @@ program's own code, and with 125 where it is stalloc that failed.
 import argparse
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stalloc.errors import BadInputError, StallocError
 from stalloc.notices import say
@@ -42,8 +43,11 @@ _WORDS = "The words of reports are explained in docs/glossary.md."
 _CODES_OF_PROGRAM = "Exit codes: the program's own, 128 + N after signal N; 125 if it is stalloc that failed."
 
 
-def _verb_module(verb: str):
-    return importlib.import_module(f"stalloc.cli.{verb}")
+def _summary(verb: str) -> str:
+    """The first line of the docstring of a verb's module, which is not imported: that may take half a second."""
+    spec: Any = importlib.util.find_spec(f"stalloc.cli.{verb}")
+    docstring = spec.loader.get_code(spec.name).co_consts[0]  # where Python keeps it
+    return docstring.partition("\n")[0] if isinstance(docstring, str) else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
-    """The parser; only the verb that is asked for is imported, all of them when none is (for --help)."""
+    """The parser: with the options of the verb that is asked for, or without one with a summary of each."""
     from stalloc import __version__
 
     parser = _Parser(
@@ -68,21 +72,28 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"stalloc {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in VERBS if verb is None else (verb,):
-        module = _verb_module(name)
-        summary, _, rest = (module.__doc__ or "").partition("\n")
-        codes = _CODES_OF_PROGRAM if name in _OF_PROGRAM else _CODES
-        sub = verbs.add_parser(
-            name,
-            help=summary,
-            description=f"{summary}\n{rest}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=f"{codes} {_WORDS}",
-            allow_abbrev=False,
-        )
-        sub.usage_code = EXIT_OWN_FAILURE if name in _OF_PROGRAM else EXIT_BAD_INPUT
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run, parser=sub)
+        if verb is not None or "_ARGCOMPLETE" in os.environ:
+            _add_verb(verbs, name)
+        else:
+            verbs.add_parser(name, help=_summary(name))
     return parser
+
+
+def _add_verb(verbs: Any, name: str) -> None:
+    """Import the module of a verb and add its parser to those of `verbs`."""
+    module = importlib.import_module(f"stalloc.cli.{name}")
+    codes = _CODES_OF_PROGRAM if name in _OF_PROGRAM else _CODES
+    parser = verbs.add_parser(
+        name,
+        help=_summary(name),
+        description=module.__doc__ or "",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{codes} {_WORDS}",
+        allow_abbrev=False,
+    )
+    parser.usage_code = EXIT_OWN_FAILURE if name in _OF_PROGRAM else EXIT_BAD_INPUT
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run, parser=parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
-    verb = argv[0] if argv and argv[0] in VERBS else None
-    if argv and verb is None and not argv[0].startswith("-"):
+    if argv and argv[0] not in VERBS and not argv[0].startswith("-"):
         raise BadInputError(_no_verb(argv[0]))
+    verb = next((word for word in argv if not word.startswith("-")), None)
+    verb = verb if verb in VERBS else None
     parser = build_parser(verb)
     if verb is None and "_ARGCOMPLETE" in os.environ:
         _complete(parser)

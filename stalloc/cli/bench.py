@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Hand over to the benchmark; its exit code is ours: 1 when a target is missed."""
-    folder = Path(stalloc.__file__).parents[1] / "scripts" / "bench"
+    folder = Path(stalloc.__file__).resolve().parents[1] / "scripts" / "bench"
     found = {path.name: path for path in sorted(folder.glob("*")) if path.is_file() and not path.suffix}
     if not found:
         raise BadInputError("the benchmarks are not installed with the package: run this in a checkout of stalloc.")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import os
 import runpy
 import shlex
@@ -117,6 +118,7 @@ def run_program(command: list[str]) -> int:
         signal.signal(signal.SIGTERM, _end)
     module = command[0] == "-m"
     sys.argv = command[1:] if module else list(command)
+    gc.freeze()  # what was imported before stays: the collections of the program do not go through it again and again
     try:
         if module:
             sys.path.insert(0, os.getcwd())

@@ -4,24 +4,29 @@ Contract: importing this package imports neither numba nor NumPy nor torch nor C
 and is run without stalloc pays for nothing else.
 """
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
+    from typing import Any
 
-from stalloc.integrations.installing import install, scope, statistics, step, uninstall
-
-if TYPE_CHECKING:
+    from stalloc.integrations.installing import install, scope, statistics, step, uninstall
     from stalloc.integrations.torch_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
 
+_OF_INSTALLING = ("install", "scope", "statistics", "step", "uninstall")
 _OF_RUNTIME = ("Report", "Runtime", "Settings")
 
 __all__ = ["Report", "Runtime", "Settings", "install", "mem_pool", "scope", "statistics", "step", "uninstall"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _OF_RUNTIME:
         from stalloc import runtime
 
         return getattr(runtime, name)
+    if name in _OF_INSTALLING:
+        from stalloc.integrations import installing
+
+        return getattr(installing, name)
     if name == "mem_pool":
         from stalloc.integrations.torch_pool import mem_pool
 

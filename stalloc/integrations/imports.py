@@ -1,23 +1,26 @@
 """Do something right before or after a module is imported, without importing it."""
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Collection
-from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # both are loaded at every start of Python under STALLOC=1, which typing and importlib.abc hold up
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader:
     """The module's own loader, followed by one call."""
 
-    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
+    def __init__(self, loader: "Any", action: Callable[[], None]) -> None:
         self._loader = loader
         self._action = action
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: "ModuleType") -> None:
         # the module gets its own loader back, as if nobody had been here
         module.__loader__ = self._loader
         if module.__spec__ is not None:
@@ -26,7 +29,7 @@ class _Loader(importlib.abc.Loader):
         self._action()
 
 
-class _After(importlib.abc.MetaPathFinder):
+class _After:
     """Stays until the module has been imported: others may only ask whether it could be."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -40,7 +43,7 @@ class _After(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._imported)
+                    spec.loader = _Loader(spec.loader, self._imported)  # type: ignore[assignment]
                 return spec
         return None
 
@@ -50,7 +53,7 @@ class _After(importlib.abc.MetaPathFinder):
             self._action()
 
 
-class _Before(importlib.abc.MetaPathFinder):
+class _Before:
     """Acts as soon as anybody looks for one of the modules, then is gone."""
 
     def __init__(self, names: Collection[str], action: Callable[[], None]) -> None:

@@ -7,16 +7,20 @@ installed or not only decides whom it serves and whether it plans. Nothing here 
 import contextlib
 import sys
 from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from stalloc.errors import SetupError
 from stalloc.integrations.imports import after_import
 
-if TYPE_CHECKING:
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
+    from pathlib import Path
+    from typing import Literal
+
     from stalloc.device import VirtualGPU
     from stalloc.planner import Plan
     from stalloc.runtime import Report, Runtime, Settings
+
+    DeviceChoice = Literal["auto", "cuda", "virtual"]
 
 MARK_STEP = 0  # as in stalloc.trace
 
@@ -36,7 +40,7 @@ def current() -> "Runtime | None":
 def install(
     *,
     plan: "str | Path | None" = None,
-    device: Literal["auto", "cuda", "virtual"] = "auto",
+    device: "DeviceChoice" = "auto",
     gpu: "VirtualGPU | None" = None,
     torch: bool = True,
     cupy: bool = True,
@@ -77,7 +81,7 @@ def install(
 
 def _start(
     plan: "str | Path | None",
-    device: Literal["auto", "cuda", "virtual"],
+    device: "DeviceChoice",
     gpu: "VirtualGPU | None",
     settings: "Settings | None",
     known_plans: "list[Plan]",
@@ -140,9 +144,7 @@ def uninstall() -> None:
 
 
 @contextlib.contextmanager
-def scope(
-    *, device: Literal["auto", "cuda", "virtual"] = "auto", gpu: "VirtualGPU | None" = None
-) -> "Iterator[Runtime]":
+def scope(*, device: "DeviceChoice" = "auto", gpu: "VirtualGPU | None" = None) -> "Iterator[Runtime]":
     """Install stalloc for the body of a `with` statement, all its threads included; scopes may be nested.
 
     CuPy has its own pool back afterwards. torch takes an allocator once: if it has not used CUDA before the first

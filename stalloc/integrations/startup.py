@@ -12,21 +12,19 @@ as JSON; "{pid}" and "{rank}" in it are replaced.
 """
 
 import atexit
-import dataclasses
-import json
 import os
-import re
 import sys
-import threading
+from _thread import RLock
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
 
 from stalloc.errors import BadInputError, StallocError
-from stalloc.files import write_whole
 from stalloc.integrations.imports import after_import, before_import
 from stalloc.notices import say
 
-if TYPE_CHECKING:
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what this file loads holds up every start of Python: each function imports what it needs
+    from typing import Any
+
     from stalloc.device import VirtualGPU
     from stalloc.planner.sharing import Streams
     from stalloc.runtime.runtime_settings import Arena
@@ -34,13 +32,15 @@ if TYPE_CHECKING:
 _HANDOVER_BYTES = 1 << 16  # as of stalloc run
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-_lock = threading.RLock()
+_lock = RLock()
 _armed = False
 _tried = False
-_cupy_allocators: tuple[Any, ...] = ()  # what CuPy allocates by as long as the program has not chosen itself
+_cupy_allocators: "tuple[Any, ...]" = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
-def _contained(action: Callable[..., None], *arguments: Any, so: str = " The program goes on without stalloc.") -> None:
+def _contained(
+    action: Callable[..., None], *arguments: "Any", so: str = " The program goes on without stalloc."
+) -> None:
     """Call `action`; what goes wrong in it is one sentence, since this runs inside other people's imports and calls."""
     try:
         action(*arguments)
@@ -83,6 +83,9 @@ def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
         raise BadInputError(f"STALLOC_DEVICE is {text[:40]!r}: set it to auto, virtual or virtual:A100-80GB.")
     if not which:
         return kind, None
+    import dataclasses
+    import re
+
     from stalloc.device import VirtualGPU, find_gpu, parse_memory
 
     several = re.fullmatch(r"([0-9]{1,9})x(.+)", which)
@@ -100,10 +103,11 @@ def chosen_streams(text: str) -> "tuple[Streams, int]":
     Raises BadInputError for anything else.
     """
     name, _, price = text.partition(":")
-    is_price = name == "weigh" and re.fullmatch("[0-9]{1,18}", price)
+    is_price = name == "weigh" and price.isascii() and price.isdecimal() and len(price) <= 18
     if name not in ("separate", "share", "weigh") or (price and not is_price):
         raise BadInputError(f"STALLOC_STREAMS is {text[:40]!r}: set it to separate, share, weigh or weigh:65536.")
-    return cast("Streams", name), int(price or _HANDOVER_BYTES)
+    streams: Streams = name  # type: ignore[assignment]
+    return streams, int(price or _HANDOVER_BYTES)
 
 
 def chosen_arena() -> "Arena":
@@ -135,7 +139,7 @@ def _watch_torch(kind: str) -> None:
         if own is None:
             return  # a CPU build
 
-        def install_and_call(*arguments: Any) -> Any:
+        def install_and_call(*arguments: "Any") -> "Any":
             if getattr(torch._C, name) is install_and_call:
                 setattr(torch._C, name, own)
             _install(kind)
@@ -159,7 +163,7 @@ def _watch_cupy(kind: str) -> None:
     cupy: Any = sys.modules["cupy"]
     own = cupy.cuda.get_allocator()
 
-    def install_and_allocate(num_bytes: int) -> Any:
+    def install_and_allocate(num_bytes: int) -> "Any":
         if cupy.cuda.get_allocator() is install_and_allocate:
             cupy.cuda.set_allocator(own)
             _install(kind)
@@ -223,9 +227,14 @@ def _install_with_cache(kind: str) -> None:
         atexit.register(_contained, _write_report, runtime, file, source, so="")
 
 
-def _write_report(runtime: Any, file: str, plan_source: str | None) -> None:
+def _write_report(runtime: "Any", file: str, plan_source: str | None) -> None:
     if os.getpid() != runtime.pid:
         return  # a child of fork
+    import dataclasses
+    import json
+
+    from stalloc.files import write_whole
+
     file = file.replace("{pid}", str(os.getpid())).replace("{rank}", os.environ.get("RANK", "0"))
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
     text = json.dumps({"plan_source": plan_source, "devices": reports}, indent=2) + "\n"

@@ -1,8 +1,12 @@
 """What happened on a device: the Trace record, and reading and writing it. Importing this needs numpy only."""
 
-from stalloc.trace.load import load_traces
+from typing import TYPE_CHECKING, Any
+
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Trace
-from stalloc.trace.storage import save_traces
+
+if TYPE_CHECKING:
+    from stalloc.trace.load import load_traces
+    from stalloc.trace.storage import save_traces
 
 __all__ = [
     "MARK_PHASE_BEGIN",
@@ -13,3 +17,16 @@ __all__ = [
     "load_traces",
     "save_traces",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # a program that runs on its plan reads no file, of a dozen formats
+    if name == "load_traces":
+        from stalloc.trace.load import load_traces
+
+        return load_traces
+    if name == "save_traces":
+        from stalloc.trace.storage import save_traces
+
+        return save_traces
+    raise AttributeError(f"module 'stalloc.trace' has no attribute {name!r}")

@@ -11,6 +11,7 @@ from importlib.resources import files
 import llvmlite.binding as llvm
 
 _kept: list[object] = []
+_compiled: dict[tuple[str, str], bytes] = {}  # object code of files: all links of one differ in addresses only
 
 
 def word(value: int) -> int:
@@ -51,6 +52,8 @@ def link(
     # and with 32-bit distances between them LLVM aborts the process then
     machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="large", jit=True)
     engine = llvm.create_mcjit_compiler(module, machine)
+    where = package, file
+    engine.set_object_cache(lambda _, code: _compiled.setdefault(where, bytes(code)), lambda _: _compiled.get(where))
     for declared in [*module.functions, *module.global_variables]:
         if declared.is_declaration and not declared.name.startswith("llvm."):
             address = set_to.get(declared.name) or _symbol(declared.name, libraries)

@@ -1,0 +1,153 @@
+"""A Python that has imported the large libraries already, and forks for every program that it is sent.
+
+Most of what a small program takes is `import torch` and `import cupy`. This process has done both, on libraries of the
+virtual GPU, and has put their modules aside: a program imports them as ever, so that whatever happens at an import
+happens (the choice of the device, hooks, what is looked up in `sys.modules`), but nothing is read or executed again.
+The GPU is chosen by the program: it is no more than figures in the virtual GPU's library, which the last choice sets.
+
+At its end a program does what it registered for its end, but nothing is taken apart, which takes a third of a second:
+the end of an interpreter is tested in a fresh one.
+
+A request is one line of JSON on the socket whose descriptor is the only argument, with the descriptors of the files
+for standard output and error. Answered are the number of the process, then its exit code, as lines.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("torch", "cupy")
+NAMES = ("torch", "functorch", "cupy", "cupy_backends")
+
+_exit_codes: list[int] = []  # of the program, once it has one
+
+
+class _Restored:
+    """The loader of a package that has been imported before."""
+
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
+        self._modules = modules
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules.update(self._modules)
+
+
+class _Finder:
+    """What finds the packages of a folder, with some of them imported before."""
+
+    def __init__(self, finder: Any, kept: dict[str, dict[str, ModuleType]]) -> None:
+        self._finder = finder
+        self._kept = kept
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = self._finder.find_spec(name, target)
+        if spec is not None and name in self._kept.get(name, ()):
+            spec.loader = _Restored(self._kept[name])
+        return spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+def import_libraries() -> None:
+    """Import the libraries on a virtual GPU, then put them aside, and forget that there was a virtual GPU."""
+    finders, variables = list(sys.meta_path), dict(os.environ)
+    device = importlib.import_module("stalloc.device")
+    device.activate("virtual")
+    importlib.import_module("stalloc.device.virtual_cupy").redirect(
+        importlib.import_module("ctypes").CDLL("libstalloc_virtual_gpu.so")
+    )
+    sys.meta_path[:] = finders  # what it does at an import, it shall do at the program's
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(variables)
+    kept: dict[str, dict[str, ModuleType]] = {name: {} for name in NAMES}
+    for name in list(sys.modules):
+        package = name.partition(".")[0]
+        if package in kept:
+            kept[package][name] = sys.modules.pop(name)
+        elif package == "stalloc":
+            del sys.modules[name]
+    for package, modules in kept.items():
+        if package in modules:
+            folder = os.path.dirname(os.path.dirname(modules[package].__file__ or ""))
+            finder = sys.path_importer_cache[folder]
+            if not isinstance(finder, _Finder):
+                sys.path_importer_cache[folder] = _Finder(finder, kept)  # type: ignore[assignment]
+
+
+def serve(connection: socket.socket) -> Callable[[], None] | None:
+    """Fork for each request; in the child return what runs the program, at the end of the requests None."""
+    while True:
+        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 22, 2)
+        if not line:
+            return None
+        while not line.endswith(b"\n"):
+            line += connection.recv(1 << 22)
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            connection.close()
+            return lambda: become(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(f"{child}\n".encode())
+        _, status = os.waitpid(child, 0)
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Run the program of a request as `python -c` would."""
+    for number, descriptor in enumerate(descriptors, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    sys.argv = ["-c", *request["arguments"]]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        exec(compile(request["source"], "<string>", "exec"), main.__dict__)
+        _exit_codes.append(0)
+    except SystemExit as ending:
+        _exit_codes.append(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+        raise
+    except Exception:
+        _exit_codes.append(1)
+        raise
+
+
+def end_at_once() -> None:
+    """Leave the process with the program's code; where there is none, or output cannot be written, as Python would."""
+    if _exit_codes:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(_exit_codes[0] & 0xFF)
+
+
+if __name__ == "__main__":
+    atexit.register(end_at_once)  # the first that is registered is the last that is called
+    sys.path[0] = ""  # as for `python -c`
+    import_libraries()
+    for name in ("numba", "rich.console", "stalloc.integrations", "stalloc.runtime", "stalloc.planner"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    program = serve(socket.socket(fileno=int(sys.argv[1])))
+    if program is not None:
+        program()
