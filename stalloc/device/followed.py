@@ -163,6 +163,20 @@ def _copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`multinomial`, which before torch 2.3 reads whether its probabilities are in order."""
+
+    @functools.wraps(function)
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        values.expect(0)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            values.expect_nothing()
+
+    return sample
+
+
 def _count_nonzero_on_read(values: Values, torch: Any) -> None:
     """`nonzero`, which indexing by masks calls inside, forward and backward, reads the true count."""
     operator = torch.ops.aten.nonzero.default
@@ -230,12 +244,16 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     for name in ("to", "cuda", "cpu", "type", "type_as"):
         replace(tensor, name, functools.partial(_mover, values))
     replace(tensor, "copy_", functools.partial(_copier, values))
+    for owner in (torch, tensor):
+        replace(owner, "multinomial", functools.partial(_sampler, values))
     _count_nonzero_on_read(values, torch)
     return values
 
 
 def leave_uncompiled(dynamo: Any) -> None:
     """Keep torch.compile out of these functions: a compiled program calls them as it calls PyTorch's own."""
-    rules = getattr(dynamo, "trace_rules", None) or dynamo.skipfiles  # the name before torch 2.2
+    rules: Any = getattr(dynamo, "trace_rules", None)
+    if not hasattr(rules, "add"):
+        rules = dynamo.skipfiles  # before torch 2.3
     for module in (__name__, Values.__module__):
         rules.add(module)
