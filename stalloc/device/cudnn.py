@@ -6,7 +6,8 @@ may be (`unknown_bytes`), so that whoever reads a peak can be told how certain i
 
 A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
 channels rounded up to `channels`, and its bytes up to `round_bytes`. What is not known is at most `unknown_bytes`, and
-at most `unknown_tensors` times the three tensors: what cuDNN copies to another layout cannot be more than they are.
+with it the work space at most `unknown_tensors` times the three tensors and two filters: what cuDNN copies to another
+layout cannot be more than they are, and partial sums of a filter's gradient are as large as it.
 """
 
 import csv

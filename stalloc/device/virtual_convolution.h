@@ -28,7 +28,7 @@ typedef struct {
     int64_t channel_multiple, round_bytes;        // multiple, each copy rounded up to so many bytes,
     int64_t more_bytes;                           // and so much more
     int64_t unknown_bytes;   // how far off that may be at most; 0 where it was seen
-    int64_t unknown_tensors; // nor more than so many times the three tensors; 0 for no such limit
+    int64_t unknown_tensors; // nor in all more than so many times the tensors and 2 filters; 0 for no such limit
 } WorkspaceRow;
 
 // One convolution that a program asked about, and the row that answered (-1: none).

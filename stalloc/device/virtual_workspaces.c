@@ -86,11 +86,14 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
                               has_sizes(row->stride, c->strides, c->input.rank - 2));
 }
 
-static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c) {
+// How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter.
+static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int64_t bytes) {
     if (!row->unknown_bytes || !row->unknown_tensors) return row->unknown_bytes;
-    int64_t tensors = padded_bytes(&c->input, row) + padded_bytes(&c->filter, row) + padded_bytes(&c->output, row);
-    int64_t most = row->unknown_tensors * tensors;
-    return most < row->unknown_bytes ? most : row->unknown_bytes;
+    int64_t filter = padded_bytes(&c->filter, row);
+    int64_t tensors = padded_bytes(&c->input, row) + filter + padded_bytes(&c->output, row);
+    int64_t more = row->unknown_tensors * tensors + 2 * filter - bytes;
+    if (more < 512) more = 512; // it is a guess, however small
+    return more < row->unknown_bytes ? more : row->unknown_bytes;
 }
 
 static void remember(const Convolution *c, int64_t row, int64_t workspace_bytes, int64_t unknown) {
@@ -113,7 +116,7 @@ int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
         if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row);
         if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row);
         if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row);
-        unknown = unknown_bytes(row, c);
+        unknown = unknown_bytes(row, c, bytes);
         if (unknown && guesses) bytes = guesses < 0 ? 0 : bytes + unknown;
     }
     remember(c, i < num_rows ? i : -1, bytes, unknown);
