@@ -23,15 +23,15 @@ def requests(function):
     return [event["size"] for event in events if event["action"] == "alloc"]
 
 half, single = ({"device": "cuda", "dtype": dtype} for dtype in (torch.float16, torch.float32))
-image, filters = torch.randn(2, 3, 32, 32, **half), torch.randn(16, 3, 3, 3, **half)
+image, filters = torch.randn(2, 3, 32, 32, **half), torch.randn(16, 3, 4, 4, **half)
 network = torch.nn.LSTM(32, 64, num_layers=2, bidirectional=True).cuda()
 weights = list(network.parameters())
 query = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
 result = {
     "enabled": torch.backends.cudnn.enabled,
     "version": list(torch._C._cudnn.getCompileVersion()) == list(torch._C._cudnn.getRuntimeVersion()),
-    "padded": requests(lambda: F.conv2d(image, filters, padding=1)),
-    "last": requests(lambda: F.conv2d(image.to(memory_format=torch.channels_last), filters, padding=1)),
+    "padded": requests(lambda: F.conv2d(image, filters, stride=4)),
+    "last": requests(lambda: F.conv2d(image.to(memory_format=torch.channels_last), filters, stride=4)),
     "single": requests(lambda: F.conv2d(image.float(), filters.float(), stride=2)),
     "bytes of weights": [sum(w.numel() * 4 for w in weights), weights[0].untyped_storage().nbytes(),
                          len({w.untyped_storage().data_ptr() for w in weights})],
@@ -54,25 +54,32 @@ def test_cudnn_is_on_in_the_version_that_torch_was_built_with(on_h100: Any) -> N
 
 
 def test_a_convolution_in_half_precision_copies_its_tensors_with_channels_padded(on_h100: Any) -> None:
-    image, filters, output = (8 * 2 * 32 * 32 * 2, 16 * 8 * 3 * 3 * 2, 16 * 2 * 32 * 32 * 2)
+    image, filters, output = (8 * 2 * 32 * 32 * 2, 16 * 8 * 4 * 4 * 2, 16 * 2 * 8 * 8 * 2)
     filters += -filters % 512
     assert on_h100["padded"] == [output, image + filters + output + 512]
 
 
 def test_a_convolution_with_channels_last_has_no_work_space(on_h100: Any) -> None:
-    image, output, filters = 2 * 3 * 32 * 32 * 2, 2 * 16 * 32 * 32 * 2, 16 * 3 * 3 * 3 * 2
+    image, output, filters = 2 * 3 * 32 * 32 * 2, 2 * 16 * 8 * 8 * 2, 16 * 3 * 4 * 4 * 2
     assert on_h100["last"] == [image, output, filters]  # the two copies are torch's own
 
 
 def test_what_is_not_known_for_certain_is_said(on_h100: Any) -> None:
     half, last, single = on_h100["asked"]
-    assert half[:4] == ["forward", [2, 3, 32, 32], [16, 3, 3, 3], [1, 1]]
+    assert half[:4] == ["forward", [2, 3, 32, 32], [16, 3, 4, 4], [4, 4]]
     assert half[5] == 0
     assert last[4] == 0
     assert last[5] > 0
     assert single[3] == [2, 2]
     assert single[4] == on_h100["single"][-1]
     assert single[5] >= single[4]
+
+
+def test_a_guess_is_no_larger_than_the_tensors_that_it_is_about(on_h100: Any) -> None:
+    _, _, single = on_h100["asked"]
+    filters = 4 * 16 * 4 * 4 * 4  # three channels are four where they are copied
+    tensors = 4 * (2 * 4 * 32 * 32 + 2 * 16 * 15 * 15) + filters
+    assert 0 < single[5] <= tensors + 2 * filters
 
 
 def test_weights_of_recurrent_networks_lie_in_one_buffer_without_gaps(on_h100: Any) -> None:

@@ -44,6 +44,10 @@ print(json.dumps({
     "lengths": [lengths.tolist(), torch.repeat_interleave(lengths).tolist(), list(torch.nonzero(mask).shape)],
     "unique": [part.tolist() for part in once],
     "one hot": list(torch.nn.functional.one_hot(lengths).shape),
+    "bins": [torch.bincount(lengths).tolist(), list(torch.bincount(lengths, minlength=9).shape)],
+    "aligned": list(torch.nn.functional.ctc_loss(  # which reads the lengths, and refuses targets of another length
+        torch.randn(9, 2, 5, device="cuda").log_softmax(-1), mask[mask == 1], torch.tensor([9, 9]).cuda(), lengths
+    ).shape),
     "where": [part.tolist() for part in torch.where(mask == 0)],
     "inference": inference,
     "by default": by_default,
@@ -69,6 +73,8 @@ def values(run_checks: Any) -> Any:
         ("lengths", [[2, 3], [0, 0, 1, 1, 1], [5, 2]]),
         ("unique", [[0, 1], [1, 5]]),
         ("one hot", [2, 4]),
+        ("bins", [[0, 0, 1, 1], [9]]),
+        ("aligned", []),
         ("where", [[0], [2]]),
         ("inference", [5, 2]),
         ("by default", [[0, 1, 2], "cuda:0"]),

@@ -100,7 +100,7 @@ def ask_torch(
     asked, answered = folder / "programs.npz", folder / "answers.npz"
     np.savez(asked, program=of_program, **columns)
     source = (Path(__file__).parent / "programs" / "torch_oracle.py").read_text()
-    environment = {"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": None}
+    environment = {"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings}  # the name before torch 2.9
     done = run_program(source, str(asked), str(answered), str(CAPACITY), *more, **environment)
     assert done.returncode == 0, done.stderr
     answers = dict(np.load(answered))

@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 
 
 @pytest.mark.parametrize(
-    "name", ["capacity", "fidelity", "hostile", "kernels", "no_harm", "planner", "replay", "runtime", "soak"]
+    "name", ["capacity", "fidelity", "hostile", "kernels", "no_harm", "planner", "replay", "runtime", "soak", "values"]
 )
 def test_a_bench_enters_the_environment_by_itself(name, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

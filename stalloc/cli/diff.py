@@ -44,6 +44,7 @@ from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+from stalloc.torch_release import other_release
 from stalloc.trace import Trace, load_traces
 
 
@@ -106,6 +107,10 @@ def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[st
     for file, traces in ((args.first, first), (args.second, second)):
         told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
         notes += [f"{file_label(file)}: {note}" for note in told]
+    releases = [next((t.info["torch"] for t in traces if "torch" in t.info), None) for traces in (first, second)]
+    warning = other_release(f"{file_label(args.first)} was recorded with", releases[0], releases[1])
+    if warning:
+        notes.append(f"{warning}: {file_label(args.second)} is of that one")
     if len(first) == len(second) == 1:
         return [(first[0], second[0])], notes
     of_first, of_second = ({trace.device: trace for trace in traces} for traces in (first, second))

@@ -9,6 +9,7 @@ program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written a
 """
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from typing import Any
@@ -28,6 +29,7 @@ from stalloc.device import VirtualGPU
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.files import check_writable
+from stalloc.torch_release import known_release
 from stalloc.trace import Trace
 
 _MAX_EVENTS = 1 << 22  #: of PyTorch's history
@@ -99,7 +101,8 @@ def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list
         return code, []
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         torch.cuda.memory._dump_snapshot(f"{folder}/history.pickle")
-        return code, load_traces(f"{folder}/history.pickle")
+        traces = load_traces(f"{folder}/history.pickle")
+        return code, [dataclasses.replace(trace, info=trace.info | known_release()) for trace in traces]
 
 
 def _entry(trace: Trace) -> dict[str, Any]:

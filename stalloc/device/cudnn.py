@@ -5,7 +5,9 @@ the source of its figure; the first row that fits answers. A row whose figure wa
 may be (`unknown_bytes`), so that whoever reads a peak can be told how certain it is.
 
 A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
-channels rounded up to `channels`, and its bytes up to `round_bytes`.
+channels rounded up to `channels`, and its bytes up to `round_bytes`. What is not known is at most `unknown_bytes`, and
+with it the work space at most `unknown_tensors` times the three tensors and two filters: what cuDNN copies to another
+layout cannot be more than they are, and partial sums of a filter's gradient are as large as it.
 """
 
 import csv
@@ -36,7 +38,7 @@ class _Row(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("element_bytes", "layout", "direction", "window", "stride", "groups")),
         *((name, _Sizes) for name in ("input", "filter", "strides")),
         *((name, ctypes.c_int64) for name in ("inputs", "filters", "outputs", "channels", "round_bytes")),
-        *((name, ctypes.c_int64) for name in ("more_bytes", "unknown_bytes")),
+        *((name, ctypes.c_int64) for name in ("more_bytes", "unknown_bytes", "unknown_tensors")),
     )
 
 
@@ -51,7 +53,7 @@ class _Asked(ctypes.Structure):
         ("direction", ctypes.c_int),
         *((name, _Tensor) for name in ("input", "filter", "output")),
         *((name, _Sizes) for name in ("strides", "dilations", "paddings")),
-        *((name, ctypes.c_int64) for name in ("row", "workspace_bytes")),
+        *((name, ctypes.c_int64) for name in ("row", "workspace_bytes", "unknown_bytes")),
     )
 
 
@@ -137,16 +139,10 @@ def load_table(library: ctypes.CDLL) -> None:
     library.stalloc_virtual_convolutions.restype = ctypes.c_int64
 
 
-def _unknown(row: WorkspaceRow, workspace_bytes: int) -> int:
-    """What is a guess may be missing altogether, too."""
-    return max(row.unknown_bytes, workspace_bytes) if row.unknown_bytes else 0
-
-
 def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
     """The different convolutions that this process made so far."""
     kept = (_Asked * _MOST_CONVOLUTIONS)()
     num = library.stalloc_virtual_convolutions(kept, ctypes.c_int64(_MOST_CONVOLUTIONS))
-    table = workspace_table()
     return [
         AskedConvolution(
             direction=_DIRECTIONS[one.direction],
@@ -154,7 +150,8 @@ def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
             filter_sizes=tuple(one.filter.sizes[: one.filter.rank]),
             strides=tuple(one.strides[: one.input.rank - 2]),
             workspace_bytes=one.workspace_bytes,
-            unknown_bytes=_unknown(table[one.row], one.workspace_bytes) if one.row >= 0 else None,
+            # what is a guess may be missing altogether, too
+            unknown_bytes=one.unknown_bytes and max(one.unknown_bytes, one.workspace_bytes) if one.row >= 0 else None,
         )
         for one in kept[:num]
     ]

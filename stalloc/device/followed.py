@@ -38,8 +38,9 @@ _METHODS = (
 )
 _MAKERS = ("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like")
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
-_COUNTED = ("unique", "unique_consecutive", "repeat_interleave", "one_hot")
-"""Functions that read how long their result is; one_hot, the largest number."""
+_LARGEST = ("one_hot", "bincount")
+_COUNTED = ("unique", "unique_consecutive", "repeat_interleave", *_LARGEST)
+"""Functions that read how long their result is; some, the largest number."""
 
 
 def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +69,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         if not counted or computed is None:
             result = function(*args, **named)
         else:
-            values.expect(_length(computed[0]) if name != "one_hot" else computed[0].shape[-1] - 1)
+            values.expect(_length(computed[0]) if name not in _LARGEST else computed[0].shape[-1] - 1)
             try:
                 result = function(*args, **named)
             finally:
@@ -163,6 +164,41 @@ def _copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _reader_of_lengths(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`ctc_loss`, which copies its lengths to the host before it begins."""
+
+    @functools.wraps(function)
+    def lose(log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
+        if targets.dtype == values.torch.int64:  # with others it may be cuDNN's, which does not
+            args = tuple(_on_host(values, one) for one in args)
+            kwargs = {name: _on_host(values, one) for name, one in kwargs.items()}
+        return function(log_probs, targets, *args, **kwargs)
+
+    return lose
+
+
+def _on_host(values: Values, value: Any) -> Any:
+    """A tensor of numbers as PyTorch would copy it to the host without a request, where it is known."""
+    if not values.is_followed(value) or value.dtype != values.torch.int64:
+        return value
+    host = values.read(value)
+    return value if host is None else host
+
+
+def _sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`multinomial`, which before torch 2.3 reads whether its probabilities are in order."""
+
+    @functools.wraps(function)
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        values.expect(0)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            values.expect_nothing()
+
+    return sample
+
+
 def _count_nonzero_on_read(values: Values, torch: Any) -> None:
     """`nonzero`, which indexing by masks calls inside, forward and backward, reads the true count."""
     operator = torch.ops.aten.nonzero.default
@@ -230,12 +266,17 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     for name in ("to", "cuda", "cpu", "type", "type_as"):
         replace(tensor, name, functools.partial(_mover, values))
     replace(tensor, "copy_", functools.partial(_copier, values))
+    replace(torch, "ctc_loss", functools.partial(_reader_of_lengths, values))
+    for owner in (torch, tensor):
+        replace(owner, "multinomial", functools.partial(_sampler, values))
     _count_nonzero_on_read(values, torch)
     return values
 
 
 def leave_uncompiled(dynamo: Any) -> None:
     """Keep torch.compile out of these functions: a compiled program calls them as it calls PyTorch's own."""
-    rules = getattr(dynamo, "trace_rules", None) or dynamo.skipfiles  # the name before torch 2.2
+    rules: Any = getattr(dynamo, "trace_rules", None)
+    if not hasattr(rules, "add"):
+        rules = dynamo.skipfiles  # before torch 2.3
     for module in (__name__, Values.__module__):
         rules.add(module)

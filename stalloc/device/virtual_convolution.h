@@ -27,13 +27,15 @@ typedef struct {
     int64_t num_inputs, num_filters, num_outputs; // copies of each tensor, with its channels rounded up to a
     int64_t channel_multiple, round_bytes;        // multiple, each copy rounded up to so many bytes,
     int64_t more_bytes;                           // and so much more
-    int64_t unknown_bytes; // how far off that may be; 0 where it was seen
+    int64_t unknown_bytes;   // how far off that may be at most; 0 where it was seen
+    int64_t unknown_tensors; // nor in all more than so many times the tensors and 2 filters; 0 for no such limit
 } WorkspaceRow;
 
 // One convolution that a program asked about, and the row that answered (-1: none).
 typedef struct {
     Convolution convolution;
     int64_t row, workspace_bytes;
+    int64_t unknown_bytes; // how far off that may be
 } AskedConvolution;
 
 int64_t convolution_workspace_bytes(const Convolution *convolution, int cudnn_version);

@@ -51,12 +51,19 @@ int stalloc_virtual_copied(const void *from, size_t size_bytes, void *out) {
 
 // A count that the libraries are about to read from the device, where kernels would have put it; -1 for none.
 static __thread int64_t expected = -1;
-void stalloc_virtual_expect(int64_t number) { expected = number; }
+static __thread bool has_checked;
+void stalloc_virtual_expect(int64_t number) {
+    expected = number;
+    has_checked = false;
+}
 
 static bool answer_expected(void *to, size_t size_bytes) {
     if (expected < 0) return false;
-    if (size_bytes == 1) memset(to, 1, 1); // the library checks its arguments, which the host found in order
-    if (size_bytes == 1) return true;
+    if (size_bytes == 1) { // the library checks its arguments: they are in order, and then nothing is wrong with them
+        memset(to, !has_checked, 1);
+        has_checked = true;
+        return true;
+    }
     if (size_bytes != 4 && size_bytes != 8) return false;
     memcpy(to, &expected, size_bytes); // the low half of a number is its first on the machines that CUDA supports
     return true;

@@ -158,6 +158,13 @@ Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) {
 Result cuMemsetD8Async(Address address, unsigned char value, size_t num, Handle stream) {
     return cuMemsetD8_v2(address, value, num);
 }
+Result cuStreamWriteValue32_v2(Handle stream, Address address, uint32_t value, unsigned flags) {
+    memory_copy((void *)address, &value, sizeof value);
+    return SUCCESS;
+}
+Result cuStreamWriteValue32(Handle stream, Address address, uint32_t value, unsigned flags) { // PyTorch 2.6 looks for it
+    return cuStreamWriteValue32_v2(stream, address, value, flags);
+}
 Result cuMemsetD32Async(Address address, unsigned value, size_t num, Handle stream) {
     if (value == 0) {
         memory_set((void *)address, 0, 4 * num);

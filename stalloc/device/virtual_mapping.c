@@ -109,3 +109,6 @@ Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num
 Result cuMemExportToShareableHandle(void) { return NOT_SUPPORTED; }
 Result cuMemImportFromShareableHandle(void) { return NOT_SUPPORTED; }
 Result cuMulticastCreate(void) { return NOT_SUPPORTED; }
+Result cuMulticastAddDevice(void) { return NOT_SUPPORTED; }
+Result cuMulticastBindMem(void) { return NOT_SUPPORTED; }
+Result cuMulticastUnbind(void) { return NOT_SUPPORTED; }

@@ -162,3 +162,48 @@ Status cudnnDropoutGetStatesSize(Handle handle, size_t *bytes) {
     *bytes = (size_t)gpu.num_multiprocessors * 2048 * 8;
     return 0;
 }
+
+// The older functions of cuDNN 8, which PyTorch before 2.3 calls: the input is told with each question, by a descriptor
+// of the first step or of all of them.
+Status cudnnSetRNNDescriptor_v6(Handle handle, Network *network, int hidden, int layers, Handle dropout, int input_mode,
+                                int direction, int cell, int algorithm, int precision) {
+    *network = (Network){cell, DOUBLE_BIAS, direction == 0 ? 1 : 2, 0, hidden, 0, layers, bytes_of(precision)};
+    return 0;
+}
+Status cudnnSetRNNProjectionLayers(Handle handle, Network *network, int projected, int of_output) {
+    network->projected = projected;
+    return 0;
+}
+
+static const Network *with_input(Network *network, const Sizes *step) {
+    network->input = step->sizes[1];
+    network->element_bytes = bytes_of(step->type);
+    return network;
+}
+Status cudnnGetRNNParamsSize(Handle handle, Network *network, const Sizes *step, size_t *bytes, int type) {
+    return cudnnGetRNNWeightSpaceSize(handle, with_input(network, step), bytes);
+}
+Status cudnnGetRNNLinLayerMatrixParams(Handle handle, Network *network, int pseudo_layer, const Sizes *step,
+                                       Handle weights, const char *space, int linear, Sizes *matrix, void **at) {
+    return cudnnGetRNNWeightParams(handle, with_input(network, step), pseudo_layer, 0, space, linear, matrix, at, NULL,
+                                   NULL);
+}
+Status cudnnGetRNNLinLayerBiasParams(Handle handle, Network *network, int pseudo_layer, const Sizes *step,
+                                     Handle weights, const char *space, int linear, Sizes *bias, void **at) {
+    return cudnnGetRNNWeightParams(handle, with_input(network, step), pseudo_layer, 0, space, linear, NULL, NULL, bias,
+                                   at);
+}
+static Status temporary_bytes(Handle handle, Network *network, int num_steps, const Sizes *const *steps, size_t *work,
+                              size_t *reserve) {
+    Sequences sequences = {num_steps, num_steps ? steps[0]->sizes[0] : 0, 0}; // the longest sequences come first
+    if (num_steps) with_input(network, steps[0]);
+    return cudnnGetRNNTempSpaceSizes(handle, network, 1, &sequences, work, reserve);
+}
+Status cudnnGetRNNWorkspaceSize(Handle handle, Network *network, int num_steps, const Sizes *const *steps,
+                                size_t *bytes) {
+    return temporary_bytes(handle, network, num_steps, steps, bytes, NULL);
+}
+Status cudnnGetRNNTrainingReserveSize(Handle handle, Network *network, int num_steps, const Sizes *const *steps,
+                                      size_t *bytes) {
+    return temporary_bytes(handle, network, num_steps, steps, NULL, bytes);
+}

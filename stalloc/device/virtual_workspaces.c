@@ -86,19 +86,29 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
                               has_sizes(row->stride, c->strides, c->input.rank - 2));
 }
 
-static void remember(const Convolution *c, int64_t row, int64_t workspace_bytes) {
+// How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter.
+static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int64_t bytes) {
+    if (!row->unknown_bytes || !row->unknown_tensors) return row->unknown_bytes;
+    int64_t filter = padded_bytes(&c->filter, row);
+    int64_t tensors = padded_bytes(&c->input, row) + filter + padded_bytes(&c->output, row);
+    int64_t more = row->unknown_tensors * tensors + 2 * filter - bytes;
+    if (more < 512) more = 512; // it is a guess, however small
+    return more < row->unknown_bytes ? more : row->unknown_bytes;
+}
+
+static void remember(const Convolution *c, int64_t row, int64_t workspace_bytes, int64_t unknown) {
     pthread_mutex_lock(&asked_lock);
     if (!asked) asked = calloc(MAX_ASKED, sizeof *asked);
     int64_t i = 0;
     while (asked && i < num_asked && memcmp(&asked[i].convolution, c, sizeof *c)) i++;
     if (asked && i == num_asked && num_asked < MAX_ASKED)
-        asked[num_asked++] = (AskedConvolution){*c, row, workspace_bytes};
+        asked[num_asked++] = (AskedConvolution){*c, row, workspace_bytes, unknown};
     pthread_mutex_unlock(&asked_lock);
 }
 
 int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
     if (c->direction == NO_CONVOLUTION) return 0;
-    int64_t i = 0, bytes = 0;
+    int64_t i = 0, bytes = 0, unknown = 0;
     while (i < num_rows && !fits(&rows[i], c, cudnn_version)) i++;
     if (i < num_rows) {
         const WorkspaceRow *row = &rows[i];
@@ -106,8 +116,9 @@ int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
         if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row);
         if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row);
         if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row);
-        if (row->unknown_bytes && guesses) bytes = guesses < 0 ? 0 : bytes + row->unknown_bytes;
+        unknown = unknown_bytes(row, c, bytes);
+        if (unknown && guesses) bytes = guesses < 0 ? 0 : bytes + unknown;
     }
-    remember(c, i < num_rows ? i : -1, bytes);
+    remember(c, i < num_rows ? i : -1, bytes, unknown);
     return bytes;
 }

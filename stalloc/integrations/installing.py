@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator
 
 from stalloc.errors import SetupError
 from stalloc.integrations.imports import after_import
+from stalloc.notices import say
+from stalloc.printable import printable
+from stalloc.torch_release import other_release, release_installed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # each would hold up every start of Python under STALLOC=1
@@ -93,6 +96,7 @@ def _start(
         from stalloc.planner import load_plans
 
         plans = load_plans(plan)
+        _warn_of_another_torch(plan, plans)
     devices.activate(device, gpu)
     from stalloc.integrations.ranks import plan_together
     from stalloc.runtime import Settings, start
@@ -100,6 +104,13 @@ def _start(
     runtime = start(settings or Settings(), plans, plan_together)
     runtime.try_plans(known_plans)
     return runtime
+
+
+def _warn_of_another_torch(file: "str | Path", plans: "list[Plan]") -> None:
+    for made_with in dict.fromkeys(str(plan.provenance.get("torch", "")) for plan in plans):
+        warning = other_release(f"{printable(str(file))} is of", made_with, release_installed())
+        if warning:
+            say(f"{warning}. What it no longer fits is served from the heap.")
 
 
 def _await_torch() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.core.entry import torch_entries
+from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
 from stalloc.integrations import torch_answers
 from stalloc.runtime import Runtime
@@ -51,14 +52,20 @@ def _holders(torch: Any, limit: int = 3) -> list[str]:
 def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> bool:
     """Make stalloc torch's CUDA allocator; `stepped` is called with the devices of an optimizer that has made a step.
 
-    False if this torch has no CUDA. Raises SetupError if CUDA was used already.
+    False if this torch has no CUDA. Raises SetupError if CUDA was used already, or this torch cannot be served.
     """
     import torch
 
     if not torch.backends.cuda.is_built():
         return False  # a CPU build: nothing to serve
     check_untouched()
-    allocate, free = torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
+    try:
+        allocate, free = torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
+    except OSError as error:
+        raise SetupError(
+            f"stalloc cannot serve torch {torch.__version__}: {str(error).removeprefix('stalloc: ')} Use torch 2.1 or "
+            "a later one from its wheels, or run without stalloc."
+        ) from None
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
@@ -148,14 +155,17 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         controllers[device].memory.limit(fraction)
 
     # what is interrupted is done all the same, or memory would be used again too soon: each may be done twice
-    for setter, function in (
-        (allocator.set_record_stream_fn, record_stream),
-        (allocator.set_reset_fn, empty_cache),
-        (allocator.set_begin_allocate_to_pool, begin_capture),
-        (allocator.set_end_allocate_to_pool_fn, end_capture),
-        (allocator.set_release_pool, release_capture),
-    ):
-        setter(lasting_entry(function))
+    begin, end = lasting_entry(begin_capture), lasting_entry(end_capture)
+    if hasattr(allocator, "set_begin_allocate_to_pool"):
+        allocator.set_begin_allocate_to_pool(begin)
+        allocator.set_end_allocate_to_pool_fn(end)
+    else:  # torch before 2.3
+        (begin,) = link(__package__, "torch_older.ll", "begin_stream_capture", set_to={"begin_capture": begin})
+        allocator.set_begin_allocate_stream_to_pool(begin)
+        allocator.set_end_allocate_stream_to_pool_fn(end)
+    allocator.set_record_stream_fn(lasting_entry(record_stream))
+    allocator.set_reset_fn(lasting_entry(empty_cache))
+    allocator.set_release_pool(lasting_entry(release_capture))
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)
     _keep.append(callback)
     allocator.set_memory_fraction_fn(ctypes.cast(callback, ctypes.c_void_p).value)

@@ -237,6 +237,7 @@ def _provenance(
     return {
         "source": str(info.get("source", "")),
         "file": PurePath(str(info.get("file", ""))).name,
+        **({"torch": str(info["torch"])} if "torch" in info else {}),
         "options": options,
         "stalloc": __version__,
     }

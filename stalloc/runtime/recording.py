@@ -14,6 +14,7 @@ from stalloc.columns import Column
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
+from stalloc.torch_release import known_release
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
@@ -143,6 +144,7 @@ class Recording:
             info={
                 "device_name": self._device.name,
                 "total_bytes": self._device.total_bytes,
+                **known_release(),
                 "notes": [] if state.record.recording else ["the record's table filled up: later events are missing"],
             },
         )

@@ -14,7 +14,11 @@ from stalloc.device import activate, find_gpu
 activate("virtual", find_gpu(sys.argv[1]))
 import torch  # noqa: E402  (the device is in place)
 import torch.nn.functional as F  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+try:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError:  # before torch 2.3 attention's backends are chosen otherwise
+    sdpa_kernel = None
 
 warnings.simplefilter("ignore")
 OPERATORS: dict[str, Callable[[], Any]] = {}
@@ -166,10 +170,23 @@ def recurrent_networks() -> None:
     torch.nn.LSTMCell(32, 64).cuda()(numbers(3, 32))[0].sum().backward()
 
 
-def attend(backend: SDPBackend, dtype: torch.dtype) -> None:
-    """Attention by one backend, forward and backward."""
+def attend(backend: str, dtype: torch.dtype) -> None:
+    """Attention by one backend, forward and backward; nothing where torch has none of that name."""
     q, k, v = (numbers(2, 8, 128, 64, dtype=dtype) for _ in range(3))
-    with sdpa_kernel(backend):
+    if sdpa_kernel is None:
+        names = {
+            "MATH": "enable_math",
+            "EFFICIENT_ATTENTION": "enable_mem_efficient",
+            "FLASH_ATTENTION": "enable_flash",
+        }
+        if backend not in names:
+            return
+        only = torch.backends.cuda.sdp_kernel(**{option: name == backend for name, option in names.items()})
+    elif not hasattr(SDPBackend, backend):
+        return
+    else:
+        only = sdpa_kernel(getattr(SDPBackend, backend))
+    with only:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
 
@@ -183,24 +200,24 @@ def attention_of_torchs_choice() -> None:
 
 @operator
 def attention_by_mathematics() -> None:
-    attend(SDPBackend.MATH, torch.float32)
+    attend("MATH", torch.float32)
 
 
 @operator
 def attention_that_saves_memory() -> None:
-    attend(SDPBackend.EFFICIENT_ATTENTION, torch.float32)
+    attend("EFFICIENT_ATTENTION", torch.float32)
 
 
 @operator
 def flash_attention() -> None:
     if torch.cuda.get_device_capability() >= (8, 0):  # others have none
-        attend(SDPBackend.FLASH_ATTENTION, torch.bfloat16)
+        attend("FLASH_ATTENTION", torch.bfloat16)
 
 
 @operator
 def cudnn_attention() -> None:
     if torch.cuda.get_device_capability() >= (8, 0):
-        attend(SDPBackend.CUDNN_ATTENTION, torch.bfloat16)
+        attend("CUDNN_ATTENTION", torch.bfloat16)
 
 
 @operator
@@ -248,16 +265,17 @@ def nested_tensors() -> None:
 
 @operator
 def optimizers() -> None:
-    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor):
+    for kind in ("AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor"):
         weight = numbers(64, 64)
         weight.sum().backward()
-        kind([weight], lr=0.1).step()
+        if hasattr(torch.optim, kind):  # Adafactor is young
+            getattr(torch.optim, kind)([weight], lr=0.1).step()
     weight = numbers(64, 64)
     weight.sum().backward()
     torch.optim.AdamW([weight], fused=True).step()
-    scaler = torch.amp.GradScaler("cuda")
+    scaler = torch.cuda.amp.GradScaler() if not hasattr(torch.amp, "GradScaler") else torch.amp.GradScaler("cuda")
     scaler.scale(weight.sum()).backward()
-    scaler.step(torch.optim.SGD([weight]))
+    scaler.step(torch.optim.SGD([weight], lr=0.1))
     scaler.update()
 
 

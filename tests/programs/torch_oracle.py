@@ -1,10 +1,10 @@
 """Drives the real caching allocator of torch on the virtual GPU and writes down what it did after every step.
 
 Arguments: the file of programs (.npz), the file for the answers (.npz), the device's bytes. Settings come through
-PYTORCH_ALLOC_CONF. Programs lie one after the other: `step` (0 alloc, 1 free, 2 empty the cache), `request` (row of
-the step, -1 for none), `program` (of each step), and for each request `size`, `stream`, `shared` (1: another stream
-uses the memory too, so that its free has to wait for that stream). With a folder as fourth argument, each program is
-recorded from its middle on, and its snapshot is left there.
+PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, as this torch reads it. Programs lie one after the other: `step` (0
+alloc, 1 free, 2 empty the cache), `request` (row of the step, -1 for none), `program` (of each step), and for each
+request `size`, `stream`, `shared` (1: another stream uses the memory too, so that its free has to wait for that
+stream). With a folder as fourth argument, each program is recorded from its middle on, and its snapshot is left there.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def free(row: int) -> None:
 
 
 def note_blocks(at: int) -> None:
-    for segment in torch._C._cuda_memorySnapshot(None)["segments"]:
+    for segment in torch.cuda.memory._snapshot()["segments"]:
         for block in segment["blocks"]:
             state = STATES[block["state"]]
             where = number_of_stream[segment["stream"]], int(segment["segment_type"] == "small")
@@ -69,7 +69,7 @@ def note_blocks(at: int) -> None:
 
 def end_program(program: int) -> None:
     """Keep what was recorded, and begin anew with nothing."""
-    snapshot = torch._C._cuda_memorySnapshot(None)
+    snapshot = torch.cuda.memory._snapshot()
     events = snapshot["device_traces"][0]
     segments.extend((program, event["addr"]) for event in events if event["action"] == "segment_alloc")
     if folder:
@@ -96,7 +96,7 @@ for at, (step, row, program) in enumerate(steps):
     if folder and at in middles:
         record(True)
     if step == 0:
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
             address[at] = allocate(row)
     elif step == 1:
         free(row)

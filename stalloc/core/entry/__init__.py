@@ -11,12 +11,23 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
-from stalloc.core.entry.linking import link, text, word
+from stalloc.core.entry.linking import find, link, text, word
 from stalloc.core.records import State, offset_of
 from stalloc.core.requests import free_entry, malloc_entry
 
 Handler = Callable[[int, int, int], int]
 Again = Callable[[int, int, int, list[BaseException]], int]
+
+# the constructors of c10::Error and std::string, with the strings of C++11 and with those before: PyTorch's wheels for
+# CUDA 12 have the older ones up to 2.6
+_ERROR = (
+    "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE",
+    "_ZN3c105ErrorC2ENS_14SourceLocationESs",
+)
+_STRING = (
+    "_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_",
+    "_ZNSsC1EPKcmRKSaIcE",
+)
 
 _kept: list[object] = []  # what compiled code calls lives as long as the process
 
@@ -85,7 +96,7 @@ def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | No
     `states` is the address of a table of state addresses by device, `entries` are where requests are served
     (by default `core_entries`). An allocation without memory throws
     c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError; where the
-    driver failed c10::Error, a RuntimeError.
+    driver failed c10::Error, a RuntimeError. OSError names the symbol if this torch lacks one that they need.
     """
     malloc, free = entries or core_entries()
     set_to = {"states": states, "core_malloc": malloc, "core_free": free, "file_name": text(b"stalloc")}
@@ -95,6 +106,8 @@ def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | No
         ctypes.CDLL(str(torch_folder / "lib" / "libc10_cuda.so")),
         ctypes.CDLL("libstdc++.so.6"),
     )
+    error, set_to["construct_error"] = find(_ERROR, libraries)
+    set_to["construct_string"] = find((_STRING[_ERROR.index(error)],), libraries)[1]
     allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries)
     return allocate, release
 

@@ -28,13 +28,15 @@ def text(value: bytes) -> int:
     return ctypes.addressof(constant)
 
 
-def _symbol(name: str, libraries: tuple[ctypes.CDLL, ...]) -> int:
-    for library in libraries:
-        try:
-            return ctypes.addressof(ctypes.c_char.in_dll(library, name))
-        except ValueError:
-            continue
-    raise OSError(f"stalloc: this process has no symbol {name}, which an entry point of the allocator needs.")
+def find(names: tuple[str, ...], libraries: tuple[ctypes.CDLL, ...]) -> tuple[str, int]:
+    """The first of these symbols that one of the libraries has, and its address; OSError if there is none."""
+    for name in names:
+        for library in libraries:
+            try:
+                return name, ctypes.addressof(ctypes.c_char.in_dll(library, name))
+            except ValueError:
+                continue
+    raise OSError(f"stalloc: this process has no symbol {names[0]}, which an entry point of the allocator needs.")
 
 
 def link(
@@ -56,7 +58,7 @@ def link(
     engine.set_object_cache(lambda _, code: _compiled.setdefault(where, bytes(code)), lambda _: _compiled.get(where))
     for declared in [*module.functions, *module.global_variables]:
         if declared.is_declaration and not declared.name.startswith("llvm."):
-            address = set_to.get(declared.name) or _symbol(declared.name, libraries)
+            address = set_to.get(declared.name) or find((declared.name,), libraries)[1]
             engine.add_global_mapping(declared, address)
     engine.finalize_object()
     engine.run_static_constructors()

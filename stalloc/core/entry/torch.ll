@@ -12,17 +12,15 @@ declare void @core_free(i64, i64)               ; (state, address)
 ; The exceptions are objects of C++ (Itanium C++ ABI, 2.5.2): a vtable begins with the offset to the top and the type;
 ; the pointer in an object leads to what follows: the complete destructor, the deleting one, and so on.
 %location = type { ptr, ptr, i32 }              ; c10::SourceLocation
-%string = type { ptr, i64, [2 x i64] }          ; std::string
+%string = type [4 x i64]                        ; std::string, of either kind: wheels before torch 2.7 have the older
 @_ZTVN3c1016OutOfMemoryErrorE = external constant [5 x ptr]
 @_ZTIN3c1016OutOfMemoryErrorE = external constant ptr
 @_ZTVN3c105ErrorE = external constant [5 x ptr]
 @_ZTIN3c105ErrorE = external constant ptr
-declare void @_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(
-    ptr, ptr byval(%location) align 8, ptr)
-declare ptr @_Znwm(i64)                         ; operator new: the string's own memory
+declare void @construct_error(ptr, ptr byval(%location) align 8, ptr) ; c10::Error(SourceLocation, std::string)
+declare void @construct_string(ptr, ptr, i64, ptr) ; std::string(const char*, size_t, const allocator&)
 declare ptr @__cxa_allocate_exception(i64)
 declare void @__cxa_throw(ptr, ptr, ptr)
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
 ; torch takes a NULL silently, so an allocation without memory throws.
 define ptr @allocate(i64 %size, i32 %device, ptr %stream) uwtable {
@@ -65,17 +63,9 @@ define void @throw(i64 %state) noinline uwtable {
   %text.address = load i64, ptr %text.field
   %length = load i64, ptr %length.field
   %from = inttoptr i64 %text.address to ptr
-  %room = add i64 %length, 1
-  %copy = call ptr @_Znwm(i64 %room)
-  call void @llvm.memcpy.p0.p0.i64(ptr %copy, ptr %from, i64 %length, i1 false)
-  %end = getelementptr i8, ptr %copy, i64 %length
-  store i8 0, ptr %end
   %message = alloca %string, align 8
-  store ptr %copy, ptr %message
-  %message.length = getelementptr %string, ptr %message, i32 0, i32 1
-  store i64 %length, ptr %message.length
-  %message.capacity = getelementptr %string, ptr %message, i32 0, i32 2
-  store i64 %length, ptr %message.capacity
+  %allocator = alloca i8
+  call void @construct_string(ptr %message, ptr %from, i64 %length, ptr %allocator)
   %where = alloca %location, align 8
   store ptr @file_name, ptr %where
   %where.file = getelementptr %location, ptr %where, i32 0, i32 1
@@ -83,8 +73,7 @@ define void @throw(i64 %state) noinline uwtable {
   %where.line = getelementptr %location, ptr %where, i32 0, i32 2
   store i32 0, ptr %where.line
   %error = call ptr @__cxa_allocate_exception(i64 1024)
-  call void @_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(
-    ptr %error, ptr byval(%location) align 8 %where, ptr %message)
+  call void @construct_error(ptr %error, ptr byval(%location) align 8 %where, ptr %message)
   %status = load i64, ptr %error.field
   %failed = icmp ne i64 %status, 0
   %table = select i1 %failed, ptr @_ZTVN3c105ErrorE, ptr @_ZTVN3c1016OutOfMemoryErrorE
