@@ -27,11 +27,13 @@ from rich.text import Text
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
@@ -57,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     _check_output(Path(args.input), output, force=args.force)
     target = args.to or _format_of(output)
-    traces = of_device(args.input, load_traces(args.input), args.device)
-    if target == "csv" and len(traces) > 1:
-        numbers = ", ".join(str(trace.device) for trace in traces)
-        raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
-    made_up = _writer(target)(output, traces)
+    with working(f"converting {file_label(args.input)}"):
+        traces = of_device(args.input, load_traces(args.input), args.device)
+        if target == "csv" and len(traces) > 1:
+            numbers = ", ".join(str(trace.device) for trace in traces)
+            raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
+        made_up = _writer(target)(output, traces)
     told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
     result = {
         "input": args.input,

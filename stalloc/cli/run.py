@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pages, where the driver maps them; mapped is an older name for it)",
     )
     parser.add_argument(
+        "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
+    )
+    parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
     )
     add_json_argument(parser)
@@ -103,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         streams=args.streams,
         handover_bytes=args.handover_bytes,
         arena="pool" if args.arena == "pool" else "pages",
+        call_sites=args.stacks,
     )
     cache = None
     if not args.plan and not args.save_plan and not args.observe_steps:

@@ -41,8 +41,7 @@ from stalloc.trace import Action, Trace, load_traces
 
 _MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
 _NO_SITES = (
-    "the file has no call sites: `stalloc record --stacks` records them, and so does "
-    "torch.cuda.memory._record_memory_history()"
+    "the file has no call sites: `stalloc record` records them, and so does torch.cuda.memory._record_memory_history()"
 )
 _TREE_SHARE = 0.02  # of what is held, below which a branch is not shown
 

@@ -58,7 +58,8 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     if not torch.backends.cuda.is_built():
         return False  # a CPU build: nothing to serve
     check_untouched()
-    allocate, free = torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
+    folder = Path(torch.__file__).parent
+    allocate, free = torch_entries(runtime.states.ctypes.data, folder, runtime.entries, runtime.call_sites.malloc_word)
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))

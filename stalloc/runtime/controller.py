@@ -60,7 +60,7 @@ class Controller:
         self.status = Status(settings, Effort(settings.max_effort))
         self.steps = Steps(self.state, self.recording, self.status.effort)
         self._lasting = Lasting(self.memory, self.recording)
-        self._shortage = Shortage(self.arenas)
+        self._shortage = Shortage(self.arenas, self.recording)
         self._tidying = Tidying(self.arenas, self.status.effort)
         parts = self.recording, self.steps, self._shortage, self._tidying
         self.serving = Serving(self.status, self.arenas, *parts)
