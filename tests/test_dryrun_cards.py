@@ -51,8 +51,8 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     program = tmp_path / "guesses.py"
     program.write_text(_GUESSES)
     text = _dryrun("--gpu", "A10G", str(program))
-    assert "cuDNN's work space is a guess for 2 of 2 convolutions" in text
-    assert "3 decisions were taken on values that no kernel computed: " in text.replace("\n", " ")
+    assert "cuDNN's workspace is a guess for 2 of 2 convolutions" in text
+    assert "3 decisions depended on values that the virtual GPU does not compute: " in text.replace("\n", " ")
     result = json.loads(_dryrun("--gpu", "A10G", "--json", "-", str(program)))
     convolutions = result["uncertain"]["convolutions"]
     assert convolutions["num_unseen"] == convolutions["num_convolutions"] == 2

@@ -120,7 +120,7 @@ def test_the_moment_is_the_error_where_there_is_one(tmp_path, capsys):
     assert main(["top", file]) == 0
     shown = capsys.readouterr().out
     assert "at the out-of-memory error" in shown
-    assert "16.00 GiB more were wanted by leak.py:6 step" in shown
+    assert "16.00 GiB more was requested by leak.py:6 step" in shown
     assert "└ " in shown
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.text import Text
 
+from stalloc.analysis import count_events
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 "device": trace.device,
                 "source": trace.info.get("source", ""),
                 "requests": trace.num_requests,
-                "events": len(trace.action),
+                "events": count_events(trace),
             }
             for trace in traces
         ],

@@ -119,8 +119,8 @@ def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool, failed: 
     for device in devices:
         steps = f"{plural(device['steps'], 'step')}, " if not stacks else ""
         console.print(
-            f"device {device['device']}: {plural(device['requests'], 'request')}, {steps}"
-            f"allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
+            f"device {device['device']}: {plural(device['requests'], 'request')} in {device['events']:,} events, "
+            f"{steps}allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
             f"reserved peak {human_bytes(device['reserved_peak_bytes'] or 0)}"
         )
         for note in note_texts(device["notes"]):

@@ -25,6 +25,7 @@ from typing import Any
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
+    command_text,
     table_console,
     wants_text,
     write_json,
@@ -196,7 +197,7 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
-    say(f"wrote {path}; use it with: stalloc run --plan {path} …")
+    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
@@ -207,12 +208,12 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     for report in result["devices"]:
         print_report(console, report)
     if result["out_of_memory_errors"]:
-        console.print("next: stalloc dryrun … says what the program needs, on a virtual GPU")
+        console.print(f"next: stalloc dryrun {command_text(*program_command(args))}")
     elif result["plan_source"] == "cache":
-        console.print("the plan was kept from the last run of this program")
+        console.print("the plan is the one that the last run of this program left")
     elif kept:
-        console.print("next: the same command starts with this plan, which is kept")
+        console.print("next: run the same command again; it starts with this plan, which was kept")
     elif not args.plan and not args.save_plan and result.get("plans_made"):
-        console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run")
+        console.print(f"next: stalloc run --save-plan step.plan.npz {command_text(*program_command(args))}")
     elif not result.get("plans_made"):
-        console.print("next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats")
+        console.print(f"next: stalloc record -o run.trace.npz {command_text(*program_command(args))}")

@@ -92,10 +92,10 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
     )
     print_prose(console, Text.assemble((file_label(file), "bold"), story))
     if made.wanted_bytes is not None:
-        print_prose(console, f"{human_bytes(made.wanted_bytes)} more were wanted by {printable(made.wanted_by)}")
+        print_prose(console, f"{human_bytes(made.wanted_bytes)} more was requested by {printable(made.wanted_by)}")
     for growth in made.growth[: args.top]:
         grows = f"grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}"
-        seen = f", over the last {growth.steps:,} steps: {human_bytes(growth.held_bytes)} more by then"
+        seen = f", {human_bytes(growth.held_bytes)} over the last {growth.steps:,} steps"
         print_prose(console, Text.assemble((grows, "bold red"), seen))
     for note in note_texts(trace.info.get("notes", [])):
         print_prose(console, f"note: {note}", indent="  ")
