@@ -145,7 +145,8 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
     for file, trace, found in devices:
         told = recorded(trace)
         memory = f", {human_bytes(capacity)} of memory" if capacity else ""
-        story = f", device {trace.device}: {plural(trace.num_requests, 'request')} in {count_events(trace):,} events{memory}"
+        count = f"{plural(trace.num_requests, 'request')} in {count_events(trace):,} events"
+        story = f", device {trace.device}: {count}{memory}"
         print_prose(console, Text.assemble((file_label(file), "bold"), story))
         for note in note_texts(trace.info.get("notes", [])):
             print_prose(console, f"note: {note}", indent="  ")
