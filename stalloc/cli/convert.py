@@ -114,7 +114,7 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
     if not output.parent.is_dir():
         raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
     if output.exists() and source.exists() and output.samefile(source):
-        raise BadInputError(f"{output} is what is read: name another file to write to.")
+        raise BadInputError(f"{output} is the input: name another file to write to.")
     if output.exists() and not force:
         raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
 

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--headroom",
         default="512MiB",
         metavar="SIZE",
-        help="memory that the CUDA context and libraries take, kept from the program (default: 512MiB)",
+        help="memory set aside for the CUDA context and libraries (default: 512MiB)",
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))

@@ -1,20 +1,21 @@
-"""Say why reserved is above allocated: every byte of the difference under a named cause, and what holds it there.
+"""Say why more is reserved than allocated: every byte of the gap is assigned to a cause, and to what keeps it there.
 
-FILE is a trace of any kind that stalloc reads, or a log that holds the text of an out-of-memory error of PyTorch or
-CuPy: of that it is said what can be said from its figures, and how to get more. A memory snapshot of torch is explained
-from what it records itself; other traces are replayed with torch's caching allocator from an empty device, and the
-report says so. --at chooses the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the
-default where there is one), or an event index.
+FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error of PyTorch or CuPy;
+then the report says what follows from the figures in the text, and how to learn more. A memory snapshot of torch is
+explained from what it records; other traces are replayed with a model of torch's caching allocator, starting from an
+empty device, and the report says so. --at chooses the moment: the most reserved (peak, the default), the last
+out-of-memory error (oom, the default if there is one), or an event index.
 
-Allocated counts the bytes that were requested and not given up. The causes add up to reserved - allocated, to the byte:
-rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation (free
-space at the ends of segments and in segments that are used again, which would merge if segments were one range), other
-streams (cached for a stream other than the one that asked last), private pools, waiting frees (given up, but a stream
-may still use them), cache never returned (whole segments that nothing uses again in the record).
+Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
+rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation
+(free space at the ends of segments, and in segments that will be used again; it would merge if segments were one
+range), other streams (cached for another stream than the one of the last request), private pools, waiting frees
+(freed, but another stream may still use them), cache never returned (whole segments that are not used again in the
+recording).
 
-At an out-of-memory error the verdict is "capacity" if the request is larger than all that was free together, on the
-device and in the allocator, else "fragmentation"; then each single change is named under which the request would have
-been served, as replayed from an empty device of the same size.
+For an out-of-memory error the verdict is "capacity" if the request is larger than all free memory together, on the
+device and in the allocator, else "fragmentation". Then the report lists settings and allocators that would have served
+the request, each replayed from an empty device of the same size.
 """
 
 import argparse

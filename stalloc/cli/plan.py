@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--align", type=int, default=512, metavar="BYTES", help="every offset is a multiple of this (default: 512)"
     )
     parser.add_argument(
-        "--time-budget", type=float, metavar="SECONDS", help="search for so long unless the plan is optimal before"
+        "--time-budget",
+        type=float,
+        metavar="SECONDS",
+        help="search for up to this long if the plan is not optimal before",
     )
     parser.add_argument(
         "--method", default="auto", metavar="NAME", help=f"how to plan: {', '.join(METHODS)} (default: auto)"
@@ -89,7 +92,7 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
             refused |= _plan_file(args, file, stop, devices)
     compiled_here = compile_time().wall_seconds - compiled_before
     if compiled_here > _WORTH_SAYING:
-        say(f"compiling for this machine took {compiled_here:.1f} s, which the seconds of plans leave out.")
+        say(f"compiling for this machine took {compiled_here:.1f} s; the planning times do not include it.")
     written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}
     write_json(args, {"files": list(args.files), "devices": [_entry(made) | written for made in devices]})
     if wants_text(args):
@@ -153,7 +156,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
             raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
         for given in (args.files[0], args.fixed):
             if given is not None and output.exists() and output.resolve() == Path(given).resolve():
-                raise BadInputError(f"{output} is what is read: name another file to write to.")
+                raise BadInputError(f"{output} is the input: name another file to write to.")
 
 
 def _entry(made: _Made) -> dict[str, Any]:

@@ -54,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="watch at least N steps before planning (default: as few as do)",
+        help="watch at least N steps before planning (default: as few as possible)",
     )
     parser.add_argument(
         "--streams",
         choices=("separate", "share", "weigh"),
         default="separate",
-        help="a region of the arena for each stream, or one that they share, with a wait at each planned hand-over; "
+        help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over; "
         "weigh: share where a hand-over saves --handover-bytes (default: separate, shared if that does not fit)",
     )
     parser.add_argument(
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
     )
     parser.add_argument(
-        "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
+        "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
     add_json_argument(parser)
     add_program_arguments(parser)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     command = program_command(args)
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
-        raise BadInputError(f"--observe-steps is {args.observe_steps}: give a count of steps.")
+        raise BadInputError(f"--observe-steps is {args.observe_steps}: give a number of steps from 0.")
     if args.handover_bytes < 0:
         raise BadInputError(f"--handover-bytes is {args.handover_bytes}: give a number from 0.")
     if args.plan and args.save_plan:

@@ -3,15 +3,16 @@
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
 replayed from an empty device, what was live before recording first; the row "recorded" is what the file itself says.
 Without options torch's caching allocator is compared as it is, with expandable segments, and with stalloc; --all takes
-every model there is, --sweep the settings of torch's allocator that people try, and names the best.
+every model there is, --sweep the common settings of torch's allocator, and names the best.
 
 "stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a program
 that it does not know; "stalloc mode:plan" is planned in hindsight, from the whole recording.
 
-An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. With --capacity the device
-has so many bytes, and what does not fit says where it runs out; a recording that ran out of memory is then replayed up
-to its last error, with the request that was refused. For a snapshot of torch, the model with the settings of the file
-is held against the segments that the file itself records: it is exact, or the first event that differs is named.
+An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. --capacity limits the
+memory of the device, and the report says where each allocator runs out; a recording that ran out of memory is then
+replayed up to its last error, including the request that was refused. For a snapshot of torch, the model with the
+settings of the file is checked against the segments that the file records: it is exact, or the first event that
+differs is named.
 
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.
@@ -68,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a model, can be repeated: {', '.join(ALLOCATORS)}",
     )
     parser.add_argument(
-        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator, can be repeated"
+        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator; can be repeated"
     )
     parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB (default: no limit)")
     parser.add_argument("--all", action="store_true", help="every model with its usual settings")
-    parser.add_argument("--sweep", action="store_true", help="the settings of torch's allocator that people try")
+    parser.add_argument("--sweep", action="store_true", help="the common settings of torch's allocator")
     add_json_argument(parser)
 
 

@@ -4,14 +4,14 @@ FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names the
 out-of-memory error (oom, the default where there is one), the most allocated (peak, the default elsewhere), the end of
 the record, or an event index.
 
-Bytes are rounded up to 512 a request, from alloc to free_completed; those of every list add up to what is allocated
-then. A call site is the innermost line outside PyTorch; the tree shows what called it. Persistent requests live across
-steps, transient ones die in the phase in which they are born, scoped are all others. A call site grows if it holds more
-at the end of each of the later steps; steps are those that the program marks, or in which its requests repeat.
+Sizes are rounded up to 512 bytes, and count from alloc to free_completed; each list adds up to what is allocated at
+that moment. A call site is the innermost line outside PyTorch; the tree shows its callers. Persistent requests live
+across steps, transient ones end in the phase in which they began, scoped ones are all others. A call site grows if it
+holds more at the end of each later step; steps are marked by the program, or found where its requests repeat.
 
-JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the lists `by_site`,
-`by_class` and `by_size` of `name`, `held_bytes`, `requests`, whole and most first, `tree` (the same with `children`),
-and `growth`.
+JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the complete lists
+`by_site`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree` (the same with
+`children`), and `growth`.
 """
 
 import argparse

@@ -134,7 +134,7 @@ class Runtime:
                 controller.serving.use(plan)
             except PlanError as error:
                 controller.watch_anew()
-                controller.status.note = f"the plan of the last run was left aside: {error}"
+                controller.status.note = f"the plan of the last run was not used: {error}"
 
     def rest(self) -> None:
         """Serve from the heap only, on all devices, until `resume`."""
