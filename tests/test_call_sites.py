@@ -204,3 +204,17 @@ def test_explain_says_who_asked_and_what_was_free_in_a_recording_of_stalloc_s(
     assert error["asked_by"] == "oom.py:4 ask"
     assert error["verdict"] == "capacity"
     assert 0 < error["device_free_bytes"] < 100 << 20
+
+
+def test_a_run_that_asks_for_stacks_names_who_holds_memory(tmp_path: Path, run_program, cupy_installed: None) -> None:
+    program = tmp_path / "fills.py"
+    program.write_text(
+        "import cupy\nkept = []\ndef keep():\n    kept.append(cupy.empty(100 << 20, 'u1'))\nwhile True:\n    keep()\n",
+        encoding="utf-8",
+    )
+    run = ["run", "--stacks", "--device", "virtual", "--memory", "1GiB", str(program)]
+    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({run!r}))", STALLOC_CACHE="off")
+    assert done.returncode == 1
+    assert "tried to allocate 100.00 MiB (104857600 bytes) at fills.py:4 keep" in done.stderr
+    assert re.search(r"Most is held: \d+\.00 MiB by \d+ blocks of fills\.py:4 keep\. ", done.stderr)
+    assert f"next: stalloc dryrun {program}" in done.stdout
