@@ -28,27 +28,21 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.cli.dryrun_report import allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
-    command_text,
     memory_option,
-    table_console,
     wants_text,
     write_json,
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.cli.progress import working
-from stalloc.cli.tables import print_prose, print_table
-from stalloc.device import DEFAULT_GPU, VirtualGPU
-from stalloc.device.known_gpus import shown_name
+from stalloc.device import DEFAULT_GPU
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
-from stalloc.printable import printable
 
-_MOST_PLACES = 3  # of decisions, shown
 _PLENTY = 1 << 41  # bytes; expandable segments take more than this of the address space, for each stream
-_ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "uncertain": uncertain,
     }
     if wants_text(args):
-        _print(result, results, gpu, command)
+        print_needs(result, results, gpu, command)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
@@ -119,14 +113,14 @@ def _results(
         results: dict[str, Need] = {}
         uncertain: dict[str, Any] = {}
         for name, measure in measures.items():
-            tell(f"running the program under {_ALLOCATORS[name]}")
+            tell(f"running the program under {allocator_name(name)}")
             tried = _try(name, offered, measure)
             if name == "expandable" and not tried["uses_torch"]:
                 continue
             if name == "native":
                 uncertain = _uncertain(tried, model, command)
             if history.exists():
-                tell(f"replaying what it needs under {_ALLOCATORS[name]}")
+                tell(f"replaying what it needs under {allocator_name(name)}")
             results[name] = _need(name, tried, _replayed(history, name, settings), offered)
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
@@ -238,10 +232,6 @@ def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: i
     return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, **largest)
 
 
-def _label(name: str, need: Need) -> str:
-    return _ALLOCATORS[name] if name != "native" or need.uses_torch else "CuPy's pool"
-
-
 _FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
 
 
@@ -255,51 +245,3 @@ def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
         for index, device in need.devices.items():
             found.setdefault(index, {"device": index})[name] = device
     return [found[index] for index in sorted(found)]
-
-
-def _doubts(uncertain: dict[str, Any]) -> list[str]:
-    lines = []
-    convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
-    if convolutions.get("unknown_bytes"):
-        lines.append(
-            f"cuDNN's workspace is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
-            "convolutions: under PyTorch's own allocator reserved may be "
-            f"{' to '.join(human_bytes(most) for most in convolutions['taken_bytes'])}, allocated "
-            f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
-        )
-    if decisions:
-        shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
-        more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
-        num = sum(one["num_reads"] for one in decisions)
-        lines.append(f"{num} decisions depended on values that the virtual GPU does not compute: {shown}{more}")
-    if uncertain.get("torch"):
-        lines.append(
-            f"for torch {uncertain['torch']} on this GPU: another release or card can differ by a few per cent"
-        )
-    return lines
-
-
-def _print(result: dict[str, Any], results: dict[str, Need], gpu: VirtualGPU, command: list[str]) -> None:
-    offered = result["memory_bytes"] - result["headroom_bytes"]
-    console = table_console()
-    name = shown_name("virtual", printable(gpu.name))
-    kept = f", {human_bytes(result['headroom_bytes'])} for the CUDA context" if result["headroom_bytes"] else ""
-    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program{kept}")
-    rows = [
-        [_label(key, need), "yes" if need.fits else "no", *(human_bytes(getattr(need, figure)) for figure in _FIGURES)]
-        for key, need in results.items()
-    ]
-    print_table(console, ("", "fits", "needs", "takes given plenty", "allocated"), rows, text_columns=2, indent="  ")
-    if any(need.needed_by == "reserved" for need in results.values()):
-        meant = "needs: at most this much, which was reserved; nothing less was tried"
-    else:
-        meant = (
-            "needs: the least memory with which the program completes, found by replay, for stalloc by running it too"
-        )
-    print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
-    for line in _doubts(result["uncertain"]):
-        print_prose(console, line, indent="  ")
-    if results["stalloc"].fits:
-        console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
-    else:
-        console.print("next: the same with a larger --gpu, or a smaller batch")
