@@ -338,7 +338,7 @@ def test_true_addresses_without_segments_are_kept(tmp_path):
         (["r.trace.npz", "x.json", "--device", "0"], "has no device 0, it has 2"),
         (["r.trace.npz", "none/x.json"], "does not exist: make it first"),
         (["r.trace.npz", "."], "is a folder"),
-        (["r.trace.npz", "r.trace.npz", "--force"], "is what is read"),
+        (["r.trace.npz", "r.trace.npz", "--force"], "is the input"),
         (["r.trace.npz", "there.json"], "exists: name another file, or replace it with --force"),
         (["nothing.pickle", "x.json"], "does not exist: check the name"),
         (["r.trace.npz", "x.bin", "--to", "trace"], "choose a name that ends so"),

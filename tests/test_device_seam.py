@@ -73,7 +73,7 @@ def test_cuda_without_a_driver_names_the_way_out(run_fresh):
     if gpus():
         pytest.skip("this machine has a GPU")
     done = run_fresh("from stalloc.device import activate\nactivate('cuda')")
-    assert "SetupError: no NVIDIA driver with a GPU is here: choose the virtual GPU (--device virtual)." in done.stderr
+    assert "SetupError: no GPU with an NVIDIA driver was found: choose the virtual GPU" in done.stderr
 
 
 def test_auto_means_what_is_there_and_imports_no_framework(run_fresh):

@@ -50,8 +50,8 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     program.write_text(_GUESSES)
     file = tmp_path / "result.json"
     text = _dryrun("--gpu", "A10G", "--json", str(file), str(program))
-    assert "cuDNN's work space is a guess for 2 of 2 convolutions" in text
-    assert "3 decisions were taken on values that no kernel computed: " in text.replace("\n", " ")
+    assert "cuDNN's workspace is a guess for 2 of 2 convolutions" in text
+    assert "3 decisions depended on values that the virtual GPU does not compute: " in text.replace("\n", " ")
     result = json.loads(file.read_text())
     convolutions = result["uncertain"]["convolutions"]
     assert convolutions["num_unseen"] == convolutions["num_convolutions"] == 2

@@ -69,7 +69,7 @@ def test_the_figures_of_each_wording_and_what_follows(tmp_path, capsys, text, fi
     for name, value in zip(names, figures[1:], strict=True):
         assert error[name] == pytest.approx(value * GIB, abs=2)
     assert error["verdict"] == verdict
-    assert f"By {verdict}" in shown
+    assert f"The cause is {verdict}" in shown
     for part in ("stalloc dryrun SCRIPT", "stalloc record --stacks", "stalloc top run.trace.npz"):
         assert part in shown
 
@@ -95,7 +95,7 @@ def test_old_and_other_texts_say_what_they_can(tmp_path, capsys):
     assert (error["device"], error["wanted_bytes"]) == (2, 20 * MIB)
     (error,), shown = explained(tmp_path, capsys, CUPY)
     assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CuPy", 8_000_000_000, "unknown")
-    assert "does not say what was free" in shown
+    assert "does not say how much was free" in shown
 
 
 def test_ranks_that_fail_alike_are_told_once(tmp_path, capsys):

@@ -54,7 +54,7 @@ def test_a_folder_that_others_can_write_to_is_left_alone(
     [sentence] = _said(capsys)
     who = "everybody" if mode & 0o002 else "its group"
     assert sentence == (
-        f"stalloc: plans could not be kept from run to run: {kept.parent} is not used, because {who} can write to "
+        f"stalloc: the plan could not be kept for the next run: {kept.parent} is not used, because {who} can write to "
         f"{kept.parent}: run chmod go-w {kept.parent}, or {ADVICE}"
     )
     assert kept.exists(), "nothing of theirs is removed"
@@ -64,7 +64,7 @@ def test_a_folder_that_others_can_write_to_is_left_alone(
 def test_a_folder_or_a_plan_of_somebody_else_is_not_used(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.chown(kept, SOMEBODY, SOMEBODY)
     assert PlanCache(kept).load() == []
-    assert f"the plan kept from the last run is ignored: {kept} is not used, because" in _said(capsys)[0]
+    assert f"the plan of the last run is ignored: {kept} is not used, because" in _said(capsys)[0]
     assert not kept.exists()
     os.chown(kept.parent, SOMEBODY, SOMEBODY)
     assert PlanCache(kept).load() == []
@@ -97,7 +97,7 @@ def test_what_is_no_plan_of_ours_is_ignored_in_one_sentence_and_removed(
     spoil(kept)
     assert PlanCache(kept).load() == []
     [sentence] = _said(capsys)
-    assert sentence.startswith("stalloc: the plan kept from the last run is ignored: ")
+    assert sentence.startswith("stalloc: the plan of the last run is ignored: ")
     assert not os.path.lexists(kept)
     assert PlanCache(kept).load() == []
     assert _said(capsys) == []
@@ -114,7 +114,7 @@ def test_a_place_that_cannot_be_a_folder_is_one_sentence(
     assert (found, cache.kept) == ([], False)
     said = _said(capsys)
     assert len(said) <= 1
-    assert all(line.startswith("stalloc: plans could not be kept") and line.endswith(ADVICE) for line in said)
+    assert all(line.startswith("stalloc: the plan could not be kept") and line.endswith(ADVICE) for line in said)
 
 
 @pytest.mark.usefixtures("cupy_installed")
@@ -129,7 +129,7 @@ def test_a_program_goes_on_without_kept_plans(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "the program prints" in done.stdout
     assert len(done.stderr.splitlines()) == 1
-    assert "plans could not be kept from run to run" in done.stderr
+    assert "the plan could not be kept for the next run" in done.stderr
     assert os.listdir(folder) == []
     folder.chmod(0o755)
     done = run_stalloc(*words, variables=variables)

@@ -371,8 +371,8 @@ def test_a_cache_that_cannot_be_written_costs_one_sentence(tmp_path: Path) -> No
 
 def test_the_report_says_where_the_plan_comes_from_and_goes_to(tmp_path: Path) -> None:
     first, second = (stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "cache").stdout for _ in range(2))
-    assert "next: the same command starts with this plan" in first
-    assert "the plan was kept from the last run" in second
+    assert "next: run the same command again; it starts with this plan" in first
+    assert "the plan is the one that the last run of this program left" in second
 
 
 # --- signals, launchers ------------------------------------------------------------------------------------------

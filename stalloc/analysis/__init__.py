@@ -4,7 +4,7 @@ from stalloc.analysis.comparison import Change, Comparison, compare
 from stalloc.analysis.explanation import CAUSES, Explanation, explain
 from stalloc.analysis.holders import MOMENTS, Branch, Growth, Holder, Holders, holders
 from stalloc.analysis.out_of_memory_event import OutOfMemory
-from stalloc.analysis.peaks import Recorded, recorded
+from stalloc.analysis.peaks import Recorded, count_events, recorded
 from stalloc.analysis.summary import Summary, summarize
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Recorded",
     "Summary",
     "compare",
+    "count_events",
     "explain",
     "holders",
     "recorded",

@@ -26,13 +26,13 @@ from stalloc.trace.sites import UNKNOWN, site_names
 
 #: every cause there is, and what it says
 CAUSES = {
-    "rounding": "blocks are larger than what was requested",
+    "rounding": "blocks are larger than the requests",
     "hard_fragmentation": "free space between live blocks",
-    "soft_fragmentation": "free space at the ends of segments and in segments that are used again",
+    "soft_fragmentation": "free space at the ends of segments, and in segments that will be used again",
     "other_streams": "cached for another stream",
     "private_pools": "free in private pools, such as those of CUDA graphs",
-    "waiting_frees": "given up, but a stream may still use it",
-    "cache_never_returned": "whole segments that nothing uses again in this record",
+    "waiting_frees": "freed, but another stream may still use it",
+    "cache_never_returned": "whole segments that are not used again in this recording",
 }
 
 
@@ -61,6 +61,7 @@ class Explanation:
     segments: list[PinnedSegment]  #: those with most free bytes first
     sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
     record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
+    record_unseen_bytes: int  #: live throughout, told only as a total
     record_reserved_peak_bytes: int
     record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
@@ -91,7 +92,8 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
-        record_allocated_peak_bytes=told.allocated_peak_bytes + told.unseen_bytes * (told.fragmentation is not None),
+        record_allocated_peak_bytes=told.allocated_peak_bytes,
+        record_unseen_bytes=told.unseen_bytes if told.fragmentation is not None else 0,
         record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
         record_fragmentation=(
             fragmentation(told.allocated_peak_bytes, peak_bytes) if told.fragmentation is None else told.fragmentation

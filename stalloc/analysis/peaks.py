@@ -84,6 +84,11 @@ def recorded(trace: Trace, alignment: int = 512) -> Recorded:
     )
 
 
+def count_events(trace: Trace) -> int:
+    """The events of a trace; of one with bare lifespans two for each."""
+    return len(trace.action) or 2 * trace.num_requests
+
+
 def unseen_bytes(trace: Trace) -> int:
     """What a profiler's trace gives only as a total: live throughout, and no request stands for it."""
     unseen = trace.info.get("unseen_bytes", 0)

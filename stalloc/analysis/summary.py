@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.analysis.peaks import allocated_peak, recorded
+from stalloc.analysis.peaks import allocated_peak, count_events, recorded
 from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
 from stalloc.trace import Trace
 
@@ -68,7 +68,7 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         device=trace.device,
         source=str(trace.info.get("source", "")),
         complete=bool(trace.info.get("complete", False)),
-        events=len(trace.action) or 2 * trace.num_requests,
+        events=count_events(trace),
         requests=trace.num_requests,
         baseline_requests=trace.num_baseline_requests,
         distinct_sizes=len(np.unique(trace.size)),

@@ -24,14 +24,17 @@ from typing import Any
 
 from rich.text import Text
 
+from stalloc.analysis import count_events
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
+    file_label,
     note_texts,
     table_console,
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
@@ -57,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     _check_output(Path(args.input), output, force=args.force)
     target = args.to or _format_of(output)
-    traces = of_device(args.input, load_traces(args.input), args.device)
-    if target == "csv" and len(traces) > 1:
-        numbers = ", ".join(str(trace.device) for trace in traces)
-        raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
-    made_up = _writer(target)(output, traces)
+    with working(f"converting {file_label(args.input)}"):
+        traces = of_device(args.input, load_traces(args.input), args.device)
+        if target == "csv" and len(traces) > 1:
+            numbers = ", ".join(str(trace.device) for trace in traces)
+            raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
+        made_up = _writer(target)(output, traces)
     told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
     result = {
         "input": args.input,
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 "device": trace.device,
                 "source": trace.info.get("source", ""),
                 "requests": trace.num_requests,
-                "events": len(trace.action),
+                "events": count_events(trace),
             }
             for trace in traces
         ],
@@ -110,7 +114,7 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
     if not output.parent.is_dir():
         raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
     if output.exists() and source.exists() and output.samefile(source):
-        raise BadInputError(f"{output} is what is read: name another file to write to.")
+        raise BadInputError(f"{output} is the input: name another file to write to.")
     if output.exists() and not force:
         raise BadInputError(f"{output} exists: name another file, or replace it with --force.")
 

@@ -30,7 +30,7 @@ def check_ids(file: str, trace: Trace) -> None:
     seen: set[Hashable] = set()
     for name in _ids(trace):
         if name in seen:
-            raise BadInputError(f"{file}: the id {str(name)[:40]} is there twice: give every row an id of its own.")
+            raise BadInputError(f"{file}: the id {str(name)[:40]} occurs twice: give every row an id of its own.")
         seen.add(name)
 
 
@@ -55,7 +55,7 @@ def read_fixed(file: str, trace: Trace) -> dict[int, int]:
         if name not in row_of:
             raise BadInputError(f"{file}: line {number}: the trace has no id {name[:40]!r}: correct it.")
         if row_of[name] in fixed:
-            raise BadInputError(f"{file}: line {number}: the id {name[:40]} is there twice: leave one of them.")
+            raise BadInputError(f"{file}: line {number}: the id {name[:40]} occurs twice: keep one of them.")
         if not (offset.isascii() and offset.isdigit()) or len(offset) > _MAX_DIGITS:
             raise BadInputError(f"{file}: line {number}: offset is {offset[:40]!r}, expected a whole number from 0.")
         fixed[row_of[name]] = int(offset)

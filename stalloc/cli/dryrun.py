@@ -4,50 +4,45 @@
   stalloc dryrun --memory 24GiB -m package.train
 
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
-GPU. Small integers and booleans have their values; programs that read others and act on them see zeros, and are told
-where.
+GPU. Small integers and booleans have their values; a program that reads other values and acts on them sees zeros, and
+the report names the lines that did.
 
-A program needs less than an allocator takes where there is plenty, since cached memory is given up before it runs out.
-"Needs" is the least memory of a device on which it completes: its requests, as PyTorch's own history has them, are
-replayed on ever smaller devices. "Takes" is what the allocator reserved on a device with plenty. Where there is no such
-history (a program without PyTorch) both are what was reserved.
+A program often needs less than an allocator takes when memory is plentiful, since cached memory is given up before it
+runs out. "Needs" is the least memory with which it completes: its requests, from PyTorch's own history, are replayed on
+smaller and smaller devices; for stalloc the result is confirmed by running the program with that much. "Takes" is what
+the allocator reserved when memory was plentiful. Without such a history (a program that does not use PyTorch) both are
+what was reserved.
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native`, `expandable` (PyTorch with expandable_segments:True)
-and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay" or "run"), `taken_bytes` and
-`allocated_peak_bytes`; `devices` lists them a device; `uncertain` says what they could not know. The exit code is 0
-if the program fits with stalloc, 1 if it does not or if it fails for another reason.
+and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
+`taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know.
+The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.cli.dryrun_report import allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
-    command_text,
     memory_option,
-    table_console,
     wants_text,
     write_json,
 )
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.cli.progress import working
-from stalloc.cli.tables import print_prose, print_table
-from stalloc.device import DEFAULT_GPU, VirtualGPU
-from stalloc.device.known_gpus import shown_name
+from stalloc.device import DEFAULT_GPU
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
-from stalloc.printable import printable
 
-_MOST_PLACES = 3  # of decisions, shown
 _PLENTY = 1 << 41  # bytes; expandable segments take more than this of the address space, for each stream
-_ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +53,11 @@ class Need:
     needed_bytes: int
     """The least memory in which the program completes."""
     needed_by: str
-    """How that is known: "replay", or "run" where it is only what was reserved."""
+    """How that is known: "replay", "run" with no more than that, or "reserved": nothing less was tried."""
     taken_bytes: int
     """Reserved where there is plenty."""
     allocated_peak_bytes: int
+    uses_torch: bool = field(default=True, repr=False)
     devices: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
 
 
@@ -71,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--headroom",
         default="512MiB",
         metavar="SIZE",
-        help="memory that the CUDA context and libraries take, kept from the program (default: 512MiB)",
+        help="memory set aside for the CUDA context and libraries (default: 512MiB)",
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
@@ -96,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "uncertain": uncertain,
     }
     if wants_text(args):
-        _print(result, results, gpu, command)
+        print_needs(result, results, gpu, command)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
@@ -117,16 +113,35 @@ def _results(
         results: dict[str, Need] = {}
         uncertain: dict[str, Any] = {}
         for name, measure in measures.items():
-            tell(f"running the program under {_ALLOCATORS[name]}")
+            tell(f"running the program under {allocator_name(name)}")
             tried = _try(name, offered, measure)
             if name == "expandable" and not tried["uses_torch"]:
                 continue
             if name == "native":
                 uncertain = _uncertain(tried, model, command)
             if history.exists():
-                tell(f"replaying what it needs under {_ALLOCATORS[name]}")
+                tell(f"replaying what it needs under {allocator_name(name)}")
             results[name] = _need(name, tried, _replayed(history, name, settings), offered)
+        if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
+            tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
+            results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
     return results, uncertain
+
+
+def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
+    """What stalloc needs, found by running: the replay is exact for PyTorch's allocator, and may be a page off here."""
+    least, page = need.needed_bytes, 2 << 20
+    for size in (least, least + page, least + max(2 * page, least // 100)):
+        if size >= need.taken_bytes:
+            break
+        if measure(size)["exit_code"] == 0:
+            return _with_need(need, size, "run")
+    return _with_need(need, need.taken_bytes, "run")
+
+
+def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
+    devices = {index: {**figures, "needed_bytes": size_bytes} for index, figures in need.devices.items()}
+    return replace(need, needed_bytes=size_bytes, needed_by=needed_by, devices=devices)
 
 
 def _uncertain(tried: dict[str, Any], model: list[str], command: list[str]) -> dict[str, Any]:
@@ -212,15 +227,16 @@ def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: i
             "allocated_peak_bytes": device["allocated_peak_bytes"],
         }
     largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in _FIGURES}
-    by = "replay" if replayed else "run"
-    return Need(fits=tried["fits"], needed_by=by, devices=devices, **largest)
+    by = "replay" if replayed else "reserved"
+    uses_torch = bool(tried.get("uses_torch", True))
+    return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, **largest)
 
 
 _FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
 
 
 def _entry(need: Need) -> dict[str, Any]:
-    return {key: value for key, value in asdict(need).items() if key != "devices"}
+    return {key: value for key, value in asdict(need).items() if key not in ("devices", "uses_torch")}
 
 
 def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
@@ -229,48 +245,3 @@ def _by_device(results: dict[str, Need]) -> list[dict[str, Any]]:
         for index, device in need.devices.items():
             found.setdefault(index, {"device": index})[name] = device
     return [found[index] for index in sorted(found)]
-
-
-def _doubts(uncertain: dict[str, Any]) -> list[str]:
-    lines = []
-    convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
-    if convolutions.get("unknown_bytes"):
-        lines.append(
-            f"cuDNN's work space is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
-            "convolutions: natively, reserved may be "
-            f"{' to '.join(human_bytes(most) for most in convolutions['taken_bytes'])}, allocated "
-            f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
-        )
-    if decisions:
-        shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
-        more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
-        num = sum(one["num_reads"] for one in decisions)
-        lines.append(f"{num} decisions were taken on values that no kernel computed: {shown}{more}")
-    if uncertain.get("torch"):
-        lines.append(
-            f"for torch {uncertain['torch']} on this GPU: another release or another card can differ by some per cent"
-        )
-    return lines
-
-
-def _print(result: dict[str, Any], results: dict[str, Need], gpu: VirtualGPU, command: list[str]) -> None:
-    offered = result["memory_bytes"] - result["headroom_bytes"]
-    console = table_console()
-    name = shown_name("virtual", printable(gpu.name))
-    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program")
-    rows = [
-        [_ALLOCATORS[key], "yes" if need.fits else "no", *(human_bytes(getattr(need, figure)) for figure in _FIGURES)]
-        for key, need in results.items()
-    ]
-    print_table(console, ("", "fits", "needs", "takes of plenty", "allocated"), rows, text_columns=2, indent="  ")
-    if all(need.needed_by == "replay" for need in results.values()):
-        meant = "needs: the least memory in which the program completes, by replay; "
-    else:
-        meant = "needs: no more than this, which was reserved; "
-    print_prose(console, meant + "takes: what is reserved where there is plenty", indent="  ")
-    for line in _doubts(result["uncertain"]):
-        print_prose(console, line, indent="  ")
-    if results["stalloc"].fits:
-        console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
-    else:
-        console.print("next: the same with a larger --gpu, or a smaller batch")

@@ -54,12 +54,12 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
 
 def print_next(console: Console) -> None:
     """What tells more than the text of an error."""
-    print_prose(console, "The text does not say who holds the memory, nor where free memory lies. To see that:")
+    print_prose(console, "The text does not say who holds the memory, or where the free memory is. To find out:")
     for command, meaning in (
         ("stalloc dryrun SCRIPT", "what the program needs, on a virtual GPU"),
         ("stalloc record --stacks -o run.trace.npz SCRIPT", "records every allocation with its call site; then:"),
         ("stalloc top run.trace.npz", "who holds memory"),
-        ("stalloc explain run.trace.npz", "where what is reserved but unallocated lies"),
+        ("stalloc explain run.trace.npz", "where the reserved but unallocated memory is"),
     ):
         console.print(f"  {command}")
         print_prose(console, meaning, indent="      ")
@@ -68,12 +68,12 @@ def print_next(console: Console) -> None:
 def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
     """The device, divided; what the text does not say is None."""
     yield "device", error.total_bytes, ""
-    yield "limit", error.limit_bytes, "that the process may have"
+    yield "limit", error.limit_bytes, "that this process may use"
     yield "allocated", error.allocated_bytes, f"by {error.library}, in live blocks"
     yield "unallocated", error.unallocated_bytes, "reserved, but free inside the allocator"
-    yield "private pools", error.private_bytes, "of the allocated, such as those of CUDA graphs"
-    yield "outside", error.outside_bytes, "of this process, but not the allocator's: the CUDA context, libraries"
-    others = "by other processes" if error.process_bytes is not None else "by whatever else is on the device"
+    yield "private pools", error.private_bytes, "part of what is allocated, such as those of CUDA graphs"
+    yield "outside", error.outside_bytes, "used by this process outside the allocator: the CUDA context, libraries"
+    others = "by other processes" if error.process_bytes is not None else "by anything else on the device"
     yield "others", error.others_bytes, others
     yield "free", error.free_bytes, "on the device"
 
@@ -81,21 +81,21 @@ def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
 def _verdict(error: ErrorText) -> Iterator[str]:
     wanted, obtainable = error.wanted_bytes, error.obtainable_bytes
     if obtainable is None:
-        yield "It does not say what was free, so nothing can be said of why the request was not served."
+        yield "It does not say how much was free, so the reason cannot be told from it."
         return
     inside = error.unallocated_bytes or 0
     if error.verdict == "fragmentation":
         yield (
-            f"By fragmentation: {human_bytes(obtainable)} were free together, {human_bytes(inside)} of them inside of "
-            f"what is reserved, but not in one piece of {human_bytes(wanted)}. PYTORCH_ALLOC_CONF="
-            "expandable_segments:True costs nothing to try; `stalloc run SCRIPT` plans where blocks live."
+            f"The cause is fragmentation: {human_bytes(obtainable)} was free in total, {human_bytes(inside)} of it "
+            f"inside reserved memory, but not in one piece of {human_bytes(wanted)}. Try PYTORCH_ALLOC_CONF="
+            "expandable_segments:True, which costs nothing, or `stalloc run SCRIPT`, which plans where blocks live."
         )
         return
     missing = wanted - obtainable
     yield (
-        f"By capacity: {human_bytes(obtainable)} were free together, {human_bytes(missing)} too little, whatever the "
-        "allocator does. The program has to hold less (a smaller batch, checkpointing, a leak mended) or get more."
+        f"The cause is capacity: {human_bytes(obtainable)} was free in total, {human_bytes(missing)} too little, so no "
+        "allocator could help. The program has to hold less (smaller batch, checkpointing, no leak) or get more memory."
     )
     others = error.others_bytes or 0
     if others >= missing and others > (error.total_bytes or 0) // 50:
-        yield f"{human_bytes(others)} are in use by others on that device: `nvidia-smi` names the processes."
+        yield f"Other processes use {human_bytes(others)} of that device: `nvidia-smi` names them."

@@ -1,20 +1,21 @@
-"""Say why reserved is above allocated: every byte of the difference under a named cause, and what holds it there.
+"""Say why more is reserved than allocated: every byte of the gap is assigned to a cause, and to what keeps it there.
 
-FILE is a trace of any kind that stalloc reads, or a log that holds the text of an out-of-memory error of PyTorch or
-CuPy: of that it is said what can be said from its figures, and how to get more. A memory snapshot of torch is explained
-from what it records itself; other traces are replayed with torch's caching allocator from an empty device, and the
-report says so. --at chooses the moment: the most reserved (peak, the default), the last out-of-memory error (oom, the
-default where there is one), or an event index.
+FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error of PyTorch or CuPy;
+then the report says what follows from the figures in the text, and how to learn more. A memory snapshot of torch is
+explained from what it records; other traces are replayed with a model of torch's caching allocator, starting from an
+empty device, and the report says so. --at chooses the moment: the most reserved (peak, the default), the last
+out-of-memory error (oom, the default if there is one), or an event index.
 
-Allocated counts the bytes that were requested and not given up. The causes add up to reserved - allocated, to the byte:
-rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation (free
-space at the ends of segments and in segments that are used again, which would merge if segments were one range), other
-streams (cached for a stream other than the one that asked last), private pools, waiting frees (given up, but a stream
-may still use them), cache never returned (whole segments that nothing uses again in the record).
+Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
+rounding (blocks larger than the request), hard fragmentation (free space between live blocks), soft fragmentation
+(free space at the ends of segments, and in segments that will be used again; it would merge if segments were one
+range), other streams (cached for another stream than the one of the last request), private pools, waiting frees
+(freed, but another stream may still use them), cache never returned (whole segments that are not used again in the
+recording).
 
-At an out-of-memory error the verdict is "capacity" if the request is larger than all that was free together, on the
-device and in the allocator, else "fragmentation"; then each single change is named under which the request would have
-been served, as replayed from an empty device of the same size.
+For an out-of-memory error the verdict is "capacity" if the request is larger than all free memory together, on the
+device and in the allocator, else "fragmentation". Then the report lists settings and allocators that would have served
+the request, each replayed from an empty device of the same size.
 """
 
 import argparse
@@ -110,6 +111,7 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation
 
 def _print_device(console: Console, name: str, made: Explanation, notes: Sequence[str]) -> None:
     reserved, allocated = made.reserved_bytes, made.allocated_bytes
+    unseen = f" and {human_bytes(made.record_unseen_bytes)} live throughout" if made.record_unseen_bytes else ""
     moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
     print_prose(
         console,
@@ -117,18 +119,20 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
             (name, "bold"),
             f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
-            f"{human_bytes(reserved - allocated)} more at that moment",
+            f"{human_bytes(reserved - allocated)} reserved but not allocated",
         ),
     )
     print_prose(
         console,
-        f"over the whole {'record' if made.source == 'record' else 'program'}: reserved peak "
+        f"over the whole {'recording' if made.source == 'record' else 'program'}: reserved peak "
         f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
-        f"{human_bytes(made.record_allocated_peak_bytes)}, fragmentation {made.record_fragmentation:.2%}",
+        f"{human_bytes(made.record_allocated_peak_bytes)}{unseen}, fragmentation {made.record_fragmentation:.2%}",
         indent="  ",
     )
     if made.source != "record":
-        print_prose(console, f"not recorded by the file: {printable(made.source)}", indent="  ")
+        print_prose(
+            console, f"the file does not say what was reserved; modelled: {printable(made.source)}", indent="  "
+        )
     for note in note_texts(notes):
         print_prose(console, f"note: {note}", indent="  ")
     causes = sorted(made.causes.items(), key=lambda item: -item[1])
@@ -149,22 +153,22 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
 def _print_verdict(console: Console, memory: OutOfMemory) -> None:
     whole = memory.whole_segments_bytes
     story = (
-        f": {human_bytes(memory.wanted_bytes)} wanted by "
-        f"{printable(memory.asked_by)}; {human_bytes(memory.device_free_bytes)} free on the device, "
-        f"{human_bytes(memory.partly_used_bytes)} free in partly used segments"
+        f": {printable(memory.asked_by)} requested {human_bytes(memory.wanted_bytes)}. "
+        f"Free: {human_bytes(memory.device_free_bytes)} on the device, "
+        f"{human_bytes(memory.partly_used_bytes)} in partly used segments"
         + (f", {human_bytes(whole)} in whole segments" if whole else "")
-        + f", the largest piece for the stream {human_bytes(memory.largest_free_bytes)}."
+        + f"; the largest free piece for that stream is {human_bytes(memory.largest_free_bytes)}."
     )
-    print_prose(console, Text.assemble("Out of memory by ", (memory.verdict, "bold"), story))
+    print_prose(console, Text.assemble("Out of memory because of ", (memory.verdict, "bold"), story))
     if not memory.avoided_by:
-        print_prose(console, "No single change that was tried would have served it.")
+        print_prose(console, "None of the settings and allocators that were tried would have avoided it.")
         return
-    with_these = "do not serve it" if memory.fails_again else "serve it too, so what was live before matters"
-    print_prose(
-        console,
-        f"Replayed from an empty device of the same size, the settings of the file {with_these}. "
-        "It would have been served with",
+    again = (
+        "the recorded settings run out of memory again"
+        if memory.fails_again
+        else "even the recorded settings do not run out: what was there before recording began matters"
     )
+    print_prose(console, f"Replayed from an empty device of the same size, {again}. These do not run out:")
     for result in memory.avoided_by[:5]:
         conf = result.settings
         how = f"PYTORCH_ALLOC_CONF={command_text(conf)}" if conf else printable(result.allocator)

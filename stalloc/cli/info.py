@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cudnn-table",
         action="store_true",
-        help="show the work spaces that the virtual GPU gives cuDNN's convolutions, and where each figure is from",
+        help="show the workspaces that the virtual GPU gives cuDNN's convolutions, and the source of each figure",
     )
     add_json_argument(parser)
 
@@ -99,7 +99,7 @@ def _print(found: dict[str, Any]) -> None:
         ]
         _print_table(console, f"\nGPUs (driver for CUDA {found['driver_cuda_version']})", rows)
     else:
-        _print_table(console, "\nGPUs", [("none", "no NVIDIA driver with a GPU is here; the virtual GPU needs none")])
+        _print_table(console, "\nGPUs", [("none", "no GPU with an NVIDIA driver; the virtual GPU needs none")])
     virtual = found["virtual_gpu"]
     state = f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"
     rows = [("compiler", virtual["compiler"] or "none: install gcc, or set CC"), ("library", state)]

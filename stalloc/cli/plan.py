@@ -28,6 +28,7 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.compiled import compile_time
 from stalloc.errors import BadInputError
@@ -57,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--align", type=int, default=512, metavar="BYTES", help="every offset is a multiple of this (default: 512)"
     )
     parser.add_argument(
-        "--time-budget", type=float, metavar="SECONDS", help="search for so long unless the plan is optimal before"
+        "--time-budget",
+        type=float,
+        metavar="SECONDS",
+        help="search for up to this long if the plan is not optimal before",
     )
     parser.add_argument(
         "--method", default="auto", metavar="NAME", help=f"how to plan: {', '.join(METHODS)} (default: auto)"
@@ -84,51 +88,58 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
     refused = False
     compiled_before = compile_time().wall_seconds
     for file in args.files:
-        plans: list[Plan] = []
-        traces = load_traces(file)
-        for trace in traces:
-            check_ids(file, trace)
-        if (args.csv or args.fixed) and len(traces) > 1:
-            raise BadInputError(f"{file} has {len(traces)} devices, --csv and --fixed take one: plan them from Python.")
-        for trace in traces:
-            fixed = read_fixed(args.fixed, trace) if args.fixed else None
-            began, compiled = time.perf_counter(), compile_time().wall_seconds
-            made = plan(
-                trace,
-                alignment=args.align,
-                fold="never" if args.csv else "auto",
-                method=args.method,
-                time_budget_seconds=args.time_budget,
-                seed=args.seed,
-                fixed=fixed,
-                stop=stop,
-            )
-            seconds = max(0.0, time.perf_counter() - began - (compile_time().wall_seconds - compiled))
-            verdict = validate(made, trace)
-            if not verdict.ok:
-                refused = True
-                say(
-                    f"the plan of {file} device {made.device} fails its own validation ({verdict.reason}: "
-                    f"{verdict.detail}): nothing is written; please report this with the file."
-                )
-            plans.append(made)
-            devices.append(_Made(file, made, seconds, list(trace.info.get("notes", []))))
-        if args.output and not refused:
-            digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
-            save_plans(
-                args.output,
-                [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans],
-            )
-        if args.csv and not refused:
-            write_csv(args.csv, traces[0], plans[0])
+        with working(f"planning {file_label(file)}"):
+            refused |= _plan_file(args, file, stop, devices)
     compiled_here = compile_time().wall_seconds - compiled_before
     if compiled_here > _WORTH_SAYING:
-        say(f"compiling for this machine took {compiled_here:.1f} s, which the seconds of plans leave out.")
+        say(f"compiling for this machine took {compiled_here:.1f} s; the planning times do not include it.")
     written = {name: file for name, file in (("output", args.output), ("csv", args.csv)) if file and not refused}
     write_json(args, {"files": list(args.files), "devices": [_entry(made) | written for made in devices]})
     if wants_text(args):
         _print(args, devices, refused)
     return 1 if refused else 0
+
+
+def _plan_file(args: argparse.Namespace, file: str, stop: threading.Event, devices: list[_Made]) -> bool:
+    """Plan the devices of a file, add them to `devices`, and write what was asked for; True if a plan is refused."""
+    plans: list[Plan] = []
+    traces, ok = load_traces(file), True
+    for trace in traces:
+        check_ids(file, trace)
+    if (args.csv or args.fixed) and len(traces) > 1:
+        raise BadInputError(f"{file} has {len(traces)} devices, --csv and --fixed take one: plan them from Python.")
+    for trace in traces:
+        fixed = read_fixed(args.fixed, trace) if args.fixed else None
+        began, compiled = time.perf_counter(), compile_time().wall_seconds
+        made = plan(
+            trace,
+            alignment=args.align,
+            fold="never" if args.csv else "auto",
+            method=args.method,
+            time_budget_seconds=args.time_budget,
+            seed=args.seed,
+            fixed=fixed,
+            stop=stop,
+        )
+        seconds = max(0.0, time.perf_counter() - began - (compile_time().wall_seconds - compiled))
+        verdict = validate(made, trace)
+        if not verdict.ok:
+            ok = False
+            say(
+                f"the plan of {file} device {made.device} fails its own validation ({verdict.reason}: "
+                f"{verdict.detail}): nothing is written; please report this with the file."
+            )
+        plans.append(made)
+        devices.append(_Made(file, made, seconds, list(trace.info.get("notes", []))))
+    if args.output and ok:
+        digest = hashlib.sha256(read_input(file, "a trace file")).hexdigest()
+        save_plans(
+            args.output,
+            [dataclasses.replace(made, provenance={**made.provenance, "sha256": digest}) for made in plans],
+        )
+    if args.csv and ok:
+        write_csv(args.csv, traces[0], plans[0])
+    return not ok
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -145,7 +156,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
             raise BadInputError(f"the folder {output.parent} of {output} does not exist: make it first.")
         for given in (args.files[0], args.fixed):
             if given is not None and output.exists() and output.resolve() == Path(given).resolve():
-                raise BadInputError(f"{output} is what is read: name another file to write to.")
+                raise BadInputError(f"{output} is the input: name another file to write to.")
 
 
 def _entry(made: _Made) -> dict[str, Any]:

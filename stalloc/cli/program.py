@@ -62,7 +62,7 @@ def program_command(args: argparse.Namespace) -> list[str]:
         raise BadInputError(f"no program: {_USAGE}.")
     script = args.program[0]
     if script.startswith("-"):
-        raise BadInputError(f"{script} is no option of this verb: options of stalloc come before SCRIPT, see --help.")
+        raise BadInputError(f"{script} is not an option of this verb: options of stalloc go before SCRIPT, see --help.")
     if Path(script).name in _LAUNCHERS and not script.endswith(".py"):
         raise BadInputError(_launcher(args.program))
     if not Path(script).exists():

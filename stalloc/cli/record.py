@@ -2,8 +2,9 @@
 
   stalloc record -o step.trace.npz train.py --steps 4
 
-The program runs unchanged under stalloc's heap, with no plan. With --stacks it runs under PyTorch's own allocator and
-history instead, which has the call site of every request of PyTorch's; CuPy's are not in it then. JSON: `output`, and
+The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch's and CuPy's has its call site.
+With --stacks it runs under PyTorch's own allocator and history instead, so that the addresses and segments are those of
+PyTorch; requests of CuPy's are not in the recording then. JSON: `output`, and
 for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
 program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
 """
@@ -38,9 +39,7 @@ _MAX_EVENTS = 1 << 22  #: of PyTorch's history
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write, ending .trace.npz")
-    parser.add_argument(
-        "--stacks", action="store_true", help="with the call site of every request, under PyTorch's own allocator"
-    )
+    parser.add_argument("--stacks", action="store_true", help="record PyTorch's own allocator, by its own history")
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     save_traces(args.output, traces)
     devices = [_entry(trace) for trace in traces]
     if wants_text(args):
-        _print(args.output, devices, stacks=args.stacks)
+        _print(args.output, devices, stacks=args.stacks, failed=code != 0)
     write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
     return code
 
@@ -73,7 +72,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
     """The exit code of the program and what it requested, under stalloc's heap."""
     from stalloc import integrations
 
-    settings = integrations.Settings(plan=False, keep_recording=True)
+    settings = integrations.Settings(plan=False, keep_recording=True, call_sites=True)
     runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
     code = run_program(command)
     used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
@@ -118,17 +117,17 @@ def _entry(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool) -> None:
+def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool, failed: bool) -> None:
     console = table_console()
     for device in devices:
         steps = f"{plural(device['steps'], 'step')}, " if not stacks else ""
         console.print(
-            f"device {device['device']}: {plural(device['requests'], 'request')}, {steps}"
-            f"allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
+            f"device {device['device']}: {plural(device['requests'], 'request')} in {device['events']:,} events, "
+            f"{steps}allocated peak {human_bytes(device['allocated_peak_bytes'])}, "
             f"reserved peak {human_bytes(device['reserved_peak_bytes'] or 0)}"
         )
         for note in note_texts(device["notes"]):
             print_prose(console, note, indent="  ")
     name = command_text(output)
     console.print(f"wrote {name}")
-    console.print(f"next: stalloc top {name}" if stacks else f"next: stalloc stats {name}")
+    console.print(f"next: stalloc top {name}" if stacks or failed else f"next: stalloc stats {name}")

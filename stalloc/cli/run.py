@@ -25,6 +25,7 @@ from typing import Any
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
     add_json_argument,
+    command_text,
     table_console,
     wants_text,
     write_json,
@@ -53,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="watch at least N steps before planning (default: as few as do)",
+        help="watch at least N steps before planning (default: as few as possible)",
     )
     parser.add_argument(
         "--streams",
         choices=("separate", "share", "weigh"),
         default="separate",
-        help="a region of the arena for each stream, or one that they share, with a wait at each planned hand-over; "
+        help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over; "
         "weigh: share where a hand-over saves --handover-bytes (default: separate, shared if that does not fit)",
     )
     parser.add_argument(
@@ -73,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pages, where the driver maps them; mapped is an older name for it)",
     )
     parser.add_argument(
-        "--compare-native", action="store_true", help="run the program under its own allocators first, to compare"
+        "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
+    )
+    parser.add_argument(
+        "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
     add_json_argument(parser)
     add_program_arguments(parser)
@@ -84,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     command = program_command(args)
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:
-        raise BadInputError(f"--observe-steps is {args.observe_steps}: give a count of steps.")
+        raise BadInputError(f"--observe-steps is {args.observe_steps}: give a number of steps from 0.")
     if args.handover_bytes < 0:
         raise BadInputError(f"--handover-bytes is {args.handover_bytes}: give a number from 0.")
     if args.plan and args.save_plan:
@@ -103,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         streams=args.streams,
         handover_bytes=args.handover_bytes,
         arena="pool" if args.arena == "pool" else "pages",
+        call_sites=args.stacks,
     )
     cache = None
     if not args.plan and not args.save_plan and not args.observe_steps:
@@ -192,7 +197,7 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
-    say(f"wrote {path}; use it with: stalloc run --plan {path} …")
+    say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
@@ -203,12 +208,12 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     for report in result["devices"]:
         print_report(console, report)
     if result["out_of_memory_errors"]:
-        console.print("next: stalloc dryrun … says what the program needs, on a virtual GPU")
+        console.print(f"next: stalloc dryrun {command_text(*program_command(args))}")
     elif result["plan_source"] == "cache":
-        console.print("the plan was kept from the last run of this program")
+        console.print("the plan is the one that the last run of this program left")
     elif kept:
-        console.print("next: the same command starts with this plan, which is kept")
+        console.print("next: run the same command again; it starts with this plan, which was kept")
     elif not args.plan and not args.save_plan and result.get("plans_made"):
-        console.print("next: stalloc run --save-plan step.plan.npz … keeps the plan for the next run")
+        console.print(f"next: stalloc run --save-plan step.plan.npz {command_text(*program_command(args))}")
     elif not result.get("plans_made"):
-        console.print("next: stalloc record -o run.trace.npz … and stalloc stats run.trace.npz show what repeats")
+        console.print(f"next: stalloc record -o run.trace.npz {command_text(*program_command(args))}")

@@ -14,7 +14,7 @@ from stalloc.device.known_gpus import shown_name
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 
-_VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are those of the host"
+_VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are host times"
 _NATIVE = (("native", "native"), ("native_expandable", "expandable"))
 
 
@@ -40,14 +40,16 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     phase, rate = report["phase"], report["hit_rate"]
     facts = [("state", phase + (f" ({report['note']})" if report["note"] else ""))]
     if report["plan_misfit"]:
-        facts.append(("the plan", f"of --plan did not fit this program: {report['plan_misfit']}"))
+        facts.append(("the plan", f"given with --plan did not fit this program: {report['plan_misfit']}"))
     facts.append(("steps", f"{report['steps']:,}, {report['planned_steps']:,} of them whole on the plan"))
     if report["requests_per_step"]:
-        served = "" if rate is None else f", {100 * rate:.3f} % served from the plan (hit rate from its second step on)"
-        facts.append(("requests", f"{report['requests_per_step']:,} over 512 bytes a step{served}"))
+        served = (
+            "" if rate is None else f", {100 * rate:.3f} % served from the plan (hit rate, from its second step on)"
+        )
+        facts.append(("requests", f"{report['requests_per_step']:,} over 512 bytes per step{served}"))
     if report["plan_peak_bytes"] is not None:
         gap = report["plan_peak_bytes"] - report["lower_bound_bytes"]
-        bound = "the lower bound" if gap == 0 else f"{human_bytes(gap)} above the lower bound"
+        bound = "which is the lower bound" if gap == 0 else f"{human_bytes(gap)} above the lower bound"
         facts.append(("plan", f"{human_bytes(report['plan_peak_bytes'])}, {bound}"))
     facts.append(("fragmentation", f"{100 * report['fragmentation']:.2f} % over the whole run"))
     return facts
@@ -69,7 +71,7 @@ def _rows(report: dict[str, Any], peers: list[dict[str, Any]]) -> list[list[str]
     ]
     times = [report["step_ms"], *(peer["step_ms"] for peer in peers)]
     if any(time is not None for time in times):
-        shown.append(["host time a step", *("-" if time is None else f"{time:.1f} ms" for time in times)])
+        shown.append(["host time per step", *("-" if time is None else f"{time:.1f} ms" for time in times)])
     return shown
 
 

@@ -31,7 +31,7 @@ def apply_shared(parser: argparse.ArgumentParser, verb: str, verbs: tuple[str, .
     for name, value in table.items():
         if isinstance(value, dict):
             if name not in verbs:
-                raise BadInputError(f"{file}: [tool.stalloc.{name[:40]}] is no verb: choose from {', '.join(verbs)}.")
+                raise BadInputError(f"{file}: [tool.stalloc.{name[:40]}] is not a verb: choose {', '.join(verbs)}.")
             continue
         if (dest := _dest(name)) in options:
             parser.set_defaults(**{dest: _value(file, name, options[dest], value)})
@@ -58,7 +58,7 @@ def _table() -> tuple[Path, dict[str, Any]] | None:
         if table is None:
             return None
         if not isinstance(table, dict):
-            raise BadInputError(f"{file}: tool.stalloc is no table: write [tool.stalloc].")
+            raise BadInputError(f"{file}: tool.stalloc is not a table: write [tool.stalloc].")
         return file, table
     return None
 

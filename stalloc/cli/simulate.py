@@ -3,15 +3,16 @@
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The requests of each device are
 replayed from an empty device, what was live before recording first; the row "recorded" is what the file itself says.
 Without options torch's caching allocator is compared as it is, with expandable segments, and with stalloc; --all takes
-every model there is, --sweep the settings of torch's allocator that people try, and names the best.
+every model there is, --sweep the common settings of torch's allocator, and names the best.
 
 "stalloc" watches the program from its first request on and plans what repeats, as `stalloc run` does with a program
-that it does not know; "stalloc mode:plan" knows the whole recording beforehand, which no run can.
+that it does not know; "stalloc mode:plan" is planned in hindsight, from the whole recording.
 
-An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. With --capacity the device
-has so many bytes, and what does not fit says where it runs out; a recording that ran out of memory is then replayed up
-to its last error, with the request that was refused. For a snapshot of torch, the model with the settings of the file
-is held against the segments that the file itself records: it is exact, or the first event that differs is named.
+An allocator is NAME or NAME:key:value,key:value. --conf takes what PYTORCH_ALLOC_CONF takes. --capacity limits the
+memory of the device, and the report says where each allocator runs out; a recording that ran out of memory is then
+replayed up to its last error, including the request that was refused. For a snapshot of torch, the model with the
+settings of the file is checked against the segments that the file records: it is exact, or the first event that
+differs is named.
 
 Allocated is what `stalloc stats` says: sizes rounded up to 512 bytes, from alloc to free_completed. Fragmentation is
 1 - allocated peak / reserved peak.
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from stalloc.analysis import Recorded, recorded
+from stalloc.analysis import Recorded, count_events, recorded
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -68,11 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a model, can be repeated: {', '.join(ALLOCATORS)}",
     )
     parser.add_argument(
-        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator, can be repeated"
+        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator; can be repeated"
     )
     parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB (default: no limit)")
     parser.add_argument("--all", action="store_true", help="every model with its usual settings")
-    parser.add_argument("--sweep", action="store_true", help="the settings of torch's allocator that people try")
+    parser.add_argument("--sweep", action="store_true", help="the common settings of torch's allocator")
     add_json_argument(parser)
 
 
@@ -123,7 +124,7 @@ def _entry(file: str, trace: Trace, found: list[Simulated], sweep: bool) -> dict
     entry: dict[str, Any] = {
         "file": file,
         "device": trace.device,
-        "events": trace.num_events,
+        "events": count_events(trace),
         "requests": trace.num_requests,
         "recorded_settings": recorded_conf(trace),
         "recorded": dataclasses.asdict(recorded(trace)),
@@ -145,7 +146,8 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
     for file, trace, found in devices:
         told = recorded(trace)
         memory = f", {human_bytes(capacity)} of memory" if capacity else ""
-        story = f", device {trace.device}: {plural(trace.num_requests, 'request')}{memory}"
+        count = f"{plural(trace.num_requests, 'request')} in {count_events(trace):,} events"
+        story = f", device {trace.device}: {count}{memory}"
         print_prose(console, Text.assemble((file_label(file), "bold"), story))
         for note in note_texts(trace.info.get("notes", [])):
             print_prose(console, f"note: {note}", indent="  ")
@@ -191,13 +193,15 @@ def _remarks(trace: Trace, told: Recorded, found: list[Simulated], capacity: int
     """What has to be known about rows, a sentence each."""
     if told.out_of_memory_event is not None:
         wanted = f"{human_bytes(told.out_of_memory_bytes or 0)} wanted at event {told.out_of_memory_event:,}"
-        how = "; replayed up to there, that request included" if capacity else "; --capacity tries that request too"
+        how = (
+            "; the replay ends with that request" if capacity else "; with --capacity the replay includes that request"
+        )
         yield f"recorded: ran out of memory, {wanted}{how}"
     if told.unseen_bytes:
-        yield f"recorded: {human_bytes(told.unseen_bytes)} of what is reserved were live throughout and not replayed"
+        yield f"recorded: {human_bytes(told.unseen_bytes)} were live throughout the recording and are not replayed"
     if trace.num_baseline_requests and told.reserved_peak_bytes is not None:
-        before = plural(trace.num_baseline_requests, "request")
-        yield f"recorded: began with {before} live; all others begin with an empty device"
+        before = plural(trace.num_baseline_requests, "block")
+        yield f"recorded: {before} live when recording began; the models start from an empty device"
     for result in found:
         name = " ".join(filter(None, (result.allocator, printable(result.settings))))
         for remark in filter(None, (_fitting(result, told, capacity), _agreement(result), _work(result))):
@@ -207,17 +211,17 @@ def _remarks(trace: Trace, told: Recorded, found: list[Simulated], capacity: int
 def _fitting(result: Simulated, told: Recorded, capacity: int) -> str:
     if result.fits:
         ran_out = capacity and result.exact is not None and told.out_of_memory_event is not None
-        return "fits when it begins with an empty device; as recorded it ran out of memory" if ran_out else ""
+        return "fits when started from an empty device, though the recorded run ran out of memory" if ran_out else ""
     return f"does not fit: {human_bytes(result.failed_bytes or 0)} wanted at event {result.failed_event:,}"
 
 
 def _agreement(result: Simulated) -> str:
     """Whether the model does what the file records, begun from what it says was there when recording began."""
     if result.exact:
-        return "begun where the recording begins, the model does exactly what the file records"
+        return "started from the recorded state, the model reproduces the recording exactly"
     if result.exact is False:
         where = f" from event {result.first_difference:,} on" if result.first_difference is not None else ""
-        return f"unlike the record{where}: {printable(result.reason, MAX_SENTENCE)}"
+        return f"differs from the recording{where}: {printable(result.reason, MAX_SENTENCE)}"
     return ""
 
 
@@ -226,7 +230,7 @@ def _work(result: Simulated) -> str:
     if counts.get("compactions"):
         return f"{counts['compactions']:,} compactions, {human_bytes(counts['moved_bytes'])} moved"
     if (result.allocator, result.settings) == (_HINDSIGHT.allocator, _HINDSIGHT.settings):
-        return "the whole recording is known beforehand, which no run can"
+        return "planned in hindsight, from the whole recording; a real run cannot"
     if result.allocator == "stalloc":
-        return "found a step that repeats, and planned it" if counts["plans"] else "found no step that repeats"
+        return "found a repeating step and planned it" if counts["plans"] else "found no repeating step"
     return ""

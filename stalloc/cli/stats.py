@@ -112,7 +112,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
     ]
     if summary.reserved_peak_bytes is not None:
         event = summary.reserved_peak_event
-        unseen = f" and {human_bytes(summary.unseen_bytes)} without requests" if summary.unseen_bytes else ""
+        unseen = f" and {human_bytes(summary.unseen_bytes)} live throughout" if summary.unseen_bytes else ""
         when = "before the first event" if event == -1 else f"at event {event:,}"
         lines += [
             ("reserved peak", f"{human_bytes(summary.reserved_peak_bytes)} {when}"),

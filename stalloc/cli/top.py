@@ -4,14 +4,14 @@ FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names the
 out-of-memory error (oom, the default where there is one), the most allocated (peak, the default elsewhere), the end of
 the record, or an event index.
 
-Bytes are rounded up to 512 a request, from alloc to free_completed; those of every list add up to what is allocated
-then. A call site is the innermost line outside PyTorch; the tree shows what called it. Persistent requests live across
-steps, transient ones die in the phase in which they are born, scoped are all others. A call site grows if it holds more
-at the end of each of the later steps; steps are those that the program marks, or in which its requests repeat.
+Sizes are rounded up to 512 bytes, and count from alloc to free_completed; each list adds up to what is allocated at
+that moment. A call site is the innermost line outside PyTorch; the tree shows its callers. Persistent requests live
+across steps, transient ones end in the phase in which they began, scoped ones are all others. A call site grows if it
+holds more at the end of each later step; steps are marked by the program, or found where its requests repeat.
 
-JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the lists `by_site`,
-`by_class` and `by_size` of `name`, `held_bytes`, `requests`, whole and most first, `tree` (the same with `children`),
-and `growth`.
+JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the complete lists
+`by_site`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree` (the same with
+`children`), and `growth`.
 """
 
 import argparse
@@ -41,8 +41,7 @@ from stalloc.trace import Action, Trace, load_traces
 
 _MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
 _NO_SITES = (
-    "the file has no call sites: `stalloc record --stacks` records them, and so does "
-    "torch.cuda.memory._record_memory_history()"
+    "the file has no call sites: `stalloc record` records them, and so does torch.cuda.memory._record_memory_history()"
 )
 _TREE_SHARE = 0.02  # of what is held, below which a branch is not shown
 
@@ -93,10 +92,10 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
     )
     print_prose(console, Text.assemble((file_label(file), "bold"), story))
     if made.wanted_bytes is not None:
-        print_prose(console, f"{human_bytes(made.wanted_bytes)} more were wanted by {printable(made.wanted_by)}")
+        print_prose(console, f"{human_bytes(made.wanted_bytes)} more was requested by {printable(made.wanted_by)}")
     for growth in made.growth[: args.top]:
         grows = f"grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}"
-        seen = f", over the last {growth.steps:,} steps: {human_bytes(growth.held_bytes)} more by then"
+        seen = f", {human_bytes(growth.held_bytes)} over the last {growth.steps:,} steps"
         print_prose(console, Text.assemble((grows, "bold red"), seen))
     for note in note_texts(trace.info.get("notes", [])):
         print_prose(console, f"note: {note}", indent="  ")

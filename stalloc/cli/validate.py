@@ -9,7 +9,8 @@ reason for the first plan that is not.
 import argparse
 from typing import Any
 
-from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.output import add_json_argument, file_label, table_console, wants_text, write_json
+from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -27,6 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if every plan of the file is valid for the trace, else 1."""
+    with working(f"checking {file_label(args.plan)} against {file_label(args.trace)}"):
+        devices = _checked(args)
+    ok = all(entry["ok"] for entry in devices)
+    write_json(args, {"ok": ok, "devices": devices})
+    if wants_text(args):
+        console = table_console()
+        for entry in devices:
+            if entry["ok"]:
+                text = (
+                    f"valid: {entry['requests']:,} requests, peak {human_bytes(entry['peak_bytes'])}, "
+                    f"lower bound {human_bytes(entry['lower_bound_bytes'])}"
+                )
+            else:
+                text = f"invalid, {entry['reason']}: {entry['detail']}"
+            print_prose(console, printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
+    return 0 if ok else 1
+
+
+def _checked(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The verdict for each device of the plan and of the trace."""
     plans = load_plans(args.plan)
     traces = {trace.device: trace for trace in load_traces(args.trace)}
     if not plans:
@@ -58,17 +79,4 @@ def run(args: argparse.Namespace) -> int:
         }
         for device in unplanned
     )
-    ok = all(entry["ok"] for entry in devices)
-    write_json(args, {"ok": ok, "devices": devices})
-    if wants_text(args):
-        console = table_console()
-        for entry in devices:
-            if entry["ok"]:
-                text = (
-                    f"valid: {entry['requests']:,} requests, peak {human_bytes(entry['peak_bytes'])}, "
-                    f"lower bound {human_bytes(entry['lower_bound_bytes'])}"
-                )
-            else:
-                text = f"invalid, {entry['reason']}: {entry['detail']}"
-            print_prose(console, printable(f"device {entry['device']}: {text}", MAX_SENTENCE))
-    return 0 if ok else 1
+    return devices

@@ -113,7 +113,7 @@ def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU 
 
         virtual.activate(gpu or virtual.active_gpu() or DEFAULT_GPU)
     elif _active is None and not gpus():
-        raise SetupError("no NVIDIA driver with a GPU is here: choose the virtual GPU (--device virtual).")
+        raise SetupError("no GPU with an NVIDIA driver was found: choose the virtual GPU (--device virtual).")
     _active = wanted
     return wanted
 

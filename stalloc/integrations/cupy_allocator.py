@@ -33,7 +33,7 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     from cupy.cuda.memory import Memory, MemoryPointer
     from cupy.cuda.memory_hook import _has_memory_hooks
 
-    malloc, free = cupy_entries(runtime.states.ctypes.data, runtime.entries)
+    malloc, free = cupy_entries(runtime.states.ctypes.data, runtime.entries, runtime.call_sites.malloc_word)
     pool_memory = _memory_class(free)
 
     def current_stream() -> int:

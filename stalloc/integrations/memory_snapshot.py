@@ -1,18 +1,20 @@
 """torch.cuda.memory_snapshot and the memory history under stalloc: the same record, from stalloc's own books.
 
 Contract: segments are what the device holds now, blocks cover them without a gap, and sizes add up to what
-torch.cuda.memory_stats says. The history is stalloc's recording, written by the sink of stalloc.report; it carries no
-stacks.
+torch.cuda.memory_stats says. The history is stalloc's recording, written by the sink of stalloc.report, with the Python
+stacks of what was requested since the program asked for a history.
 """
 
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.snapshot import HeapBlock, HeapSegment, segments
 from stalloc.runtime import Controller, Runtime
+from stalloc.runtime.call_sites import CallSites, Stack
 
 _STATES = {
     constants.BLOCK_FREE: "inactive",
@@ -45,13 +47,18 @@ class History:
     ) -> None:
         """Begin or, with None, end recording on all devices (torch.cuda.memory._record_memory_history).
 
-        Stacks are not recorded, whatever the options, and no more than four million events.
+        Stacks are those of Python, whatever `stacks` says, none with a `context` of None; and no more than four million
+        events are recorded.
         """
         was_enabled = self.enabled
         self.enabled = enabled is not None and enabled is not False
         self._max_entries = max_entries
         if not was_enabled or clear_history:
             self._begin_us = time.monotonic_ns() // 1000
+        if self.enabled and context is not None:
+            self._runtime.begin_call_sites()
+        elif not self.enabled:
+            self._runtime.end_call_sites()
         for controller in self._runtime.controllers:
             settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
             controller.status.settings = settings
@@ -75,7 +82,7 @@ class History:
         if pool is not None and tuple(pool) != (0, 0):
             return {"segments": [], "device_traces": [], "external_annotations": [], "allocator_settings": {}}
         controllers = self._runtime.controllers
-        found = [entry for controller in controllers for entry in _segments(controller)]
+        found = [entry for controller in controllers for entry in _segments(controller, self._runtime.call_sites)]
         traces: list[list[Any]] = [[] for _ in controllers]
         annotations: list[Any] = []
         if self.enabled and include_traces is not False:
@@ -104,11 +111,16 @@ def _completed(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "compile_context": "N/A", "user_metadata": ""}
 
 
-def _segments(controller: Controller) -> list[dict[str, Any]]:
-    return [_segment(controller.device.index, segment) for segment in segments(controller.state)]
+def _segments(controller: Controller, call_sites: CallSites) -> list[dict[str, Any]]:
+    found = segments(controller.state)
+    stacks = {}
+    if call_sites.is_on:
+        addresses = [block.address for segment in found for block in segment.blocks if block.requested_bytes]
+        stacks = dict(zip(addresses, call_sites.stacks_at(controller.state.address, addresses), strict=True))
+    return [_segment(controller.device.index, segment, stacks) for segment in found]
 
 
-def _segment(device: int, segment: HeapSegment) -> dict[str, Any]:
+def _segment(device: int, segment: HeapSegment, stacks: Mapping[int, Stack]) -> dict[str, Any]:
     live = [block for block in segment.blocks if block.state in (constants.BLOCK_LIVE, constants.BLOCK_SHARED)]
     active = [block for block in segment.blocks if block.state != constants.BLOCK_FREE]
     return {
@@ -123,15 +135,15 @@ def _segment(device: int, segment: HeapSegment) -> dict[str, Any]:
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": [_block(block) for block in segment.blocks],
+        "blocks": [_block(block, stacks.get(block.address, [])) for block in segment.blocks],
     }
 
 
-def _block(block: HeapBlock) -> dict[str, Any]:
+def _block(block: HeapBlock, stack: Stack) -> dict[str, Any]:
     return {
         "address": block.address,
         "size": block.size_bytes,
         "requested_size": block.requested_bytes,
         "state": _STATES[block.state],
-        "frames": [],
+        "frames": stack,
     }

@@ -99,7 +99,7 @@ class PlanCache:
         except FileNotFoundError:
             return []
         except (BadInputError, SetupError, OSError) as error:
-            say(f"the plan kept from the last run is ignored: {error}")
+            say(f"the plan of the last run is ignored: {error}")
             self.remove()
             return []
         with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ class PlanCache:
     def _refuse(self, error: Exception) -> None:
         self._refused = True
         reason = error if not isinstance(error, OSError) else f"{self.file.parent}: {error.strerror}: {_ADVICE}."
-        say(f"plans could not be kept from run to run: {reason}")
+        say(f"the plan could not be kept for the next run: {reason}")
 
     def remove(self) -> None:
         """Forget the plans."""

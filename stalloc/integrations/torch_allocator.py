@@ -60,7 +60,9 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
         return False  # a CPU build: nothing to serve
     check_untouched()
     try:
-        allocate, free = torch_entries(runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries)
+        allocate, free = torch_entries(
+            runtime.states.ctypes.data, Path(torch.__file__).parent, runtime.entries, runtime.call_sites.malloc_word
+        )
     except OSError as error:
         raise SetupError(
             f"stalloc cannot serve torch {torch.__version__}: {str(error).removeprefix('stalloc: ')} Use torch 2.1 or "

@@ -60,7 +60,7 @@ class Controller:
         self.status = Status(settings, Effort(settings.max_effort))
         self.steps = Steps(self.state, self.recording, self.status.effort)
         self._lasting = Lasting(self.memory, self.recording)
-        self._shortage = Shortage(self.arenas)
+        self._shortage = Shortage(self.arenas, self.recording)
         self._tidying = Tidying(self.arenas, self.status.effort)
         parts = self.recording, self.steps, self._shortage, self._tidying
         self.serving = Serving(self.status, self.arenas, *parts)
@@ -93,7 +93,7 @@ class Controller:
                 self._look()
             elif reason == constants.STALE:
                 self.watching.expects_marks &= not self.recording.marks_are_overdue
-                self._drop_plan("the program left the plan for good")
+                self._drop_plan("the program left the plan and did not return to it")
             elif reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
             elif reason == constants.POLL:
@@ -209,7 +209,7 @@ class Controller:
         self.lock, self.watching.job = self.memory.lock, None
         self.state.drop_tape()
         self.state.write(recording=0, check_at=0, allocating_persistent=0)
-        self.status.phase, self.status.note = Phase.RESTING, "this process is a fork, which is not watched"
+        self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
 
     # --- phases
 

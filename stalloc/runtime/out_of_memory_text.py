@@ -14,6 +14,9 @@ from stalloc.device import Device
 from stalloc.device.known_gpus import shown_name
 from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.figures import human_bytes, plural
+from stalloc.printable import printable
+from stalloc.runtime.call_sites import CallSites, this_call_site
+from stalloc.trace.sites import UNKNOWN
 
 _MAX_HOLDERS = 3
 _NEXT = (
@@ -23,23 +26,33 @@ _NEXT = (
 
 
 def out_of_memory_text(
-    device: Device, state: DeviceState, size_bytes: int, *, limit_bytes: int = 0, by_pages: bool = False
+    device: Device,
+    state: DeviceState,
+    size_bytes: int,
+    free_bytes: int,
+    *,
+    limit_bytes: int = 0,
+    by_pages: bool = False,
+    call_sites: CallSites | None = None,
 ) -> str:
-    """The sentences for a request of `size_bytes`, where the program may have `limit_bytes`, or 0: all there is."""
+    """The sentences for a request of `size_bytes`, made from this thread, with `free_bytes` left on the device.
+
+    The program may have `limit_bytes`, or 0: all there is. `call_sites` names those who hold memory, if it is on.
+    """
     record = state.record
-    free, total = device.memory_info()
-    if limit_bytes:
-        free = min(free, max(0, limit_bytes - record.reserved_bytes))
+    asked_by = this_call_site()
     blocks = [block for segment in segments(state) for block in segment.blocks]
     pieces = [block.size_bytes for block in blocks if block.state == BLOCK_FREE]
     name = shown_name(device.kind, device.name)
     limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
     arena = f" ({human_bytes(record.arena_bytes)} of it the plan's arena)" if record.arena_bytes else ""
     return (
-        f"stalloc: out of memory on device {device.index} ({name}, {human_bytes(total)}{limit}): "
-        f"tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes). "
+        f"stalloc: out of memory on device {device.index} ({name}, {human_bytes(device.total_bytes)}{limit}): "
+        f"tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
+        f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. "
         f"Allocated {human_bytes(record.total.allocated_bytes)}, reserved {human_bytes(record.reserved_bytes)}{arena}. "
-        f"{_why(size_bytes, free, pieces, PAGE_BYTES if by_pages else 1)} {_holders(blocks)}{_NEXT}"
+        f"{_why(size_bytes, free_bytes, pieces, PAGE_BYTES if by_pages else 1)} "
+        f"{_holders(state, blocks, call_sites)}{_NEXT}"
     )
 
 
@@ -58,9 +71,11 @@ def _why(size_bytes: int, free: int, pieces: list[int], page_bytes: int) -> str:
     return f"{found}: enough together, but not in one piece."
 
 
-def _holders(blocks: list[HeapBlock]) -> str:
-    """The sizes that hold most; live blocks of one size are mostly of one kind."""
+def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites | None) -> str:
+    """The call sites that hold most, else the sizes: live blocks of one size are mostly of one kind."""
     live = [block for block in blocks if block.state not in (BLOCK_FREE, BLOCK_UNMAPPED) and block.requested_bytes]
+    if call_sites is not None and call_sites.is_on:
+        return _holding_sites(live, call_sites.names_at(state.address, [block.address for block in live]))
     count = Counter(block.requested_bytes for block in live)
     held = sorted(count, key=lambda size: (-size * count[size], -size))[:_MAX_HOLDERS]
     told = ", ".join(
@@ -68,5 +83,17 @@ def _holders(blocks: list[HeapBlock]) -> str:
         if count[size] > 1
         else f"{human_bytes(size)} by one block"
         for size in held
+    )
+    return f"Most is held: {told}. " if told else ""
+
+
+def _holding_sites(live: list[HeapBlock], names: list[str]) -> str:
+    """The call sites that hold most."""
+    count, held = Counter(names), Counter[str]()
+    for block, name in zip(live, names, strict=True):
+        held[name] += block.requested_bytes
+    most = sorted(held, key=lambda name: (-held[name], name))[:_MAX_HOLDERS]
+    told = ", ".join(
+        f"{human_bytes(held[name])} by {plural(count[name], 'block')} of {printable(name)}" for name in most
     )
     return f"Most is held: {told}. " if told else ""

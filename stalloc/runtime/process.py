@@ -21,6 +21,7 @@ from stalloc.core import constants, entry
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.printable import printable
+from stalloc.runtime.call_sites import CallSites
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.entries import checked_entries
 from stalloc.runtime.interruptions import is_interruption
@@ -65,8 +66,13 @@ class Runtime:
         self.entries = entry.core_entries()
         if self.watch is not None and self.watch.devices:
             self.entries = checked_entries(self.watch)
+        #: who asks for what; the word that it holds is what torch and CuPy call by
+        self.call_sites = CallSites(self.entries[0])
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
+        self._always_sited = settings.call_sites
+        if settings.call_sites:
+            self.begin_call_sites()
         for plan in plans or []:
             if plan.device >= len(self.controllers):
                 raise PlanError(
@@ -86,6 +92,18 @@ class Runtime:
             before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release
         )
         os.register_at_fork(after_in_child=self._forked)
+
+    def begin_call_sites(self) -> None:
+        """Note from here on which line of the program makes each request."""
+        if not self.call_sites.is_on:
+            self.call_sites.begin()
+            for controller in self.controllers:
+                controller.recording.name_call_sites(self.call_sites)
+
+    def end_call_sites(self) -> None:
+        """Note it no more, unless this was asked for from the start."""
+        if not self._always_sited:
+            self.call_sites.end()
 
     def _forked(self) -> None:
         """In a child of fork: no other thread is here, whatever it was doing; serve from the heap, without a plan.
@@ -116,7 +134,7 @@ class Runtime:
                 controller.serving.use(plan)
             except PlanError as error:
                 controller.watch_anew()
-                controller.status.note = f"the plan of the last run was left aside: {error}"
+                controller.status.note = f"the plan of the last run was not used: {error}"
 
     def rest(self) -> None:
         """Serve from the heap only, on all devices, until `resume`."""

@@ -4,6 +4,7 @@ Contract: the core writes events while RECORDING is set; marks are kept beside t
 the number of events before each.
 """
 
+import dataclasses
 import itertools
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.core.constants import ACTION_ALLOC, ACTION_OOM
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
@@ -19,6 +21,7 @@ from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
+    from stalloc.runtime.call_sites import CallSites
     from stalloc.trace import Trace
 
 _OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
@@ -36,17 +39,35 @@ class Recording:
         self.left_out: set[int] = set()  #: threads whose requests are no part of the steps
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
+        self.call_sites: CallSites | None = None  #: where they are noted
+        self._sited_from = 0, 0  # the event and the call from which on call sites are known
+        self._refusals: list[tuple[int, int]] = []  # events before each refusal for lack of memory, bytes free then
 
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
         self.marks.clear()
+        self._forget_events()
         self._reserved_start = self._state.record.reserved_bytes
         self._state.write(recording=1, num_events=0, num_sizable=0, allocating_persistent=int(lasting), check_at=64)
 
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
         self.marks[:] = [(0, MARK_STEP, "")]
+        self._forget_events()
         self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
+
+    def _forget_events(self) -> None:
+        self._refusals.clear()
+        self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
+
+    def name_call_sites(self, call_sites: "CallSites") -> None:
+        """The call sites of requests are noted from here on."""
+        self.call_sites = call_sites
+        self._sited_from = int(self._state.record.num_events), call_sites.num_calls
+
+    def note_refusal(self, free_bytes: int) -> None:
+        """A request is refused, with so much free on the device."""
+        self._refusals.append((int(self._state.record.num_events), free_bytes))
 
     def note_mark(self, kind: int, name: str) -> None:
         """The program sets a mark (trace.MARK_STEP, …)."""
@@ -113,7 +134,10 @@ class Recording:
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
-        return self._trace(self._state.recorded(), self.marks)
+        events = self._state.recorded()
+        trace = self._trace(events, self.marks)
+        address = self._with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
+        return self._with_call_sites(dataclasses.replace(trace, address=address), events)
 
     def regular_trace(self) -> "Trace":
         """The same without the requests of threads that are left out."""
@@ -148,6 +172,29 @@ class Recording:
                 "notes": [] if state.record.recording else ["the record's table filled up: later events are missing"],
             },
         )
+
+    def _with_call_sites(self, trace: "Trace", events: np.ndarray) -> "Trace":
+        """The trace of all events, with the call sites that are known."""
+        if self.call_sites is None:
+            return trace
+        action, (first_event, first_call) = events["action"] & 0xFF, self._sited_from
+        columns = action, events["address"], events["requested_bytes"]
+        stacks = self.call_sites.of_events(self._state.address, first_call, first_event, *columns)
+        site = np.full(trace.num_requests, -1, np.int64)
+        born = np.flatnonzero(action == ACTION_ALLOC)
+        site[trace.event_request[born]] = stacks[born]
+        return dataclasses.replace(trace, extra=trace.extra | self.call_sites.columns(stacks, site))
+
+    def _with_free_bytes(self, action: Column, address: Column) -> Column:
+        """The addresses of events, where those of out-of-memory errors are what was free on the device, as torch's."""
+        errors = np.flatnonzero(action == ACTION_OOM)
+        if not len(errors) or not self._refusals:
+            return address
+        events, free_bytes = np.array(self._refusals, np.int64).T
+        last = np.searchsorted(events, errors, side="right") - 1
+        address = address.copy()
+        address[errors[last >= 0]] = free_bytes[last[last >= 0]]
+        return address
 
     @property
     def observed_trace(self) -> "Trace | None":

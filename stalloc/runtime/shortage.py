@@ -9,14 +9,16 @@ import gc
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
+from stalloc.runtime.recording import Recording
 from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
 
 
 class Shortage:
     """The segments that requests lack, on one device."""
 
-    def __init__(self, arenas: Arenas) -> None:
+    def __init__(self, arenas: Arenas, recording: Recording) -> None:
         self._arenas, self._memory, self._state = arenas, arenas.memory, arenas.state
+        self._recording = recording
         self._lacks_arena = False
 
     def add_segment(self, pool: int, size_bytes: int, *, planned: bool) -> bool:
@@ -84,8 +86,18 @@ class Shortage:
         from stalloc.runtime.out_of_memory_text import out_of_memory_text
 
         device, source = self._memory.device, self._memory.source
+        free, _ = device.memory_info()
+        if source.limit_bytes:
+            free = min(free, max(0, source.limit_bytes - self._state.record.reserved_bytes))
+        self._recording.note_refusal(free)
         text = out_of_memory_text(
-            device, self._state, size_bytes, limit_bytes=source.limit_bytes, by_pages=source.paged
+            device,
+            self._state,
+            size_bytes,
+            free,
+            limit_bytes=source.limit_bytes,
+            by_pages=source.paged,
+            call_sites=self._recording.call_sites,
         )
         self._state.set_out_of_memory_text(text)
 

@@ -11,6 +11,8 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from stalloc.core.entry.linking import find, link, text, word
 from stalloc.core.records import State, offset_of
 from stalloc.core.requests import free_entry, malloc_entry
@@ -65,6 +67,29 @@ def core_entries() -> tuple[int, int]:
     return malloc_entry.address, free_entry.address
 
 
+def sited_malloc(
+    malloc: int, table: np.ndarray, calls: np.ndarray, num_calls: ctypes.c_int64, name_stack: Handler
+) -> int:
+    """The address of a malloc like `malloc` that notes which Python stack calls it.
+
+    `table` has pairs of words, as many as a power of two: the hash of a stack (0: empty) and its number from 1 on.
+    `calls` has rows of four words: state, address, bytes, stack (0: unknown); `num_calls` counts them, those that found
+    no room included. `name_stack(hash, 0, 0)` is called in the thread whose stack the table does not have yet, enters
+    it there, and returns its number. All of them live as long as the process.
+    """
+    _kept.append((table, calls, num_calls))
+    set_to = {
+        "core_malloc": word(malloc),
+        "table": table.ctypes.data,
+        "table_mask": word(len(table) - 1),
+        "calls": calls.ctypes.data,
+        "calls_room": word(len(calls)),
+        "num_calls": ctypes.addressof(num_calls),
+        "slow": slow_entry(name_stack),
+    }
+    return link(__package__, "sites.ll", "malloc", set_to=set_to, libraries=(ctypes.pythonapi,))[0]
+
+
 def free_by(slow: int) -> int:
     """The address of `void free(state, address)` that enters Python by a `slow_entry`."""
     return link(__package__, "checked.ll", "free", set_to={"slow": slow})[0]
@@ -90,16 +115,20 @@ def keep_whole_at_fork(states: int, num_states: int) -> None:
         raise MemoryError("the C library has no memory for what is to be done at a fork")
 
 
-def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | None = None) -> tuple[int, int]:
+def torch_entries(
+    states: int, torch_folder: Path, entries: tuple[int, int] | None = None, malloc_word: int = 0
+) -> tuple[int, int]:
     """The addresses of torch's `void* alloc(ssize_t, int, stream)` and `void free(void*, ssize_t, int, stream)`.
 
     `states` is the address of a table of state addresses by device, `entries` are where requests are served
-    (by default `core_entries`). An allocation without memory throws
+    (by default `core_entries`). `malloc_word`, if given, is the address of a word that holds the malloc's address in
+    place of `entries`, and may be written at any time. An allocation without memory throws
     c10::OutOfMemoryError with the text that the state points to, which Python sees as torch.OutOfMemoryError; where the
     driver failed c10::Error, a RuntimeError. OSError names the symbol if this torch lacks one that they need.
     """
     malloc, free = entries or core_entries()
-    set_to = {"states": states, "core_malloc": malloc, "core_free": free, "file_name": text(b"stalloc")}
+    malloc_word = malloc_word or word(malloc)
+    set_to = {"states": states, "core_malloc": malloc_word, "core_free": free, "file_name": text(b"stalloc")}
     set_to |= {name: word(offset_of(State, name)) for name in ("oom_text", "oom_text_length", "driver_error")}
     libraries = (
         ctypes.CDLL(str(torch_folder / "lib" / "libc10.so")),
@@ -112,13 +141,13 @@ def torch_entries(states: int, torch_folder: Path, entries: tuple[int, int] | No
     return allocate, release
 
 
-def cupy_entries(states: int, entries: tuple[int, int] | None = None) -> tuple[int, int]:
+def cupy_entries(states: int, entries: tuple[int, int] | None = None, malloc_word: int = 0) -> tuple[int, int]:
     """The addresses of CuPy's `void* malloc(void* stream, size_t, int)` and `void free(void*, void*, int)`.
 
     Arguments as for `torch_entries`.
     """
     malloc, free = entries or core_entries()
-    set_to = {"states": states, "core_malloc": malloc, "core_free": free}
+    set_to = {"states": states, "core_malloc": malloc_word or word(malloc), "core_free": free}
     allocate, release = link(__package__, "cupy.ll", "allocate", "free", set_to=set_to)
     return allocate, release
 

@@ -2,7 +2,7 @@
 
 @states = external global [0 x i64]       ; addresses of states by device
 
-declare i64 @core_malloc(i64, i64, i64)   ; (state, bytes, stream): address, 0 for no memory
+@core_malloc = external global i64        ; the address of what serves (state, bytes, stream): address, 0 for no memory
 declare void @core_free(i64, i64)         ; (state, address)
 
 define ptr @allocate(ptr %stream, i64 %size, i32 %device) {
@@ -10,7 +10,9 @@ define ptr @allocate(ptr %stream, i64 %size, i32 %device) {
   %row = getelementptr i64, ptr @states, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %address = call i64 @core_malloc(i64 %state, i64 %size, i64 %raw)
+  %core = load i64, ptr @core_malloc
+  %malloc = inttoptr i64 %core to ptr
+  %address = call i64 %malloc(i64 %state, i64 %size, i64 %raw)
   %result = inttoptr i64 %address to ptr
   ret ptr %result
 }

@@ -6,7 +6,7 @@
 @driver_error = external constant i64
 @file_name = external constant [8 x i8]         ; where the error says that it comes from
 
-declare i64 @core_malloc(i64, i64, i64)         ; (state, bytes, stream): address, 0 for no memory
+@core_malloc = external global i64              ; the address of what serves (state, bytes, stream): address, 0 for no memory
 declare void @core_free(i64, i64)               ; (state, address)
 
 ; The exceptions are objects of C++ (Itanium C++ ABI, 2.5.2): a vtable begins with the offset to the top and the type;
@@ -29,7 +29,9 @@ entry:
   %row = getelementptr i64, ptr @states, i64 %index
   %state = load i64, ptr %row
   %raw = ptrtoint ptr %stream to i64
-  %address = call i64 @core_malloc(i64 %state, i64 %size, i64 %raw)
+  %core = load i64, ptr @core_malloc
+  %malloc = inttoptr i64 %core to ptr
+  %address = call i64 %malloc(i64 %state, i64 %size, i64 %raw)
   %none = icmp eq i64 %address, 0
   %wanted = icmp sgt i64 %size, 0
   %failed = and i1 %none, %wanted

@@ -1,0 +1,75 @@
+"""What `stalloc dryrun` prints: what each allocator needs and takes, and what a dry run cannot know."""
+
+from typing import TYPE_CHECKING, Any
+
+from stalloc.cli.output import command_text, table_console
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import shown_name
+from stalloc.figures import human_bytes
+from stalloc.printable import printable
+
+if TYPE_CHECKING:
+    from stalloc.cli.dryrun import Need
+
+_MOST_PLACES = 3  # of decisions, shown
+_ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
+_FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
+
+
+def allocator_name(name: str, *, uses_torch: bool = True) -> str:
+    """What people call an allocator of the dry run."""
+    return _ALLOCATORS[name] if name != "native" or uses_torch else "CuPy's pool"
+
+
+def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: VirtualGPU, command: list[str]) -> None:
+    """Print the table of a dry run, what its words mean, and its doubts."""
+    offered = result["memory_bytes"] - result["headroom_bytes"]
+    console = table_console()
+    name = shown_name("virtual", printable(gpu.name))
+    kept = f", {human_bytes(result['headroom_bytes'])} for the CUDA context" if result["headroom_bytes"] else ""
+    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program{kept}")
+    rows = [
+        [
+            allocator_name(key, uses_torch=need.uses_torch),
+            "yes" if need.fits else "no",
+            *(human_bytes(getattr(need, figure)) for figure in _FIGURES),
+        ]
+        for key, need in results.items()
+    ]
+    print_table(console, ("", "fits", "needs", "takes given plenty", "allocated"), rows, text_columns=2, indent="  ")
+    if any(need.needed_by == "reserved" for need in results.values()):
+        meant = "needs: at most this much, which was reserved; nothing less was tried"
+    else:
+        meant = (
+            "needs: the least memory with which the program completes, found by replay, for stalloc by running it too"
+        )
+    print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
+    for line in _doubts(result["uncertain"]):
+        print_prose(console, line, indent="  ")
+    if results["stalloc"].fits:
+        console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
+    else:
+        console.print("next: the same with a larger --gpu, or a smaller batch")
+
+
+def _doubts(uncertain: dict[str, Any]) -> list[str]:
+    lines = []
+    convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
+    if convolutions.get("unknown_bytes"):
+        lines.append(
+            f"cuDNN's workspace is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
+            "convolutions: under PyTorch's own allocator reserved may be "
+            f"{' to '.join(human_bytes(most) for most in convolutions['taken_bytes'])}, allocated "
+            f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
+        )
+    if decisions:
+        shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
+        more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
+        num = sum(one["num_reads"] for one in decisions)
+        lines.append(f"{num} decisions depended on values that the virtual GPU does not compute: {shown}{more}")
+    if uncertain.get("torch"):
+        lines.append(
+            f"for torch {uncertain['torch']} on this GPU: another release or card can differ by a few per cent"
+        )
+    return lines

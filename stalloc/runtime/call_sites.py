@@ -1,0 +1,154 @@
+"""Which line of the program asked for each request, while somebody wants to know.
+
+Contract: while it is on, every request costs a walk over the thread's Python frames, about a microsecond; while it is
+off nothing, since another malloc serves. A request whose stack is not known (a thread that Python never knew, a table
+that is full) is given none, never another's.
+"""
+
+import atexit
+import ctypes
+import sys
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.core.constants import ACTION_ALLOC, ACTION_OOM, MAX_REQUEST
+from stalloc.core.entry import sited_malloc
+from stalloc.trace.sites import MAX_DEPTH, Frame, StackCollector, site_name
+
+_MAX_STACKS = 1 << 17  # distinct ones; the table that finds them by their hashes is a third larger
+_TABLE_PAIRS = 1 << 18
+_MAX_CALLS = 1 << 22  # as many as there are events in a record
+_WORD = (1 << 64) - 1
+Stack = list[dict[str, Any]]
+
+
+class CallSites:
+    """The stacks of the requests of this process."""
+
+    def __init__(self, malloc: int) -> None:
+        """`malloc`: the address of what serves."""
+        self._malloc = malloc
+        self._sited = 0  # the address of the same with stacks, once it is made
+        self._word = ctypes.c_int64(malloc)
+        self._num_calls = ctypes.c_int64(0)
+        self._calls: Column = np.empty((0, 4), np.int64)
+        self._table: Column = np.empty((0, 2), np.int64)
+        self._stacks: list[Stack] = []
+        self._codes: list[list[CodeType]] = []  # kept, so that no other code object gets the address of one
+
+    @property
+    def malloc_word(self) -> int:
+        """The address of the word that holds the malloc's address."""
+        return ctypes.addressof(self._word)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are noted."""
+        return self._word.value != self._malloc
+
+    @property
+    def num_calls(self) -> int:
+        """Requests noted so far, those included that found no room."""
+        return self._num_calls.value
+
+    def begin(self) -> None:
+        """Note stacks from here on."""
+        if not self._sited:
+            self._calls = np.zeros((_MAX_CALLS, 4), np.int64)  # takes memory as far as it is written
+            self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
+            self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
+            atexit.register(self.end)  # no thread is to wait for Python when it ends
+        self._word.value = self._sited
+
+    def end(self) -> None:
+        """Note no more."""
+        self._word.value = self._malloc
+
+    def _enter(self, key: int, *_: int) -> int:
+        """The number, from 1 on, of the stack from which this is called, by its hash; 0 if there is no room for it."""
+        mask, key = len(self._table) - 1, key & _WORD
+        at = (key >> 8) & mask
+        keys, signed = self._table[:, 0], np.uint64(key).astype(np.int64)
+        while keys[at] not in (0, signed):
+            at = (at + 1) & mask
+        if keys[at] == signed:  # another thread was here first
+            return int(self._table[at, 1])
+        if len(self._stacks) == _MAX_STACKS:
+            return 0
+        stack = _stack(sys._getframe(1))
+        self._codes.append([code for code, _ in stack])
+        names = [(code.co_filename, line, code.co_name) for code, line in stack]
+        self._stacks.append([{"filename": file, "line": line, "name": name} for file, line, name in names])
+        self._table[at] = signed, len(self._stacks)
+        return len(self._stacks)
+
+    def _noted(self, state: int, first_call: int) -> Column:
+        """(k, 4) what was noted of a device since a call."""
+        rows = self._calls[first_call : self.num_calls]
+        never_recorded = (rows[:, 1] == 0) & (rows[:, 2] > MAX_REQUEST)
+        return rows[(rows[:, 0] == state) & ~never_recorded]
+
+    def of_events(
+        self, state: int, first_call: int, first_event: int, action: Column, address: Column, size: Column
+    ) -> Column:
+        """(m,) the stack of each event of a record, from 0 on; -1: not known.
+
+        `state` is the address of the device's state; call `first_call` is the first after event `first_event`. The
+        calls that were given one address come in the same order as the events that have it.
+        """
+        stacks = np.full(len(action), -1, np.int64)
+        asks = np.flatnonzero((action == ACTION_ALLOC) | (action == ACTION_OOM))
+        asks = asks[asks >= first_event]
+        rows = self._noted(state, first_call)
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]
+        asks = asks[np.argsort(address[asks], kind="stable")]
+        places = address[asks]
+        rank = np.arange(len(asks)) - np.searchsorted(places, places)
+        found = np.searchsorted(rows[:, 1], places) + rank
+        known = found < np.searchsorted(rows[:, 1], places, side="right")
+        asks, found = asks[known], found[known]
+        agree = rows[found, 2] == size[asks]
+        stacks[asks[agree]] = rows[found[agree], 3] - 1
+        return stacks
+
+    def columns(self, event_stack: Column, site: Column) -> dict[str, Column]:
+        """What belongs into `Trace.extra`, given the stacks of the events and of the requests."""
+        collector = StackCollector()
+        number = np.array([*(collector.add(frames) for frames in self._stacks), -1], np.int64)  # -1 picks the last
+        return collector.columns(number[site], number[event_stack])
+
+    def stacks_at(self, state: int, addresses: Sequence[int]) -> list[Stack]:
+        """The stacks of what lives at these addresses of a device, each as torch writes them; empty: not known."""
+        if self.num_calls > len(self._calls):
+            return [[] for _ in addresses]  # what was noted last is not who has it now
+        rows = self._noted(state, 0)[::-1]
+        places, last = np.unique(rows[:, 1], return_index=True)
+        number = dict(zip(places.tolist(), rows[last, 3].tolist(), strict=True))
+        return [self._stacks[number[at] - 1] if number.get(at) else [] for at in addresses]
+
+    def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
+        """The same as names of call sites."""
+        names: dict[int, str] = {}
+        stacks = self.stacks_at(state, addresses)
+        for stack in stacks:
+            if id(stack) not in names:
+                names[id(stack)] = site_name([Frame(**frame) for frame in stack])
+        return [names[id(stack)] for stack in stacks]
+
+
+def this_call_site() -> str:
+    """The line of the program that this thread is in."""
+    return site_name([Frame(code.co_filename, line, code.co_name) for code, line in _stack(sys._getframe(1))])
+
+
+def _stack(frame: FrameType | None) -> list[tuple[CodeType, int]]:
+    """The code and the line of a frame and of those that called it."""
+    stack: list[tuple[CodeType, int]] = []
+    while frame is not None and len(stack) < MAX_DEPTH:
+        stack.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    return stack

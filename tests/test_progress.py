@@ -1,0 +1,85 @@
+"""Whatever takes longer than a second says on a terminal what it is at; the input here arrives only once it has."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stalloc.cli import main
+
+CSV = "id,lower,upper,size\n" + "".join(f"{row},{row},{row + 2},512\n" for row in range(6))
+PATIENCE = 120  # seconds until a verb counts as silent
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A trace and its plan."""
+    csv, plan = tmp_path / "step.csv", tmp_path / "step.plan.npz"
+    csv.write_text(CSV, encoding="utf-8")
+    assert main(["plan", str(csv), "-o", str(plan)]) == 0
+    return {"CSV": str(csv), "PLAN": str(plan), "OUT": str(tmp_path / "out.trace.npz")}
+
+
+def heard(terminal: int, text: bytes) -> bytes:
+    """What a terminal shows until `text` is in it, or nothing comes for too long."""
+    shown = b""
+    while text not in shown and select.select([terminal], [], [], PATIENCE)[0]:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # nobody writes to it any more
+            break
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("stats -", "describing"),
+        ("top -", "reading"),
+        ("explain -", "explaining"),
+        ("plan -", "planning"),
+        ("simulate -", "reading"),
+        ("validate PLAN -", "checking"),
+        ("convert - OUT", "converting"),
+        ("diff CSV -", "comparing"),
+    ],
+)
+def test_a_verb_that_takes_long_says_what_it_is_at(files: dict[str, str], words: str, said: str) -> None:
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "stalloc", *(files.get(word, word) for word in words.split())]
+    verb = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=its_end)
+    os.close(its_end)
+    shown = heard(terminal, said.encode())
+    verb.communicate(CSV.encode(), timeout=PATIENCE)
+    os.close(terminal)
+    assert said.encode() in shown
+    assert verb.returncode == 0
+
+
+def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None) -> None:
+    gate, program = tmp_path / "gate", tmp_path / "waits.py"
+    os.mkfifo(gate)
+    once = "if os.path.exists(gate):\n    open(gate).read()\n    os.unlink(gate)\n"
+    program.write_text(f"import os\ngate = {str(gate)!r}\n{once}raise SystemExit(3)\n", encoding="utf-8")
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "stalloc", "dryrun", str(program)]
+    verb = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end)
+    os.close(its_end)
+    shown = heard(terminal, b"running the program under")
+    gate.write_text("go on", encoding="utf-8")
+    verb.wait(PATIENCE)
+    os.close(terminal)
+    assert b"running the program under" in shown
+    assert verb.returncode == 2
+
+
+def test_pipes_hear_nothing_of_progress(files: dict[str, str]) -> None:
+    for words in ("stats CSV", "plan CSV", "explain CSV"):
+        command = [sys.executable, "-m", "stalloc", *(files.get(word, word) for word in words.split())]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "…" not in said
+        assert "\x1b" not in said
