@@ -101,14 +101,16 @@ class Controller:
         return True
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
-        if self.memory.free_deferred():
-            return True  # the core asks again if that did not help
-        if self._lasting.ends_here(expects_marks=self.watching.expects_marks):
-            return True  # the core asks again for what it wants now
+        if self.memory.free_deferred() or self._lasting.ends_here(expects_marks=self.watching.expects_marks):
+            return True  # the core asks again, if it needs to
         planned = self.status.phase is Phase.PLANNED
         if planned:
             self.state.record.ask_at_boundary = 1  # to give it back when it is no longer used
-        return self._shortage.add_segment(pool, size_bytes, planned=planned)
+        served = self._shortage.add_segment(pool, size_bytes, planned=planned)
+        if not served and planned and self._shortage.is_enough_in_pieces(size_bytes):
+            self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
+            served = self._shortage.add_segment(pool, size_bytes, planned=False)
+        return served
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
@@ -140,9 +142,8 @@ class Controller:
 
     def _give_up(self, error: BaseException) -> None:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
-        goes_on = (
-            is_interruption(error) or isinstance(error, RecursionError)
-        ) and self.status.phase is not Phase.RESTING
+        passes = is_interruption(error) or isinstance(error, RecursionError)
+        goes_on = passes and self.status.phase is not Phase.RESTING
         self.state.drop_tape()
         self.watching.job = None
         self.steps.forget()

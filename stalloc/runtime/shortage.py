@@ -66,6 +66,12 @@ class Shortage:
             return True
         return self._refuse(state.full_table(), size_bytes)
 
+    def is_enough_in_pieces(self, size_bytes: int) -> bool:
+        """Whether a request would be served if all that is free were in one piece, and may be made so."""
+        record = self._state.record
+        unused_bytes = record.reserved_bytes - record.total.allocated_bytes - record.deferred_bytes
+        return record.private_kind == 0 and self._memory.source.free_bytes() + unused_bytes >= size_bytes
+
     def _collects(self, size_bytes: int) -> bool:
         """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""
         if self._state.largest_free_bytes() >= size_bytes:
