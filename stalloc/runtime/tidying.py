@@ -72,7 +72,7 @@ class Tidying:
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
         if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
             return
-        soon = record.steps_ever < self._move_after + self._move_wait
+        soon = record.steps_ever < self._move_after + max(self._move_wait, _VAIN_WAIT)  # not all passes are alike
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():

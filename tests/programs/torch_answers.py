@@ -107,7 +107,8 @@ def history() -> list[Any]:
     new(MIB)
     snapshot = torch.cuda.memory._snapshot()
     events = snapshot["device_traces"][0]
-    found: list[Any] = [sorted(snapshot.keys() - {"stalloc"}), len(snapshot["device_traces"]), [event["action"] for event in events[-3:]]]
+    found: list[Any] = [sorted(snapshot.keys() - {"stalloc"}), len(snapshot["device_traces"])]
+    found += [[event["action"] for event in events[-3:]]]
     found += [sorted(events[-1]), sorted(snapshot["segments"][0]), sorted(snapshot["segments"][0]["blocks"][0])]
     found.append(any(event["size"] == 7 * MIB for event in events))  # from before: no
     torch.cuda.memory._record_memory_history(None)
