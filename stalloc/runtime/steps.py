@@ -32,6 +32,7 @@ _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes 
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
+_ORDER = 12  # kinds of the last steps whose order is looked at
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
 
@@ -56,20 +57,17 @@ class Steps:
         self._positions: list[int] = []  # where marks are on the ring of a plan that knows one kind or cycle
         self._places: Column = np.zeros(0, np.int64)  # where they are in one of its periods
         self._current = 0  # which of them was the last
-        self._followers: dict[tuple[int, int], int] = {}  # two kinds in a row -> the one that came next
-        self._before = (-1, -1)
-        self._counts = (0, 0)
-        self._plans = 0  # that had been put in force when the counts were taken
+        self._followers: dict[tuple[int, ...], int] = {}  # two kinds in a row -> the one that came next
+        self._order: tuple[int, ...] = (-1, -1)  # of the last kinds
+        self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
         self._times_seen: dict[bytes, int] = {}  # by the name of the kind
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._recorded: dict[bytes, _Recorded] = {}  # what the record shows of each kind, by its name
         self._num_recorded = 0  # whole steps in the record
-        self._num_allocs = 0  # when the last step ended
-        self._last_allocs = 0  # of the last step
+        self._num_allocs = self._last_allocs = 0  # when the last step ended, and of that step
         self._missed_allocs = 0  # of the step that was not on the plan, nor recorded, but began the record; 0: none
-        self._watched = 0  # steps of this watch
-        self._pause = 0  # steps until the next watch
+        self._watched = self._pause = 0  # steps of this watch, and until the next one
         self._next_pause = _WATCH_STEPS
 
     def forget(self) -> None:
@@ -185,9 +183,9 @@ class Steps:
         if self.tapes is not None:
             begins = self.tapes.begins
             followed = int(np.searchsorted(begins, state.record.ring_start, side="right")) - 1
-            self._followers[self._before] = followed
-            self._before = self._before[1], followed
-            expected = self._followers.get(self._before, followed)
+            self._followers[self._order[-2:]] = followed
+            self._order = (*self._order[1 - _ORDER :], followed)
+            expected = self._followers.get(self._order[-2:], followed)
             begin = begins[expected]
             state.begin_step(begin, begin + len(self.tapes.kinds[expected].size), begin)
         elif self._positions:
@@ -201,6 +199,13 @@ class Steps:
             elif apart[nearest] == 0:
                 state.begin_step(state.record.ring_start, state.record.ring_end, cursor)
             self._current = nearest
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether the planned kinds come in an order that repeats."""
+        order, turns = self._order, range(2, _ORDER // 2 + 1)
+        is_known = self.tapes is not None and len(order) == _ORDER
+        return is_known and any(order[turn:] == order[:-turn] for turn in turns)
 
     # --- kinds
 
@@ -219,7 +224,7 @@ class Steps:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
         if self.search is not None or self.waiting is not None:
             return set()
-        recurring = self._recurring()
+        recurring = self.recurring()
         if self.tapes is None and 2 * sum(self._recorded[name].count for name in recurring) < self._num_recorded:
             return set()  # a program whose steps are mostly all different
         fresh = {name for name in recurring - self._planned - self._refused if self._is_shown(name)}
@@ -230,12 +235,8 @@ class Steps:
         recorded = self._recorded.get(name)
         return recorded is not None and recorded.first + 1 < self._num_recorded
 
-    @property
-    def recur(self) -> bool:
-        """Whether any step in the record was seen twice, there or before."""
-        return bool(self._recurring())
-
-    def _recurring(self) -> set[bytes]:
+    def recurring(self) -> set[bytes]:
+        """Names of the kinds in the record that were seen twice, there or before."""
         return {name for name in self._recorded if self._times_seen.get(name, 0) > 1}
 
     def search_for_more(self) -> bool:
@@ -275,8 +276,7 @@ class Steps:
 
     def _start_search(self, trace: "Trace") -> None:
         known = self.tapes.kinds if self.tapes is not None else []
-        wanted = self._recurring() - self._refused
-        self.search = KindSearch(known, wanted, self._made, self._effort)
+        self.search = KindSearch(known, self.recurring() - self._refused, self._made, self._effort)
         self.search.start(trace)
 
     def are_planned(self, search: KindSearch) -> None:
@@ -293,7 +293,7 @@ class Steps:
         """The plans of a search are in force."""
         self.tapes, self._positions = search.tapes, []
         self._followers.clear()
-        self._before, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
+        self._order, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:

@@ -14,6 +14,7 @@ from stalloc.runtime.segment_sizes import round_up
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
 _VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
+_UNLIKE_PASSES = 3  # of which one displaces others, as where two optimizers take turns
 _FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
@@ -72,7 +73,7 @@ class Tidying:
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
         if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
             return
-        soon = record.steps_ever < self._move_after + max(self._move_wait, _VAIN_WAIT)  # not all passes are alike
+        soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():

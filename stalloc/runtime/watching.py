@@ -125,7 +125,7 @@ class Watching:
         """Whether anything in the record may recur; if nothing of its steps does, see whether a thread is to blame."""
         if not self._recording.marks:
             return self._looking.may_find()
-        if self._steps.recur:
+        if self._steps.recurring():
             return True
         if self._recording.num_steps in _DOUBT_STEPS and not self._status.settings.keep_recording:
             if self._recording.leave_out_threads():
