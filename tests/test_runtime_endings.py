@@ -113,6 +113,31 @@ late_one.itself = late_one
 }
 
 
+def test_a_thread_is_stopped_in_silence_where_exceptions_can_only_be_reported(run_fresh: Any) -> None:
+    done = run_fresh(
+        """
+import threading
+from stalloc.runtime.threads import start_thread
+class Slow:
+    def __del__(self):
+        entered.set()
+        while True:
+            pass
+def work():
+    try:
+        Slow()
+        while True:
+            pass
+    finally:
+        print("over")
+entered = threading.Event()
+start_thread(work)
+entered.wait()
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+
+
 def test_a_planner_at_work_is_stopped_and_waited_for(run_fresh: Any) -> None:
     work = """
 def plan_for_ever(tape, **options):

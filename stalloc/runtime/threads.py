@@ -8,11 +8,14 @@ import _thread
 import atexit
 import ctypes
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 _PATIENCE_SECONDS = 20  # for compiled code, and for LLVM, which have to come to their end first
+_LOOK_SECONDS = 0.02  # between two looks at a thread that is to end
 
 _running: dict[int, threading.Event] = {}  # by the number of the thread
 _ending = threading.Event()
@@ -42,15 +45,32 @@ def _run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         over.set()
 
 
+def _end(number: int) -> None:
+    """Raise SystemExit in a thread, between two of its lines."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
+
+
 @atexit.register
 def _stop() -> None:
+    report, missed = sys.unraisablehook, set()
+
+    def hear(unraisable: Any) -> None:
+        if unraisable.exc_type is SystemExit and threading.get_ident() in _running:
+            missed.add(threading.get_ident())  # it was raised where Python can only report it
+        else:
+            report(unraisable)
+
     _ending.set()
-    stop = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    sys.unraisablehook = hear
     threads = list(_running.items())
     for number, _ in threads:
-        stop(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
-    for _, over in threads:
-        over.wait(_PATIENCE_SECONDS)
+        _end(number)
+    end = time.monotonic() + _PATIENCE_SECONDS
+    for number, over in threads:
+        while not over.wait(_LOOK_SECONDS) and time.monotonic() < end:
+            if number in missed:
+                missed.discard(number)
+                _end(number)
 
 
 os.register_at_fork(after_in_child=_running.clear)  # the parent's go on there
