@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ALL = 1 << 60
 _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
+_RANGE_SHARE = 8  # a range of addresses is for this part of the device's memory: what lives is moved by ranges
 
 
 class Paging:
@@ -58,7 +59,7 @@ class Paging:
         return False
 
     def _add_range(self, pool: int, size_bytes: int) -> bool:
-        span = round_up(max(size_bytes, self._memory.device.total_bytes))  # the end of each may lie idle
+        span = round_up(max(size_bytes, self._memory.device.total_bytes // _RANGE_SHARE))
         memory = self._source.reserve(span) or self._source.reserve(round_up(size_bytes))
         if memory is None:
             return False
