@@ -6,7 +6,7 @@ folders of stalloc that compiled code there is imported from: when one changes, 
 compiled anew.
 """
 
-import os
+import hashlib
 import re
 import sys
 import threading
@@ -43,13 +43,13 @@ class CompileTime(NamedTuple):
 
 
 class _Compiling(event.Listener):
-    """Counts what compiling takes, and says on a terminal, once, why a program stands still meanwhile."""
+    """Counts what compiling takes, and says once, on standard error, why a program stands still meanwhile."""
 
     _PATIENCE = 1.0  # seconds of compiling, before anything is said
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._told = not (sys.stderr and sys.stderr.isatty())
+        self._told = sys.stderr is None
 
     @property
     def time(self) -> CompileTime:
@@ -97,30 +97,31 @@ def compile_time() -> CompileTime:
 
 
 @cache
-def _changed(folder: Path) -> tuple[float, int]:
-    """The newest change and the total size of a folder's sources."""
-    entries = [entry.stat() for entry in os.scandir(folder) if entry.name.endswith(".py")]
-    return max((entry.st_mtime for entry in entries), default=0.0), sum(entry.st_size for entry in entries)
+def _digest(folder: Path) -> bytes:
+    """A digest of the sources of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_bytes()
+        digest.update(b"%s %d\n%s" % (path.name.encode(), len(source), source))
+    return digest.digest()
 
 
 @cache
-def _stamp(folder: Path) -> tuple[float, int]:
+def _stamp(folder: Path) -> str:
     """What changes when a source changes that compiled code of a folder may hold a part of."""
     folders = {folder}
     for path in folder.glob("*.py"):
         source = path.read_bytes()
-        if b"@njit" in source or b"cfunc(" in source:
+        if any(word in source for word in (b"@njit", b"@inner", b"cfunc(")):
             folders |= {Path(__file__).parent / name.decode() for name in _IMPORTED.findall(source)}
-    stamps = [_changed(one) for one in folders if one.is_dir()]
-    return max(newest for newest, _ in stamps), sum(size for _, size in stamps)
+    digests = [_digest(one) for one in sorted(folders, key=lambda one: one.name) if one.is_dir()]
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:
     """Keep what is compiled, tied to the folder; where there is no place for it, every process compiles."""
     sources = Path(function.__code__.co_filename).parent
-    place = folder_for(sources)
-    if place is not None:
-        compiled._cache = KeptCode(function, place, _stamp(sources))
+    compiled._cache = KeptCode(function, sources, _stamp(sources))
 
 
 def _compile_once(dispatcher: Any) -> None:

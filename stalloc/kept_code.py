@@ -1,12 +1,15 @@
 """Compiled code on disk, in place of numba's own cache.
 
 Contract: what is read back is machine code that will run, so it comes from a private folder only (see private.py),
-from files that nobody else can write, and only if it is whole and was made by these versions, from these sources, for
-exactly this function, signature and processor. Anything else is compiled anew. A cache that cannot be read or written
-costs time and one sentence, nothing more.
+from files that nobody else can write, or from the package itself, and only if it is whole and was made by these
+versions, from these sources, for exactly this function, signature and processor. Anything else is compiled anew. A
+cache that cannot be read or written costs time and one sentence, nothing more.
 
 numba's cache keeps an index and numbered files of code: where the disk fills up between the two, or two processes
 save at once, an index may lead to code of other sources. Here each file says itself what it holds.
+
+A wheel may bring compiled code of its own (see integrations/build_backend.py), made for every processor of its
+architecture; it is looked for first.
 """
 
 import contextlib
@@ -35,6 +38,8 @@ from stalloc.private import private_folder, read_private, user_cache
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".compiled"
 _ADVICE = "name another folder in NUMBA_CACHE_DIR"
+_SHIPPED = Path(__file__).parent / "compiled_code"  #: what came with the wheel
+_ANY_PROCESSOR = "generic", ""  #: what numba calls the processor and its features for which the wheel's code is made
 
 
 @cache
@@ -92,13 +97,19 @@ def _of(place: Path, sentence: str) -> str:
     return f"{place} is not used{rest}"
 
 
+@cache
+def _shipped() -> Path | None:
+    """The folder of compiled code that came with the wheel, if any did."""
+    return _SHIPPED if _SHIPPED.is_dir() else None
+
+
 class KeptCode(FunctionCache):
     """What numba asks for compiled code of one function before it compiles, and gives it to afterwards."""
 
-    def __init__(self, function: Callable[..., Any], folder: Path, stamp: object) -> None:
+    def __init__(self, function: Callable[..., Any], sources: Path, stamp: object) -> None:
         self._py_func = function
-        self._folder = folder
-        version = f"{numba.__version__} {llvmlite.__version__} {sys.version}"
+        self._sources = sources
+        version = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
         self._made_of = (version, stamp, function.__module__, function.__qualname__, function.__code__.co_firstlineno)
         name = function.__qualname__.replace("<", "").replace(">", "")
         self._any = f"{Path(function.__code__.co_filename).stem}.{name}.{sys.implementation.cache_tag}."
@@ -107,18 +118,27 @@ class KeptCode(FunctionCache):
 
     @property
     def cache_path(self) -> str:
-        """The folder of the files."""
-        return str(self._folder)
+        """The folder of the files; empty where there is no place for them."""
+        return str(folder_for(self._sources) or "")
 
-    def _file(self, key: object) -> Path:
-        return self._folder / f"{self._ours}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}{_SUFFIX}"
+    def _file_name(self, key: object) -> str:
+        return f"{self._ours}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}{_SUFFIX}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for a signature, or None."""
         rtsys.initialize(target_context)  # what compiled code calls; numba loads here what it needs to compile, too
         key = self._index_key(sig, target_context.codegen())
+        triple, *_ = key[1]
+        for_any = (key[0], (triple, *_ANY_PROCESSOR), key[2])
+        # it lies in the package, so that whoever could write it could as well write the sources, which Python runs
+        found = self._load(_shipped(), for_any, Path.read_bytes, target_context)
+        return found or self._load(folder_for(self._sources), key, read_private, target_context)
+
+    def _load(self, folder: Path | None, key: object, read: Callable[[Path], bytes], target_context: Any) -> Any:
+        if folder is None:
+            return None
         with contextlib.suppress(OSError, SetupError):
-            content = read_private(self._file(key))
+            content = read(folder / self._file_name(key))
             digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
             if hashlib.sha256(data).digest() == digest:
                 with contextlib.suppress(Exception):  # of many kinds, if two builds call themselves the same version
@@ -129,21 +149,22 @@ class KeptCode(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled function, and remove what was made of other sources."""
-        if data.library.has_dynamic_globals or not all(lifted.can_cache for lifted in data.lifted):
+        folder = folder_for(self._sources)
+        if folder is None or data.library.has_dynamic_globals or not all(lifted.can_cache for lifted in data.lifted):
             return
         key = self._index_key(sig, data.codegen)
         content = dumps((self._made_of, key, data._reduce()))
         try:
-            write_whole(self._file(key), hashlib.sha256(content).digest() + content, private=True)
+            write_whole(folder / self._file_name(key), hashlib.sha256(content).digest() + content, private=True)
         except BadInputError as error:
             reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
-            _say_once(f"compiled code cannot be kept in {self._folder} ({reason}): the next start compiles anew.")
+            _say_once(f"compiled code cannot be kept in {folder} ({reason}): the next start compiles anew.")
             return
-        self._remove_stale()
+        self._remove_stale(folder)
 
-    def _remove_stale(self) -> None:
+    def _remove_stale(self, folder: Path) -> None:
         with contextlib.suppress(OSError):
-            for name in os.listdir(self._folder):
+            for name in os.listdir(folder):
                 if name.startswith(self._any) and name.endswith(_SUFFIX) and not name.startswith(self._ours):
                     with contextlib.suppress(OSError):
-                        os.unlink(self._folder / name)
+                        os.unlink(folder / name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_warm
+from warm_programs import run_warm, without_compiling
 
 # what tests start would compile each module anew, in every process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -50,8 +50,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What went to standard error since the last look, without what is said of compiling."""
 
     def look() -> str:
-        lines = capsys.readouterr().err.splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("stalloc: compiling for this machine"))
+        return without_compiling(capsys.readouterr().err)
 
     return look
 
@@ -94,7 +93,9 @@ def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", source, *arguments]
         variables = _variables(environment)
-        return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
+        done.stderr = without_compiling(done.stderr)
+        return done
 
     return run
 

@@ -4,12 +4,18 @@ import json
 import os
 import pickle
 import pty
+import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import stalloc
+from stalloc.cli.precompile import small_snapshot
+from stalloc.integrations import build_backend
 
 pytestmark = pytest.mark.usefixtures("usual_umask")
 
@@ -52,11 +58,42 @@ def _said(cache: Path, terminal: bool) -> str:
 
 
 @pytest.mark.slow
-def test_a_first_use_that_has_to_compile_says_so_once_and_only_on_a_terminal(tmp_path: Path) -> None:
-    first, again = _said(tmp_path / "a", terminal=True), _said(tmp_path / "a", terminal=True)
-    assert first.count("stalloc: compiling") == 1
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_first_use_that_has_to_compile_says_so_once(tmp_path: Path, terminal: bool) -> None:
+    first, again = _said(tmp_path / "a", terminal), _said(tmp_path / "a", terminal)
+    assert first.count("stalloc: compiling") == first.count("\n") == 1
     assert again == "|"
-    assert _said(tmp_path / "b", terminal=False) == "|"
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_path: Path) -> None:
+    """A wheel as setuptools makes it of these sources, installed by unpacking it."""
+    root, wheel = Path(stalloc.__file__).resolve().parent, tmp_path / "stalloc-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in (path for path in root.rglob("*") if path.suffix in {".py", ".ll", ".c", ".h", ".csv"}):
+            archive.write(path, Path("stalloc") / path.relative_to(root))
+        archive.writestr("stalloc-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("stalloc-1.dist-info/RECORD", "stalloc-1.dist-info/RECORD,,\n")
+    made, installed = build_backend.add_compiled_code(wheel), tmp_path / "installed"
+    assert re.fullmatch(r"stalloc-1-cp(3\d+)-cp\1-linux_\w+\.whl", made.name)
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(installed)
+        assert f"Tag: {made.stem.partition('-1-')[2]}\n" in archive.read("stalloc-1.dist-info/WHEEL").decode()
+    snapshot, kept = tmp_path / "small.pickle", tmp_path / "kept"
+    snapshot.write_bytes(pickle.dumps(small_snapshot()))
+    environment = {**os.environ, "PYTHONPATH": str(installed), "NUMBA_CACHE_DIR": str(kept)}
+
+    def explain() -> tuple[str, int]:
+        command = [sys.executable, "-P", "-m", "stalloc", "explain", str(snapshot)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        return done.stderr, len(list(kept.rglob("*.compiled")))
+
+    assert explain() == ("", 0)
+    constants = installed / "stalloc" / "core" / "constants.py"
+    constants.write_text(constants.read_text() + "\n")
+    said, num_compiled = explain()
+    assert said.startswith("stalloc: compiling")
+    assert num_compiled > 0
 
 
 class Compiling:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_programs import without_compiling
 
 import stalloc
 from stalloc.allocator_conf import VARIABLES, conf_in_force
@@ -39,6 +40,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
         environment = {**clean, "STALLOC_CACHE": "off", **variables}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == code, done.stdout + done.stderr
+        done.stderr = without_compiling(done.stderr)
         return done
 
     return run
@@ -233,7 +235,7 @@ def test_wheels_carry_the_hook_and_own_it(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("made/__init__.py", "")
         archive.writestr("made-1.dist-info/RECORD", "made/__init__.py,,\nmade-1.dist-info/RECORD,,\n")
-    build_backend.add_hook(wheel)
+    build_backend.add_files(wheel, {hook.FILE_NAME: hook.LINE.encode()})
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         assert archive.read(hook.FILE_NAME).decode() == hook.LINE
@@ -241,6 +243,16 @@ def test_wheels_carry_the_hook_and_own_it(tmp_path: Path) -> None:
         record = archive.read("made-1.dist-info/RECORD").decode().splitlines()
     assert record[0].startswith(f"{hook.FILE_NAME},sha256=")
     assert len(record) == 3
+
+
+def test_a_wheel_without_what_compiling_needs_stays_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wheel = tmp_path / "made-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("stalloc/__init__.py", "raise ImportError('no verbs here')")
+    before = wheel.read_bytes()
+    assert build_backend.add_compiled_code(wheel) == wheel
+    assert wheel.read_bytes() == before
+    assert "stalloc: the wheel comes without compiled code: " in capfd.readouterr().err
 
 
 def test_the_hook_can_be_placed_and_removed_by_hand(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ allocator, else "fragmentation"; what would have served it was replayed, each fr
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stalloc.columns import Column
 from stalloc.replay.model_events import recorded_conf
-from stalloc.replay.protocol import BlockMap
+from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name
@@ -61,13 +63,23 @@ def out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, a
 
 def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> list[Simulated]:
     """What would have served the request of an out-of-memory event: stalloc and settings of torch's allocator, best
-    first, those of the file among them; each replayed from an empty device of `capacity_bytes`.
+    first, those of the file among them; each replayed from an empty device of `capacity_bytes`. Nothing is replayed
+    where what the program holds at that moment is more than the device has.
     """
     events = with_request(trace, event, int(trace.event_size[event]), int(trace.event_stream[event]))
+    if _held_at_the_end(events) > capacity_bytes:
+        return []
     settings = dict.fromkeys([recorded_conf(trace), *SWEEP, *SWEEP_UNDER_PRESSURE])
     tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
     results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
+
+
+def _held_at_the_end(events: Events) -> int:
+    """The bytes that the program asked for and has not given up."""
+    taken = events.request[events.kind == Kind.ALLOC]
+    given_up = events.request[np.isin(events.kind, (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED))]
+    return int(events.size[np.setdiff1d(taken, given_up)].sum())
 
 
 def asked_by(trace: Trace, event: int) -> str:

@@ -1,12 +1,25 @@
-"""setuptools as stalloc's build backend, plus one file: the hook that makes `STALLOC=1` work, beside the packages.
+"""setuptools as stalloc's build backend, plus two things: the hook that makes `STALLOC=1` work, and compiled code.
 
-Contract: a wheel, editable or not, differs from setuptools' only by that file and its line in RECORD, so that
-uninstalling takes the hook away too. Runs where only setuptools is there: nothing of stalloc is imported.
+Contract: a wheel, editable or not, differs from setuptools' only by files that are added, with their lines in RECORD,
+so that uninstalling takes them away too. Runs where only setuptools is there: nothing of stalloc is imported.
+
+The hook lies beside the packages. Compiled code lies in stalloc/compiled_code, in wheels that are not editable; it is
+made by using the wheel (cli/precompile.py), and fits one version of Python, numba and llvmlite and one kind of
+processor, which the name of the wheel says. Where it cannot be made, or `--config-settings compiled-code=no` is given,
+the wheel comes without, and stalloc compiles what it needs when it is used.
 """
 
 import base64
 import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +51,101 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """A wheel with the hook in it; its file name."""
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """What has to be installed to build a wheel: what stalloc itself needs, since it is used to compile."""
     from setuptools import build_meta
 
-    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add_hook(Path(wheel_directory) / name)
-    return name
+    needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
+    if not _wants_compiled_code(config_settings):
+        return needed
+    with open("pyproject.toml", "rb") as file:  # build backends run in the folder of the sources
+        return [*needed, *tomllib.load(file)["project"]["dependencies"]]
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """A wheel with the hook and with compiled code in it; its file name."""
+    from setuptools import build_meta
+
+    wheel = Path(wheel_directory) / build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    add_files(wheel, {FILE_NAME: LINE.encode("ascii")})
+    if _wants_compiled_code(config_settings):
+        wheel = add_compiled_code(wheel)
+    return wheel.name
 
 
 def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
     """An editable wheel with the hook in it; its file name."""
     from setuptools import build_meta
 
-    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
-    add_hook(Path(wheel_directory) / name)
+    name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    add_files(Path(wheel_directory) / name, {FILE_NAME: LINE.encode("ascii")})
     return name
 
 
-def add_hook(wheel: Path) -> None:
-    """Put the hook into a wheel and into its RECORD (Python packaging: recording installed projects)."""
-    data = LINE.encode("ascii")
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+def _wants_compiled_code(config_settings: Mapping[str, Any] | None) -> bool:
+    return (config_settings or {}).get("compiled-code", "yes") != "no"
+
+
+def add_compiled_code(wheel: Path) -> Path:
+    """Compile what the verbs of the stalloc in a wheel use, and put it into the wheel; the wheel, whose name changes.
+
+    A wheel for which that fails is left as it is, and a sentence says why.
+    """
+    missing = [name for name in ("numba", "numpy", "networkx", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        _say(f"the wheel comes without compiled code, since {', '.join(missing)} cannot be imported.")
+        return wheel
+    with tempfile.TemporaryDirectory() as name:
+        package, compiled = Path(name) / "package", Path(name) / "compiled"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(package)
+        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-P", "-m", "stalloc.cli.precompile", str(compiled)]
+        try:
+            subprocess.run(command, cwd=name, env={**os.environ, "PYTHONPATH": path, "STALLOC": ""}, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            _say(f"the wheel comes without compiled code: {error}")
+            return wheel
+        found = {f"stalloc/compiled_code/{one.name}": one.read_bytes() for one in compiled.rglob("*.compiled")}
+    python, platform = sys.implementation.cache_tag.replace("cpython-", "cp"), sysconfig.get_platform()
+    tag = f"{python}-{python}-{platform.replace('-', '_').replace('.', '_')}"
+    add_files(wheel, found, tag)
+    renamed = wheel.with_name(f"{'-'.join(wheel.stem.split('-')[:-3])}-{tag}.whl")
+    return wheel.rename(renamed)
+
+
+def _say(sentence: str) -> None:
+    print(f"stalloc: {sentence}", file=sys.stderr)
+
+
+def add_files(wheel: Path, files: Mapping[str, bytes], tag: str = "") -> None:
+    """Put files into a wheel and into its RECORD (Python packaging: recording installed projects).
+
+    `tag`, if given, takes the place of the tag that says where the wheel can be installed.
+    """
     with zipfile.ZipFile(wheel) as archive:
-        entries = [(info, archive.read(info)) for info in archive.infolist()]
-    record = next(i for i, (info, _) in enumerate(entries) if info.filename.endswith(".dist-info/RECORD"))
-    info, text = entries[record]
-    entries[record] = (info, f"{FILE_NAME},sha256={digest},{len(data)}\n".encode() + text)
-    hook = zipfile.ZipInfo(FILE_NAME, entries[0][0].date_time)
-    hook.external_attr = 0o644 << 16
+        entries = {info: archive.read(info) for info in archive.infolist()}
+    date_time = next(iter(entries)).date_time
+    for info, content in entries.items():
+        if tag and info.filename.endswith(".dist-info/WHEEL"):
+            lines = [line for line in content.decode().splitlines() if line and not line.startswith("Tag:")]
+            entries[info] = "\n".join([*lines, f"Tag: {tag}", ""]).encode()
+            files = {info.filename: entries[info], **files}
+    record = next(info for info in entries if info.filename.endswith(".dist-info/RECORD"))
+    kept = [line for line in entries[record].decode().splitlines() if line.rsplit(",", 2)[0] not in files]
+    added = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
+    entries[record] = "".join(f"{line}\n" for line in [*added, *kept]).encode()
+    known = {info.filename for info in entries}
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for entry, content in [(hook, data), *entries]:
-            archive.writestr(entry, content)
+        for name, content in files.items():
+            if name not in known:
+                entry = zipfile.ZipInfo(name, date_time)
+                entry.external_attr = 0o644 << 16
+                archive.writestr(entry, content)
+        for info, content in entries.items():
+            archive.writestr(info, content)
+
+
+def _digest(content: bytes) -> str:
+    """As RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -1,0 +1,103 @@
+"""Compile what the verbs use, by using them on a small program: for the wheel, which carries the result.
+
+Contract: run as `python -m stalloc.cli.precompile FOLDER`; what is compiled lies below FOLDER afterwards, and nothing
+else is left. The code is made for every processor of this kind, not just for this one. It is not all that there is:
+what the small program does not reach is compiled where it is used, and kept there.
+"""
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_MIB = 1 << 20
+_SEGMENT = 1 << 40  # address of the one segment of the small program
+_SEGMENT_BYTES = 512 * _MIB
+_NUM_STEPS = 12
+_SIZES = (1024, 300_000, 3 * _MIB, 7 * _MIB, 700, 24 * _MIB)  # of what a step allocates, and frees in reverse
+
+
+def small_snapshot() -> dict[str, Any]:
+    """A memory snapshot as torch writes it: equal steps on two streams, with one block that stays, then an error."""
+    address = _SEGMENT
+    events: list[dict[str, Any]] = [_event("segment_alloc", _SEGMENT, _SEGMENT_BYTES, 0)]
+
+    def take(size: int, stream: int) -> tuple[int, int, int]:
+        nonlocal address
+        events.append(_event("alloc", address, size, stream))
+        address += (size + 511) // 512 * 512
+        return address - (size + 511) // 512 * 512, size, stream
+
+    take(_MIB, 0)
+    bottom = address
+    for _ in range(_NUM_STEPS):
+        address = bottom
+        taken = [take(size, number % 4 == 3) for number, size in enumerate(3 * _SIZES)]
+        for block in reversed(taken):
+            events.append(_event("free_requested", *block))
+            events.append(_event("free_completed", *block))
+    events.append(_event("oom", 4 * _MIB, _SEGMENT_BYTES - 2 * _MIB, 0) | {"device_free": 4 * _MIB})
+    segment = {
+        "device": 0,
+        "address": _SEGMENT,
+        "total_size": _SEGMENT_BYTES,
+        "stream": 0,
+        "segment_type": "large",
+        "blocks": [
+            {"address": _SEGMENT, "size": _MIB, "requested_size": _MIB, "state": "active_allocated"},
+            {"address": bottom, "size": _SEGMENT_BYTES - _MIB, "requested_size": 0, "state": "inactive"},
+        ],
+    }
+    return {"segments": [segment], "device_traces": [events], "allocator_settings": {}}
+
+
+def _event(action: str, address: int, size: int, stream: int) -> dict[str, Any]:
+    frames = [{"filename": "train.py", "line": 1, "name": "step"}]
+    return {"action": action, "addr": address, "size": size, "stream": int(stream), "frames": frames, "time_us": 0}
+
+
+def precompile(folder: Path) -> None:
+    """Use the verbs on the small program, in this process, and keep what that compiles below a folder."""
+    os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    from stalloc.cli import main
+
+    with tempfile.TemporaryDirectory() as name:
+        snapshot, plan = str(Path(name) / "small.pickle"), str(Path(name) / "small.plan.npz")
+        csv, timeline = str(Path(name) / "small.csv"), str(Path(name) / "small.json")
+        Path(snapshot).write_bytes(pickle.dumps(small_snapshot(), protocol=4))
+        for arguments in (
+            ["stats", snapshot],
+            ["top", snapshot],
+            ["explain", snapshot],
+            ["plan", snapshot, "-o", plan],
+            ["validate", plan, snapshot],
+            ["convert", snapshot, csv],
+            ["convert", snapshot, timeline],
+            ["stats", timeline],
+            ["explain", csv],
+            ["simulate", "--all", snapshot],
+            ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", snapshot],
+        ):
+            with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+                if code := main(arguments):
+                    raise SystemExit(f"stalloc {' '.join(arguments)} ended with {code}")
+    plan_at_random()
+
+
+def plan_at_random() -> None:
+    """Plan lifespans that need all of the planner's ways to search."""
+    import numpy as np
+
+    from stalloc.planner import plan
+
+    random = np.random.default_rng(1)
+    for count in (20, 200):
+        start = random.integers(0, 4 * count, count)
+        plan((start, start + random.integers(1, count, count), random.integers(1, 1000, count) * 512))
+
+
+if __name__ == "__main__":
+    precompile(Path(sys.argv[1]))
