@@ -709,6 +709,27 @@ show(before, names, sorted(alive) == [b.data_ptr()], nbytes, after)
     assert nbytes == [7 * MIB, 1000]
 
 
+def test_the_memory_history_is_recorded_after_a_plan_is_in_force(run_checks: Any) -> None:
+    """What was recorded for the plan, marks of steps included, is forgotten by then."""
+    phase, sizes = run_checks(
+        _PROLOGUE
+        + """
+def step():
+    held = [new(3 * MIB), new(5 * MIB)]
+    del held
+    stalloc.step()
+for _ in range(20):
+    step()
+phase = stalloc.statistics()[0].phase
+torch.cuda.memory._record_memory_history()
+step()
+history = torch.cuda.memory._snapshot()["device_traces"][0]
+show(phase, [event["size"] for event in history if event["action"] == "alloc"])
+"""
+    )
+    assert (phase, sizes) == ("running on the plan", [3 * MIB, 5 * MIB])
+
+
 def test_every_statistic_that_torch_has_is_there_and_resets_as_its_own(run_checks: Any, run_program: Any) -> None:
     ask = """
 x = torch.empty(1000, device="cuda")

@@ -438,3 +438,17 @@ def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
     assert done.stderr.startswith("stalloc: CuPy is not installed, whose pool owns the memory")
     assert "pip install 'stalloc[cuda13]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_process_that_stalloc_serves_is_not_run_or_recorded_once_more(tmp_path: Path, run_program: Any) -> None:
+    source = f"""
+import stalloc
+from stalloc.cli import main
+stalloc.install(device="virtual")
+print(main(["record", "-o", {str(tmp_path / "a.trace.npz")!r}, "x.py"]), main(["run", "x.py"]))
+"""
+    done = run_program(source)
+    assert done.stdout == "125 125\n"
+    for verb, line in zip(("record", "run"), done.stderr.splitlines(), strict=True):
+        assert line.startswith("stalloc: it has served this process already")
+        assert f"type stalloc {verb} in a shell" in line

@@ -24,7 +24,14 @@ from stalloc.cli.output import (
     wants_text,
     write_json,
 )
-from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, program_output, run_program
+from stalloc.cli.program import (
+    add_program_arguments,
+    check_process,
+    chosen_gpu,
+    program_command,
+    program_output,
+    run_program,
+)
 from stalloc.cli.tables import print_prose
 from stalloc.device import VirtualGPU
 from stalloc.errors import BadInputError
@@ -46,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record the program; its own exit code."""
+    check_process("record")
     command = program_command(args)
     gpu = chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):

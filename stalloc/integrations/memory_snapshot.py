@@ -63,7 +63,7 @@ class History:
             settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
             controller.status.settings = settings
             if self.enabled:
-                controller.state.write(recording=1)
+                controller.recording.go_on()
 
     def record_legacy(
         self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any

@@ -56,6 +56,14 @@ class Recording:
         self._forget_events()
         self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
 
+    def go_on(self) -> None:
+        """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
+        if not self._state.record.recording and not self._state.record.num_events:
+            self.marks[:] = [(0, MARK_STEP, "")] if self.marks else []
+            self._reserved_start = self._state.record.reserved_bytes
+            self._forget_events()
+        self._state.write(recording=1)
+
     def _forget_events(self) -> None:
         self._refusals.clear()
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
