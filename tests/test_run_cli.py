@@ -417,6 +417,7 @@ def test_launchers_are_told_what_to_type(tmp_path: Path) -> None:
         said = sentence(tmp_path, "run", *command)
         typed = " ".join(command) if command[0] != "-m" else "python " + " ".join(command)
         assert f"type STALLOC=1 {typed}" in said
+        assert f" {command[command[0] == '-m']} starts the program" in said
     assert "type stalloc run train.py" in sentence(tmp_path, "run", "python", "train.py")
 
 
@@ -427,7 +428,7 @@ def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
         "class WithoutCupy:\n"
         "    @staticmethod\n"
         "    def find_spec(name, path=None, target=None):\n"
-        "        return None if name == 'cupy' else PathFinder.find_spec(name, path, target)\n"
+        "        return None if name[:4] == 'cupy' else PathFinder.find_spec(name, path, target)\n"
         "sys.meta_path[:] = [WithoutCupy if finder is PathFinder else finder for finder in sys.meta_path]\n"
         "from stalloc.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -76,7 +76,8 @@ def _launcher(command: list[str]) -> str:
     """What to type for a program that starts others: those are served, not it."""
     if command[0] in ("python", "python3") and "-m" not in command[:2]:
         return f"{command[0]} is what stalloc runs anyway: type stalloc run {shlex.join(command[1:])}"
-    return f"{command[0]} starts the program in processes of its own: type STALLOC=1 {shlex.join(command)}"
+    launcher = command[2] if command[1:2] == ["-m"] else command[0]
+    return f"{launcher} starts the program in processes of its own: type STALLOC=1 {shlex.join(command)}"
 
 
 def device_options(args: argparse.Namespace) -> list[str]:

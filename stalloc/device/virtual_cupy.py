@@ -18,17 +18,17 @@ _JUMP_BYTES = 16  # the longest jump that is written; functions start at multipl
 
 
 def redirect(library: ctypes.CDLL) -> int:
-    """Redirect the CUDA runtime inside CuPy to `library`; returns how many functions were redirected.
+    """Redirect the CUDA runtime inside CuPy to `library`; how many functions were redirected, 0 if there is no CuPy.
 
     Raises SetupError if the code cannot be changed or the runtime cannot be found.
     """
     total, linked = 0, False
-    for package in ("cupy_backends", "cupy"):
-        directory = package_directory(package)
-        for path in sorted(directory.rglob("*.so")) if directory else []:
+    directories = [found for package in ("cupy_backends", "cupy") if (found := package_directory(package))]
+    for directory in directories:
+        for path in sorted(directory.rglob("*.so")):
             total += _redirect_one(path, library)
             linked = linked or _links_to_runtime(path)
-    if total == 0 and not linked:
+    if directories and total == 0 and not linked:
         raise SetupError(
             "the virtual GPU finds no CUDA runtime in this CuPy, which was stripped of its symbols: install CuPy's own "
             "wheel (pip install 'stalloc[cuda13]')."
