@@ -17,6 +17,7 @@ from typing import Any
 from stalloc.device.values import MAX_ELEMENTS, Values
 
 _NOTHING = object()  # no argument
+_UNARY = ("__invert__", "__neg__")
 _FUNCTIONS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "isin"),
     *("logical_and", "logical_or", "logical_xor", "logical_not"),
@@ -50,7 +51,8 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     # tuple lets go of its last one first, and the program would free its temporary tensors in another order.
     @functools.wraps(function)
     def follow(a: Any = _NOTHING, b: Any = _NOTHING, c: Any = _NOTHING, *more: Any, **named: Any) -> Any:
-        if getattr(a, "dtype", None) not in kinds and (type(a) not in (list, tuple) or not a):
+        kind = getattr(a[0] if type(a) in (list, tuple) and a else a, "dtype", None)
+        if kind not in kinds:
             if c is not _NOTHING:  # most tensors are data, and pass on
                 return function(a, b, c, *more, **named)
             if b is not _NOTHING:
@@ -61,6 +63,15 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
             return run(args, named)
         finally:
             del args
+
+    # most calls are of these, and of data: they are spared what others need
+    @functools.wraps(function)
+    def follow_operator(a: Any, b: Any) -> Any:
+        return function(a, b) if a.dtype not in kinds else follow(a, b)
+
+    @functools.wraps(function)
+    def follow_unary(a: Any) -> Any:
+        return function(a) if a.dtype not in kinds else follow(a)
 
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not values.is_followed(args[0][0] if isinstance(args[0], (list, tuple)) else args[0]):
@@ -77,7 +88,9 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         values.learn(result, computed)
         return result
 
-    return follow
+    if name in _UNARY:
+        return follow_unary
+    return follow_operator if name.startswith("__") else follow
 
 
 def _length(computed: Any) -> int:
@@ -113,12 +126,12 @@ def _reader(values: Values, name: str, function: Callable[..., Any]) -> Callable
     decides = name in ("__bool__", "__int__", "__index__", "is_nonzero")
 
     @functools.wraps(function)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def read(self: Any) -> Any:
         if not self.is_cuda or (self.dtype not in values.kinds and not decides):
-            return function(self, *args, **kwargs)
-        result = function(self, *args, **kwargs)  # its requests, its waiting, and its errors
+            return function(self)
+        result = function(self)  # its requests, its waiting, and its errors
         host = values.read(self)
-        return result if host is None else function(host, *args, **kwargs)
+        return result if host is None else function(host)
 
     return read
 
@@ -126,12 +139,12 @@ def _reader(values: Values, name: str, function: Callable[..., Any]) -> Callable
 def _mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
 
-    same = _original_to(values)
+    same, kinds = _original_to(values), values.kinds
 
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(self, *args, **kwargs)
-        if result is self or self.dtype not in values.kinds or type(result) not in values.plain:
+        result = function(self, *args, **kwargs) if kwargs else function(self, *args)
+        if result is self or self.dtype not in kinds or type(result) not in values.plain:
             return result
         if result.is_cuda and result.dtype in values.kinds and result.numel() <= MAX_ELEMENTS:
             values.learn(result, values.compute(same, (self, result.dtype), {}))
