@@ -49,6 +49,12 @@ def test_version_is_that_of_the_package() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"stalloc {stalloc.__version__}")
 
 
+def test_stalloc_alone_shows_the_verbs() -> None:
+    done = run_python("-m", "stalloc")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert all(f"  {verb} " in done.stderr for verb in VERBS)
+
+
 @pytest.mark.parametrize("option", ["--version", "--help"])
 def test_what_needs_no_verb_loads_none(option: str) -> None:
     code = f"""

@@ -132,6 +132,9 @@ def _run(argv: list[str]) -> int:
     parser = build_parser(verb)
     if verb is None and "_ARGCOMPLETE" in os.environ:
         _complete(parser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return EXIT_BAD_INPUT
     if verb is not None:
         from stalloc.cli.shared_options import apply_shared
 
