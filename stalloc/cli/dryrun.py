@@ -13,8 +13,8 @@ smaller and smaller devices; for stalloc the result is confirmed by running the 
 the allocator reserved when memory was plentiful. Without such a history (a program that does not use PyTorch) both are
 what was reserved.
 
-JSON: `gpu`, `memory_bytes`, `headroom_bytes`, and for `native`, `expandable` (PyTorch with expandable_segments:True)
-and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
+JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
+expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
 `taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know.
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
@@ -39,6 +39,7 @@ from stalloc.cli.output import (
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
 from stalloc.cli.progress import working
 from stalloc.device import DEFAULT_GPU
+from stalloc.device.context import ASSUMED_BYTES, SOURCE
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 
@@ -65,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument(
         "--headroom",
-        default="512MiB",
+        default=f"{ASSUMED_BYTES >> 20}MiB",
         metavar="SIZE",
-        help="memory set aside for the CUDA context and libraries (default: 512MiB)",
+        help="memory set aside for the CUDA context and NCCL, which no allocator counts (default: 512MiB)",
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         "gpu": gpu.name,
         "memory_bytes": gpu.total_bytes,
         "headroom_bytes": headroom,
+        "headroom_source": SOURCE if headroom == ASSUMED_BYTES else "--headroom",
         **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
         "uncertain": uncertain,

@@ -27,8 +27,8 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
     offered = result["memory_bytes"] - result["headroom_bytes"]
     console = table_console()
     name = shown_name("virtual", printable(gpu.name))
-    kept = f", {human_bytes(result['headroom_bytes'])} for the CUDA context" if result["headroom_bytes"] else ""
-    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program{kept}")
+    headroom = human_bytes(result["headroom_bytes"])
+    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program")
     rows = [
         [
             allocator_name(key, uses_torch=need.uses_torch),
@@ -37,6 +37,8 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         ]
         for key, need in results.items()
     ]
+    if result["headroom_bytes"]:
+        rows.append(["beside them: CUDA context, NCCL", "", headroom, headroom, ""])
     print_table(console, ("", "fits", "needs", "takes given plenty", "allocated"), rows, text_columns=2, indent="  ")
     if any(need.needed_by == "reserved" for need in results.values()):
         meant = "needs: at most this much, which was reserved; nothing less was tried"
@@ -45,6 +47,8 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
             "needs: the least memory with which the program completes, found by replay, for stalloc by running it too"
         )
     print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
+    if result["headroom_bytes"]:
+        print_prose(console, f"CUDA context, NCCL: {result['headroom_source']}", indent="  ")
     for line in _doubts(result["uncertain"]):
         print_prose(console, line, indent="  ")
     if results["stalloc"].fits:

@@ -110,17 +110,6 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def check_process(verb: str) -> None:
-    """Raise BadInputError if stalloc serves this process already: by settings, and for requests, of somebody else."""
-    from stalloc.integrations.installing import current
-
-    if current() is not None:
-        raise BadInputError(
-            f"it has served this process already, and reports on a process as a whole: type stalloc {verb} in a "
-            "shell, or start it with subprocess."
-        )
-
-
 def run_program(command: list[str]) -> int:
     """Run a program in this process as Python would; its exit code, 1 after an exception (whose traceback is shown).
 

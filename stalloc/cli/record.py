@@ -26,7 +26,6 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.program import (
     add_program_arguments,
-    check_process,
     chosen_gpu,
     program_command,
     program_output,
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record the program; its own exit code."""
-    check_process("record")
     command = program_command(args)
     gpu = chosen_gpu(args)
     if not args.output.endswith(".trace.npz"):
@@ -82,6 +80,11 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
 
     settings = integrations.Settings(plan=False, keep_recording=True, call_sites=True)
     runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
+    if not all(controller.status.settings.keep_recording for controller in runtime.controllers):
+        raise BadInputError(
+            "it serves this process already, without a recording: type stalloc record in a shell, or start it with "
+            "subprocess."
+        )
     code = run_program(command)
     used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
     return code, [controller.recording.trace() for controller in used]

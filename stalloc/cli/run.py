@@ -32,7 +32,6 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.program import (
     add_program_arguments,
-    check_process,
     chosen_gpu,
     device_options,
     program_command,
@@ -86,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program; its own exit code."""
-    check_process("run")
     command = program_command(args)
     gpu = chosen_gpu(args)
     if args.observe_steps < 0:

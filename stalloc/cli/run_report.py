@@ -15,6 +15,7 @@ from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 
 _VIRTUAL = "a virtual GPU: kernels do nothing, so losses are 0 and times are host times"
+_UNCOUNTED = "the CUDA context and NCCL's buffers come on top; no column counts them"
 _NATIVE = (("native", "native"), ("native_expandable", "expandable"))
 
 
@@ -32,6 +33,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for key, title in peers:
         for remark in _remarks(title, report[key]):
             print_prose(console, remark, indent="  ")
+    if peers:
+        print_prose(console, _UNCOUNTED, indent="  ")
     if report["device_kind"] == "virtual":
         print_prose(console, _VIRTUAL, indent="  ")
 
