@@ -5,7 +5,8 @@ the source of its figure; the first row that fits answers. A row whose figure wa
 may be (`unknown_bytes`), so that whoever reads a peak can be told how certain it is.
 
 A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
-channels rounded up to `channels`, and its bytes up to `round_bytes`. What is not known is at most `unknown_bytes`, and
+channels rounded up to `channels`, and its bytes up to `round_bytes`. With `tile` the filter counts with windows of that
+size, into which Winograd's algorithm transforms it. What is not known is at most `unknown_bytes`, and
 with it the work space at most `unknown_tensors` times the three tensors and two filters: what cuDNN copies to another
 layout cannot be more than they are, and partial sums of a filter's gradient are as large as it.
 """
@@ -22,7 +23,7 @@ _DIRECTIONS = ("forward", "data", "filter")
 _CHOICES = {
     "layout": {"any": -1, "first": 0, "last": 1},  # channels
     "direction": {"any": -1} | {name: index for index, name in enumerate(_DIRECTIONS)},
-    "window": {"any": -1, "wide": 0, "1": 1},  # of the filter
+    "window": {"any": -1, "wide": 0, "1": 1, "3": 3},  # of the filter
     "stride": {"any": -1, "1": 0, "more": 1},
     "groups": {"any": -1, "1": 0, "more": 1},
 }
@@ -37,7 +38,7 @@ class _Row(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("cudnn_from", "cudnn_below", "architecture_from", "architecture_below")),
         *((name, ctypes.c_int64) for name in ("element_bytes", "layout", "direction", "window", "stride", "groups")),
         *((name, _Sizes) for name in ("input", "filter", "strides")),
-        *((name, ctypes.c_int64) for name in ("inputs", "filters", "outputs", "channels", "round_bytes")),
+        *((name, ctypes.c_int64) for name in ("inputs", "filters", "outputs", "channels", "tile", "round_bytes")),
         *((name, ctypes.c_int64) for name in ("more_bytes", "unknown_bytes", "unknown_tensors")),
     )
 

@@ -51,11 +51,13 @@ static int64_t element_bytes(int type) { // cudnnDataType_t
     }
 }
 
-static int64_t padded_bytes(const Tensor *tensor, const WorkspaceRow *row) {
+// `tile`, if it is not 0, takes the place of the sizes that are neither the first nor the channels.
+static int64_t padded_bytes(const Tensor *tensor, const WorkspaceRow *row, int64_t tile) {
     int64_t bytes = element_bytes(tensor->type);
     int64_t multiple = row->channel_multiple > 0 ? row->channel_multiple : 1;
     for (int i = 0; i < tensor->rank; i++)
-        bytes *= i == 1 ? (int64_t)round_up((size_t)tensor->sizes[i], (size_t)multiple) : tensor->sizes[i];
+        if (i == 1) bytes *= (int64_t)round_up((size_t)tensor->sizes[i], (size_t)multiple);
+        else bytes *= i > 1 && tile ? tile : tensor->sizes[i];
     return (int64_t)round_up((size_t)bytes, row->round_bytes > 0 ? (size_t)row->round_bytes : 1);
 }
 
@@ -69,16 +71,20 @@ static bool has_sizes(const int64_t *wanted, const int64_t *sizes, int num) {
 }
 
 static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_version) {
-    bool pointwise = true, strided = false;
+    bool strided = false, has_window = true;
+    int64_t widest = 1;
     for (int i = 2; i < c->filter.rank; i++) {
-        pointwise = pointwise && c->filter.sizes[i] == 1;
+        int64_t size = c->filter.sizes[i];
+        widest = size > widest ? size : widest;
+        has_window = has_window && size == row->window;
         strided = strided || c->strides[i - 2] != 1;
     }
+    if (row->window <= 0) has_window = row->window < 0 || widest > 1; // any, or wide
     bool grouped = c->input.sizes[1] != c->filter.sizes[1], last = c->input.rank > 2 && c->input.strides[1] == 1;
     if (!in_range(cudnn_version, row->cudnn_from, row->cudnn_below) ||
         !in_range(10 * gpu.major + gpu.minor, row->architecture_from, row->architecture_below) ||
         !is_any_or(row->element_bytes, element_bytes(c->input.type)) || !is_any_or(row->channels_last, last) ||
-        !is_any_or(row->direction, c->direction) || !is_any_or(row->pointwise, pointwise) ||
+        !is_any_or(row->direction, c->direction) || !has_window ||
         !is_any_or(row->strided, strided) || !is_any_or(row->grouped, grouped))
         return false;
     return !row->input[0] || (has_sizes(row->input, c->input.sizes, c->input.rank) &&
@@ -89,8 +95,8 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
 // How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter.
 static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int64_t bytes) {
     if (!row->unknown_bytes || !row->unknown_tensors) return row->unknown_bytes;
-    int64_t filter = padded_bytes(&c->filter, row);
-    int64_t tensors = padded_bytes(&c->input, row) + filter + padded_bytes(&c->output, row);
+    int64_t filter = padded_bytes(&c->filter, row, 0);
+    int64_t tensors = padded_bytes(&c->input, row, 0) + filter + padded_bytes(&c->output, row, 0);
     int64_t more = row->unknown_tensors * tensors + 2 * filter - bytes;
     if (more < 512) more = 512; // it is a guess, however small
     return more < row->unknown_bytes ? more : row->unknown_bytes;
@@ -113,9 +119,9 @@ int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
     if (i < num_rows) {
         const WorkspaceRow *row = &rows[i];
         bytes = row->more_bytes;
-        if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row);
-        if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row);
-        if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row);
+        if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row, 0);
+        if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row, row->tile);
+        if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row, 0);
         unknown = unknown_bytes(row, c, bytes);
         if (unknown && guesses) bytes = guesses < 0 ? 0 : bytes + unknown;
     }
