@@ -71,10 +71,10 @@ def folder_for(sources: Path) -> Path | None:
     if isinstance(found, Path):
         return found
     if found:
-        _say_once(f"compiled code is not kept, so that every start compiles anew: {_of(place, found)}")
+        _say_once(f"compiled code is not kept, so every start compiles again: {_of(place, found)}")
     else:
         _say_once(
-            f"compiled code is not kept, so that every start compiles anew: {place} cannot be written: "
+            f"compiled code is not kept, so every start compiles again: {place} cannot be written: "
             "set XDG_CACHE_HOME to a folder that can."
         )
     return None
@@ -158,7 +158,7 @@ class KeptCode(FunctionCache):
             write_whole(folder / self._file_name(key), hashlib.sha256(content).digest() + content, private=True)
         except BadInputError as error:
             reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
-            _say_once(f"compiled code cannot be kept in {folder} ({reason}): the next start compiles anew.")
+            _say_once(f"compiled code cannot be kept in {folder} ({reason}): the next start compiles again.")
             return
         self._remove_stale(folder)
 

@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_trusted_anywhere_means_compiling_each_time(comp
         assert hits == [0, 0]
         assert [line.partition(":")[2].partition(":")[0].strip() for line in said] == [
             "compiled code is kept elsewhere",
-            "compiled code is not kept, so that every start compiles anew",
+            "compiled code is not kept, so every start compiles again",
         ]
     assert compiling.files() == compiling.files(compiling.home) == []
 
@@ -237,7 +237,7 @@ def test_a_full_cache_costs_one_sentence(compiling: Compiling) -> None:
     assert hits == [0, 0]
     assert len(said) == 1
     assert said[0].startswith(f"stalloc: compiled code cannot be kept in {compiling.kept}")
-    assert said[0].endswith(" (File too large): the next start compiles anew.")
+    assert said[0].endswith(" (File too large): the next start compiles again.")
     assert compiling.files() == []
 
 

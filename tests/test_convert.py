@@ -332,9 +332,9 @@ def test_true_addresses_without_segments_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["r.trace.npz", "x.txt"], "tells no format"),
-        (["r.trace.npz", "x.npz"], "tells no format"),
-        (["r.trace.npz", "x.trace.npz.gz"], "tells no format"),
+        (["r.trace.npz", "x.txt"], "does not tell the format"),
+        (["r.trace.npz", "x.npz"], "does not tell the format"),
+        (["r.trace.npz", "x.trace.npz.gz"], "does not tell the format"),
         (["r.trace.npz", "x.json", "--device", "0"], "has no device 0, it has 2"),
         (["r.trace.npz", "none/x.json"], "does not exist: make it first"),
         (["r.trace.npz", "."], "is a folder"),
@@ -342,7 +342,7 @@ def test_true_addresses_without_segments_are_kept(tmp_path):
         (["r.trace.npz", "there.json"], "exists: name another file, or replace it with --force"),
         (["nothing.pickle", "x.json"], "does not exist: check the name"),
         (["r.trace.npz", "x.bin", "--to", "trace"], "choose a name that ends so"),
-        (["both.trace.npz", "x.csv"], "has the devices 0, 2, a CSV holds one"),
+        (["both.trace.npz", "x.csv"], "has the devices 0, 2, but a CSV holds only one"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(recorded, tmp_path, monkeypatch, capsys, arguments, said):

@@ -69,7 +69,7 @@ def test_where_there_is_no_cache_a_process_builds_for_itself_and_says_so_once(ru
     done = run_program(_BUILD + "build()", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
-    assert "every process builds it: set XDG_CACHE_HOME to a writable one." in done.stderr
+    assert "so every process builds it: name a writable XDG_CACHE_HOME." in done.stderr
     assert list((tmp_path / "scratch").iterdir()) == [], "it is gone with the process"
 
 

@@ -120,7 +120,7 @@ sys.modules["cupy"] = None
 devices()
 """
     done = run_program(program)
-    assert "SetupError: CuPy is not installed, whose pool owns the memory that stalloc serves" in done.stderr
+    assert "SetupError: CuPy is not installed, and stalloc takes all GPU memory from CuPy's pool" in done.stderr
 
 
 def test_driver_answers_agree():

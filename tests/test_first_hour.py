@@ -65,8 +65,8 @@ def test_a_wrong_option_shows_the_usage_of_its_verb(csv: str, capsys: pytest.Cap
 def test_a_small_number_without_a_unit_is_asked_about(
     csv: str, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
 ) -> None:
-    assert f"of what? Write {options[1]}GiB" in said(capsys, "simulate", csv, *options)
-    assert "of what?" in said(capsys, "dryrun", "--memory", options[1], __file__)
+    assert f"without a unit: give {options[1]}GiB" in said(capsys, "simulate", csv, *options)
+    assert "without a unit" in said(capsys, "dryrun", "--memory", options[1], __file__)
 
 
 def test_a_part_of_the_name_of_one_gpu_will_do(capsys: pytest.CaptureFixture[str]) -> None:

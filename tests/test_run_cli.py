@@ -309,7 +309,7 @@ def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:
         assert "is a folder" in sentence(tmp_path, verb, *options, "folder")
         assert "no GPU called" in sentence(tmp_path, verb, *options, "--gpu", "Voodoo2", LOOP)
         assert "is not an amount of memory" in sentence(tmp_path, verb, *options, "--memory", "much", LOOP)
-        assert "-m lacks its module" in sentence(tmp_path, verb, *options, "-m")
+        assert "-m needs a module" in sentence(tmp_path, verb, *options, "-m")
         assert "--no-such-option" in stalloc(tmp_path, verb, *options, "--no-such-option", LOOP, code=125).stderr
     assert "does not end in .trace.npz" in sentence(tmp_path, "record", "-o", "t.npz", LOOP)
     assert "cannot write" in sentence(tmp_path, "record", "-o", "no/such/folder/t.trace.npz", LOOP)
@@ -372,7 +372,7 @@ def test_a_cache_that_cannot_be_written_costs_one_sentence(tmp_path: Path) -> No
 def test_the_report_says_where_the_plan_comes_from_and_goes_to(tmp_path: Path) -> None:
     first, second = (stalloc(tmp_path, "run", LOOP, 50, cache=tmp_path / "cache").stdout for _ in range(2))
     assert "next: run the same command again; it starts with this plan" in first
-    assert "the plan is the one that the last run of this program left" in second
+    assert "planned from the start, with the plan that the last run of this program left" in second
 
 
 # --- signals, launchers ------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:
     command = [sys.executable, "-c", source, "run", "--device", "virtual", str(LOOP)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 125
-    assert done.stderr.startswith("stalloc: CuPy is not installed, whose pool owns the memory")
+    assert done.stderr.startswith("stalloc: CuPy is not installed, and stalloc takes all GPU memory from CuPy's pool")
     assert "pip install 'stalloc[cuda13]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -450,6 +450,8 @@ print(main(["record", "-o", {str(tmp_path / "a.trace.npz")!r}, {str(LOOP)!r}, "9
 """
     done = run_program(source)
     assert done.stdout == "125\n"
-    assert done.stderr.startswith("stalloc: it serves this process already, without a recording: type stalloc record")
+    assert done.stderr.startswith(
+        "stalloc: this process runs under stalloc already, without a recording: type stalloc record"
+    )
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.trace.npz").exists()

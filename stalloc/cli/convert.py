@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         traces = of_device(args.input, load_traces(args.input), args.device)
         if target == "csv" and len(traces) > 1:
             numbers = ", ".join(str(trace.device) for trace in traces)
-            raise BadInputError(f"{args.input} has the devices {numbers}, a CSV holds one: choose it with --device.")
+            raise BadInputError(
+                f"{args.input} has the devices {numbers}, but a CSV holds only one: choose it with --device."
+            )
         made_up = _writer(target)(output, traces)
     told = dict.fromkeys(str(note) for trace in traces for note in trace.info.get("notes", []))
     result = {
@@ -103,7 +105,7 @@ def _format_of(output: Path) -> str:
     found = _SUFFIXES.get(Path(name).suffix)
     if found is None or (found == "trace" and not output.name.endswith(".trace.npz")):
         raise BadInputError(
-            f"the name {output} tells no format: let it end in .trace.npz, .pickle, .json or .csv, or give --to."
+            f"the name {output} does not tell the format: end it in .trace.npz, .pickle, .json or .csv, or give --to."
         )
     return found
 

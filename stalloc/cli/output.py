@@ -84,9 +84,11 @@ def file_label(file: str) -> str:
 
 
 def memory_option(option: str, text: str) -> int:
-    """Bytes of an option. Raises BadInputError for a small number without a unit: 24 of what?"""
+    """Bytes of an option. Raises BadInputError for a small number without a unit, such as 24."""
     if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
-        raise BadInputError(f"{option} is {text[:30]}, of what? Write {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B.")
+        raise BadInputError(
+            f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
+        )
     return parse_memory(text)
 
 

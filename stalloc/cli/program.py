@@ -54,7 +54,7 @@ def program_command(args: argparse.Namespace) -> list[str]:
         if args.program:
             raise BadInputError(f"both a script and -m were given: {_USAGE}.")
         if not args.module:
-            raise BadInputError(f"-m lacks its module: {_USAGE}.")
+            raise BadInputError(f"-m needs a module: {_USAGE}.")
         if args.module[0] in _LAUNCHER_MODULES:
             raise BadInputError(_launcher(["python", "-m", *args.module]))
         return ["-m", *args.module]

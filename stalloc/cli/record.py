@@ -82,8 +82,8 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
     runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
     if not all(controller.status.settings.keep_recording for controller in runtime.controllers):
         raise BadInputError(
-            "it serves this process already, without a recording: type stalloc record in a shell, or start it with "
-            "subprocess."
+            "this process runs under stalloc already, without a recording: type stalloc record in a shell, or start "
+            "it with subprocess."
         )
     code = run_program(command)
     used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]

@@ -210,7 +210,7 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     if result["out_of_memory_errors"]:
         console.print(f"next: stalloc dryrun {command_text(*program_command(args))}")
     elif result["plan_source"] == "cache":
-        console.print("the plan is the one that the last run of this program left")
+        console.print("planned from the start, with the plan that the last run of this program left")
     elif kept:
         console.print("next: run the same command again; it starts with this plan, which was kept")
     elif not args.plan and not args.save_plan and result.get("plans_made"):

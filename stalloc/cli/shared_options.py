@@ -78,10 +78,10 @@ def _value(file: Path, name: str, action: argparse.Action, value: Any) -> Any:
         return value
     if isinstance(action, argparse._AppendAction):
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise BadInputError(f"{wrong}: give a list of texts.")
+            raise BadInputError(f"{wrong}: give a list of strings.")
         return value
     if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise BadInputError(f"{wrong}: give a text or a number.")
+        raise BadInputError(f"{wrong}: give a string or a number.")
     try:
         made = action.type(str(value)) if callable(action.type) else str(value)
     except ValueError as error:

@@ -132,7 +132,7 @@ def devices() -> list[Device]:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
     if importlib.util.find_spec("cupy") is None:
         raise SetupError(
-            "CuPy is not installed, whose pool owns the memory that stalloc serves, PyTorch's too: "
+            "CuPy is not installed, and stalloc takes all GPU memory from CuPy's pool, for PyTorch too: "
             "pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
         )
     _give_cupy_a_cache()

@@ -213,7 +213,7 @@ def _build_for_this_process(surface: Surface, command: tuple[str, ...], refused:
             f"the virtual GPU cannot be kept in {refused}, nor be built elsewhere ({error.strerror}): "
             "set XDG_CACHE_HOME to a writable directory."
         ) from error
-    say(f"the virtual GPU cannot be kept in {refused}, every process builds it: set XDG_CACHE_HOME to a writable one.")
+    say(f"the virtual GPU cannot be kept in {refused}, so every process builds it: name a writable XDG_CACHE_HOME.")
     return scratch / "build"
 
 

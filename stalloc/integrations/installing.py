@@ -110,7 +110,7 @@ def _warn_of_another_torch(file: "str | Path", plans: "list[Plan]") -> None:
     for made_with in dict.fromkeys(str(plan.provenance.get("torch", "")) for plan in plans):
         warning = other_release(f"{printable(str(file))} is of", made_with, release_installed())
         if warning:
-            say(f"{warning}. What it no longer fits is served from the heap.")
+            say(f"{warning}. Requests that it no longer fits are served from the heap.")
 
 
 def _await_torch() -> None:

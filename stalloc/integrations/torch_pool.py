@@ -23,7 +23,7 @@ def _allocator() -> Any:
         driver = ctypes.CDLL("libcuda.so.1")
         allocate, free = link(__package__, "torch_pool.ll", "allocate", "free", set_to={}, libraries=(driver,))
     except OSError:
-        raise SetupError("no NVIDIA driver is here: a memory pool of torch needs a GPU, real or virtual.") from None
+        raise SetupError("no NVIDIA driver was found: a memory pool of torch needs a GPU, real or virtual.") from None
     return torch._C._cuda_customAllocator(allocate, free)
 
 
@@ -40,7 +40,7 @@ def mem_pool(**options: bool) -> Any:
         raise SetupError("this torch is built without CUDA: install a CUDA build.")
     if torch.cuda.memory.get_allocator_backend() != "native":
         raise SetupError(
-            "torch's own allocator is not in charge of CUDA memory here, and only that has memory pools: use stalloc "
-            "as it is installed, or this pool without it."
+            "memory pools need torch's own allocator, which does not manage CUDA memory in this process: use "
+            "stalloc.mem_pool() without installing stalloc, or stalloc without it."
         )
     return torch.cuda.MemPool(_allocator(), **options)

@@ -53,7 +53,7 @@ def _check_servable(plan: Plan) -> None:
             "record the program with `stalloc record` and plan that."
         )
     if plan.alignment % ALIGNMENT:
-        raise PlanError(f"the plan's alignment of {plan.alignment} bytes is no multiple of {ALIGNMENT}.")
+        raise PlanError(f"the plan's alignment of {plan.alignment} bytes is not a multiple of {ALIGNMENT}.")
     if plan.peak_bytes > MAX_REQUEST or int(plan.tape_size.max(initial=0)) > MAX_REQUEST:
         raise PlanError(
             f"the plan asks for more than {MAX_REQUEST} bytes at a time, which no device has: plan it again."

@@ -73,7 +73,7 @@ class Poison:
         """Look no further: what is free may be written to from now on."""
         self._memory = None
         if why:
-            say(f"STALLOC_POISON looks no further: {why}")
+            say(f"STALLOC_POISON stops checking: {why}")
 
     def raise_found(self) -> None:
         """Raise CorruptionError for what was found since the last time, if anything was."""

@@ -76,7 +76,7 @@ class Runtime:
         for plan in plans or []:
             if plan.device >= len(self.controllers):
                 raise PlanError(
-                    f"the plan is for device {plan.device}, there are {len(self.controllers)} devices: "
+                    f"the plan is for device {plan.device}, but there are {len(self.controllers)} devices: "
                     "make it from a trace of this machine's devices."
                 )
             self.controllers[plan.device].serving.use(plan)

@@ -116,7 +116,7 @@ class Serving:
         if needed <= _DEARER * held + _DEARER_BYTES:
             return None
         self._tidying.settled = True  # what the heap holds has served so far
-        return Refusal(f"on the plan {needed} bytes would be reserved, without it no more than {held} were")
+        return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
 
     def _serve_ready_kinds(self) -> Refusal | None:
         """Put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
@@ -184,7 +184,7 @@ class Serving:
         if not self.put_in_force(search.served, search.plan, ask_after_misses=64 * search.longest + 1024):
             self._steps.were_refused()
             serves = self._state.record.mode == constants.MODE_REPLAY
-            return None if serves else Refusal("an arena for all kinds of steps does not fit beside what lives")
+            return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         self._status.steps_per_ring = 1
         self._steps.follow(search)
         return None
@@ -210,7 +210,7 @@ class Serving:
         tape = admit([plan], ring_only=False)
         if tape.cross_streams and ordering() is None:
             raise PlanError(
-                "the plan hands memory from stream to stream, and no driver orders them here: plan it without."
+                "the plan hands memory from stream to stream, but no driver orders streams here: plan it without that."
             )
         if self._state.record.total.num_allocs:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")

@@ -171,7 +171,7 @@ class Trace:
                 raise BadInputError(f"{where}: requests are not ordered by start: sort them before making a Trace.")
         self._check_sizes(where)
         if len(self.time_us) and (self.time_us.min() < -_LATEST_US or self.time_us.max() > _LATEST_US):
-            raise BadInputError(f"{where}: an event has a time that no clock shows: the file is damaged.")
+            raise BadInputError(f"{where}: an event has an impossible time: the file is damaged.")
 
     def _check_sizes(self, where: str) -> None:
         for name in ("size", "event_size", "segment_size"):
