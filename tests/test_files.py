@@ -37,8 +37,9 @@ def _run(arguments: list[str], largest: int | None = None, **options: object) ->
     limit = "" if largest is None else f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, -1));"
     source = f"import sys, numba; {limit} from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "NUMBA_CACHE_DIR": ""}
+    # -B: Python would keep its own code of what it imports, cut off at that size
     return subprocess.run(
-        [sys.executable, "-c", source, *arguments], env=environment, check=False, timeout=300, **options
+        [sys.executable, "-B", "-c", source, *arguments], env=environment, check=False, timeout=300, **options
     )  # type: ignore[call-overload]
 
 
