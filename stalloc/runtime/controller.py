@@ -243,7 +243,7 @@ class Controller:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")
-            elif self._tidying.moves_in_vain and self.steps.take_turns and not self._sought_cycle:
+            elif self._tidying.moves_in_vain and self.steps.places.take_turns and not self._sought_cycle:
                 self._sought_cycle = True
                 self.watching.look_for_cycle()
                 self._drop_plan("its kinds of steps displaced one another")

@@ -66,9 +66,14 @@ class Serving:
             num_requests=state.record.total.num_allocs,
             seconds=time.monotonic() - self._began,
         )
-        self._memory.release_unused()
+        self._release_unused()
         recording = self._status.settings.keep_recording or (bool(self._recording.marks) and self._steps.goes_on())
         state.write(allocating_persistent=0, recording=int(recording), check_at=0)
+
+    def _release_unused(self) -> None:
+        """Give back what the plan's arena would lie beside; pages move there instead."""
+        if not self._memory.source.paged:
+            self._memory.release_unused()
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
         if self._memory.source.paged:
@@ -140,7 +145,7 @@ class Serving:
             return None
         self._steps.waiting = None
         refusal = self._serve_kinds(search)
-        self._steps.find_place()
+        self._steps.places.find()
         return refusal
 
     def end_step(self) -> Refusal | None:
@@ -156,18 +161,18 @@ class Serving:
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
                 self._memory.release_unused()  # no pass over the plan ends, after which unused segments go back
-            steps.find_place()
+            steps.places.find()
             if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
         elif self._status.phase is Phase.PLANNING:
-            steps.find_place()
+            steps.places.find()
             if state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # in whichever period of its ring
         if self._status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
             return refusal
         if steps.search_for_more() and steps.search_ends(self._recording.last_step_seconds):
             refusal = self._serve_ready_kinds()
-            steps.find_place()
+            steps.places.find()
         return refusal
 
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
@@ -175,7 +180,7 @@ class Serving:
         if self._status.phase is Phase.RESTING:
             return None
         self._steps.are_planned(search)
-        self._memory.release_unused()
+        self._release_unused()
         if self._ask_for_arena(search.served.arena_bytes):
             self._steps.search = search  # the next mark tries again
             return None
