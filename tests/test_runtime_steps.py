@@ -240,6 +240,30 @@ def test_inference_after_training_is_planned_although_nothing_marks_it() -> None
     assert program.counts() == (before[0] + 20 * 13, before[1])
 
 
+def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> None:
+    """Nothing marks the steps: at first only layers are seen to repeat, and each step begins with what they do not."""
+    program = Program()
+    program.controller.watching.expects_marks = False
+
+    def run_step() -> None:
+        x = program.allocate(3 * MIB)
+        for _ in range(8):
+            activations = [program.allocate(MIB + 512 * i) for i in range(6)]
+            y = program.allocate(2 * MIB)
+            for address in (*activations, x):
+                program.free(address)
+            x = y
+        program.free(x)
+
+    for _ in range(60):
+        run_step()
+    before = program.counts()
+    for _ in range(10):
+        run_step()
+    assert program.controller.status.num_plans > 1  # the first was of layers
+    assert program.counts() == (before[0] + 10 * 57, before[1])
+
+
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch may be over by then, and its record gone."""
     go_on = threading.Event()

@@ -26,6 +26,8 @@ from stalloc.runtime.tidying import Tidying
 if TYPE_CHECKING:
     from stalloc.planner import Plan
 
+_DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
+_STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
 _DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
@@ -102,6 +104,8 @@ class Serving:
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.begin_step(begin, end, begin + begun % (end - begin))
+            if not self._recording.step_times_ns:
+                self._state.record.doubt_at = self._state.record.total.num_allocs + _DOUBT_PASSES * (end - begin)
             return None
         return Refusal(
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
@@ -228,6 +232,11 @@ class Serving:
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {device.index} has {free} of {total} "
                 "bytes free: close what uses it, or plan a smaller step."
             )
+
+    def is_of_a_part(self) -> bool:
+        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
+        record, is_served = self._state.record, self._status.phase is Phase.PLANNED
+        return is_served and not self._recording.step_times_ns and _STRAYS * record.misses > record.hits
 
     def at_boundary(self) -> bool:
         """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""

@@ -64,10 +64,21 @@ class Watching:
         """So many steps were seen without one that repeats that what the heap holds is held for good."""
         return self._tidying.settled
 
-    def was_misled(self) -> None:
-        """The ring that is followed is no step of the program: only a longer one can be."""
+    def was_misled(self, *, is_part: bool) -> None:
+        """The ring that is followed is no step of the program: only a longer one can be; `is_part`: of which it is."""
         if not self._recording.marks:
-            self._looking.was_misled()
+            self._looking.was_misled(is_part=is_part)
+
+    def doubts_unmarked(self) -> bool:
+        """At a mark: what was found before there were any goes if it is in the making; whether it goes if it serves."""
+        status, record = self._status, self._state.record
+        if self._recording.marks or not status.settings.plan:
+            return False
+        if status.phase is Phase.PLANNING:
+            self._arenas.drop_tape()
+            self._steps.forget()
+            status.phase, self.job = Phase.OBSERVING, None
+        return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
 
     def look_for_cycle(self) -> None:
         """Look for a cycle of several steps first, from here on: those that are planned displace one another."""
