@@ -73,7 +73,7 @@ class Serving:
         state.write(allocating_persistent=0, recording=int(recording), check_at=0)
 
     def _release_unused(self) -> None:
-        """Give back what the plan's arena would lie beside; pages move there instead."""
+        """Give back what is free beside the arena, which pages are not: they move to where they are needed."""
         if not self._memory.source.paged:
             self._memory.release_unused()
 
@@ -164,7 +164,7 @@ class Serving:
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
-                self._memory.release_unused()  # no pass over the plan ends, after which unused segments go back
+                self._release_unused()  # no pass over the plan ends, after which unused segments go back
             steps.places.find()
             if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes

@@ -15,7 +15,7 @@ _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
 _VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
 _UNLIKE_PASSES = 3  # of which one displaces others, as where two optimizers take turns
-_FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
+_FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
 
@@ -53,8 +53,11 @@ class Tidying:
     def _unmap_unused(self) -> bool:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
         paging = self._arenas.memory.paging
-        self._move_if_in_the_way()
+        if self._moves_out_of_the_way():
+            return True  # a pass takes its pages from where the arena was
         self._boundaries -= 1
+        if self._boundaries == _FIRST_PASSES - 1:
+            return True  # the plan's first pass does
         if self._boundaries > 0:
             paging.release()
             return True
@@ -67,17 +70,20 @@ class Tidying:
             paging.release()
         return self._quiet_passes > 0
 
-    def _move_if_in_the_way(self) -> None:
-        """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely."""
+    def _moves_out_of_the_way(self) -> bool:
+        """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely.
+
+        Whether it moved.
+        """
         record = self._state.record
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
         if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
-            return
+            return False
         soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
-            move(self._arenas)
+            return move(self._arenas)
 
     @property
     def moves_in_vain(self) -> bool:
