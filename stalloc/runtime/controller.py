@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from stalloc.core import constants
 from stalloc.core.host_memory import trim
 from stalloc.device import Device
-from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.effort import Effort
@@ -228,6 +227,8 @@ class Controller:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")
+            elif (tape := self.serving.take_to_share()) is not None:
+                self.watching.share(tape)
             elif self._tidying.moves_in_vain and self.steps.places.take_turns and not self._sought_cycle:
                 self._sought_cycle = True
                 self.watching.look_for_cycle()
@@ -239,7 +240,7 @@ class Controller:
         refusal = self.serving.switch(job)
         if refusal is not None and refusal.for_now:
             self.watching.job = job  # the tape is followed on, and the boundary after the next mark tries again
-        elif refusal is not None and refusal.lacks_room and job.may_share and ordering() is not None:
+        elif refusal is not None and refusal.lacks_room and job.may_share:
             self.watching.plan(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with hand-overs
         else:
             self._heed(refusal)

@@ -24,6 +24,7 @@ from stalloc.runtime.steps import Steps
 from stalloc.runtime.tidying import Tidying
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
 
 _DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
@@ -56,6 +57,7 @@ class Serving:
     ) -> None:
         self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
         self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
+        self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
         self._began = time.monotonic()
 
@@ -102,6 +104,7 @@ class Serving:
         begun = self._state.record.cursor - self._state.record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+            self._separate = job.tape if job.may_share else None
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.begin_step(begin, end, begin + begun % (end - begin))
             if not self._recording.step_times_ns:
@@ -237,6 +240,13 @@ class Serving:
         """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record, is_served = self._state.record, self._status.phase is Phase.PLANNED
         return is_served and not self._recording.step_times_ns and _STRAYS * record.misses > record.hits
+
+    def take_to_share(self) -> "Tape | None":
+        """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""
+        if self._separate is None or not self._tidying.moves_pages:
+            return None
+        tape, self._separate = self._separate, None
+        return tape
 
     def at_boundary(self) -> bool:
         """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""

@@ -16,6 +16,7 @@ _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what th
 _VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
 _UNLIKE_PASSES = 3  # of which one displaces others, as where two optimizers take turns
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
+_MOVING_PASSES = 4  # in a row in which pages moved, after which more will
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
 
@@ -29,12 +30,13 @@ class Tidying:
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._growths_seen = 0  # of the paging, at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
+        self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: what steps need is held in one segment, or not to be
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
-        self._growths_seen = self._quiet_passes = 0
+        self._growths_seen = self._quiet_passes = self._moving_passes = 0
         self._patience = 1
         self._move_after, self._move_wait = 0, 1
 
@@ -53,6 +55,8 @@ class Tidying:
     def _unmap_unused(self) -> bool:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
         paging = self._arenas.memory.paging
+        self._moving_passes = self._moving_passes + 1 if paging.num_moves != self._moves_seen else 0
+        self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
             return True  # a pass takes its pages from where the arena was
         self._boundaries -= 1
@@ -68,7 +72,12 @@ class Tidying:
         self._quiet_passes -= 1
         if self._quiet_passes == 0:
             paging.release()
-        return self._quiet_passes > 0
+        return self._quiet_passes > 0 or self._moving_passes > 0
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages move in pass after pass, which waits for the whole device each time."""
+        return self._moving_passes >= _MOVING_PASSES
 
     def _moves_out_of_the_way(self) -> bool:
         """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely.

@@ -24,6 +24,7 @@ from stalloc.runtime.tidying import Tidying
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
     from stalloc.runtime.planning_job import Planner
 
 _DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
@@ -160,6 +161,12 @@ class Watching:
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
         self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
+
+    def share(self, tape: "Tape") -> None:
+        """Plan the ring in force anew, so that its streams share memory; the heap serves meanwhile. At its begin."""
+        self._arenas.drop_tape()
+        self._status.phase = Phase.PLANNING
+        self.plan(PlanJob(tape, "share"), 0)
 
     def take_made(self) -> PlanJob | None:
         """At a boundary: the job, if it is done; once it is waited for."""
