@@ -89,6 +89,8 @@ class Steps:
             name = name_of(size[begin:end], stream[begin:end])
             self._planned.add(name)
             places[(begin - first) % period] = name
+        if self.search is not None and self.search.wanted <= self._planned:
+            self.search = None  # a cycle of them knows more: what is handed on through several steps too
         self.places.follow_ring(places)
         self.unroll(tape)
         self.tapes = None
