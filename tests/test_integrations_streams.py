@@ -21,8 +21,8 @@ MIB = 1 << 20
 RUNTIME = stalloc.install(
     device="virtual",
     gpu=VirtualGPU(total_bytes=int(sys.argv[1]) * MIB),
-    settings=Settings(streams=sys.argv[2]),
-    plan=sys.argv[3] if len(sys.argv) > 3 else None,
+    settings=Settings(streams=sys.argv[2], arena=sys.argv[3] if len(sys.argv) > 3 else "pages"),
+    plan=sys.argv[4] if len(sys.argv) > 4 else None,
 )
 STATE, CONTROLLER = RUNTIME.controllers[0].state, RUNTIME.controllers[0]
 import torch
@@ -64,7 +64,7 @@ print(json.dumps({
 
 
 def test_streams_have_regions_of_their_own_and_wait_for_nothing(run_checks: Any) -> None:
-    found = run_checks(_PROGRAM, "1024", "separate")
+    found = run_checks(_PROGRAM, "1024", "separate", "pool")
     assert (found["plan_mib"], found["waits"], found["records"]) == (165, 0, 0)
     assert found["hits"] == 50
 
@@ -100,14 +100,14 @@ def test_a_plan_file_with_hand_overs_is_followed_and_refused_without_them(
         *("run", "--device", "virtual", "--streams", "share", "--save-plan", str(file), str(script)),
     )
     assert done.returncode == 0, done.stderr
-    found = run_checks(_PROGRAM, "1024", "share", str(file))
+    found = run_checks(_PROGRAM, "1024", "share", "pages", str(file))
     assert (found["plan_mib"], found["hits"]) == (90, 50)
     assert found["waits"] >= 20
     plan = load_plans(file)[0]
     assert len(plan.handover_later) > 0
     nothing = np.zeros(0, np.int64)
     save_plans(broken, [dataclasses.replace(plan, handover_earlier=nothing, handover_later=nothing)])
-    done = run_program(_PROGRAM, "1024", "share", str(broken))
+    done = run_program(_PROGRAM, "1024", "share", "pages", str(broken))
     assert done.returncode != 0
     assert "shared-by-streams" in done.stderr
 
@@ -139,3 +139,30 @@ print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reser
     allocated, reserved = held
     assert allocated == (2 * 48 + 2) << 20
     assert reserved <= 1.07 * allocated + (4 << 20)
+
+
+def test_streams_that_take_turns_hand_memory_over_instead_of_moving_pages(run_checks: Any) -> None:
+    """Moving pages waits for the whole device: steps that repeat do without, and hold what one step needs."""
+    late_maps, waits, held, allocated = run_checks("""
+import json
+import stalloc
+from stalloc.device import VirtualGPU, virtual
+stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
+import cupy as cp
+streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+for step in range(120):
+    if step == 80:
+        before = virtual.statistics()
+        virtual.restart_peak(0)
+    with streams[step % 2]:
+        x = cp.ones((6, 1 << 20), cp.float32)
+        (x * x).sum(axis=0).max()
+    streams[step % 2].synchronize()
+after = virtual.statistics()
+report = stalloc.statistics()[0]
+moved = [after[name] - before[name] for name in ("maps", "event_waits")]
+print(json.dumps([*moved, virtual.peak_bytes(0), report.allocated_peak_bytes]))
+""")
+    assert waits > 0
+    assert late_maps <= 8  # a page for what is tiny now and then; each step's 50 MiB moved would be 1,000
+    assert held <= 1.02 * allocated + (4 << 20)

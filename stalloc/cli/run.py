@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("separate", "share", "weigh"),
         default="separate",
         help="one region of the arena per stream, or one that streams share, with a wait at each planned hand-over; "
-        "weigh: share where a hand-over saves --handover-bytes (default: separate, shared if that does not fit)",
+        "weigh: share where a hand-over saves --handover-bytes (default: separate, shared where that does not fit or "
+        "pages would move from stream to stream in every step)",
     )
     parser.add_argument(
         "--handover-bytes", type=int, default=1 << 16, metavar="BYTES", help="for --streams weigh (default: 65536)"

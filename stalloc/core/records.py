@@ -212,7 +212,7 @@ class State(Record):
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
     # what Python is entered for
-    marks_overdue_at: int  # Python: enter Python at a miss when so many requests were served; 0: never
+    doubt_at: int  # Python: enter Python at a miss when so many requests were served; 0: never
     slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
     device: int
     driver_error: int  # status of the driver when it last refused memory; 0: out of memory

@@ -167,8 +167,8 @@ def _try(state, stream, size, requested, stage, position):
             if state.excess_misses >= state.ask_after_misses > 0:
                 state.ask_after_misses = 0
                 return Outcome(0, STALE, 0)
-            if state.total.num_allocs >= state.marks_overdue_at > 0:
-                state.marks_overdue_at = 0
+            if state.total.num_allocs >= state.doubt_at > 0:
+                state.doubt_at = 0
                 return Outcome(0, STALE, 0)
             if state.mode == MODE_REPLAY:
                 return _serve_unplanned(state, stream, size, requested)

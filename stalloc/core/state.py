@@ -483,10 +483,10 @@ class DeviceState:
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
-        events = self.tables.events[begin:end]
-        alloc = (events["action"] & 0xFF) == ACTION_ALLOC
-        rows = events[alloc & (events["requested_bytes"] > TINY)]
-        return rows["requested_bytes"], rows["action"] >> 8, rows["thread"]
+        events = self.tables.events.view(np.ndarray)[begin:end]
+        tag, size = events["action"], events["requested_bytes"]
+        rows = np.flatnonzero(((tag & 0xFF) == ACTION_ALLOC) & (size > TINY))
+        return size[rows], tag[rows] >> 8, events["thread"][rows]
 
     def segments(self) -> tuple[Words, Words]:
         """Where the heap's segments begin, and how many bytes of them have memory, by address."""

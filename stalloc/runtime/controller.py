@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from stalloc.core import constants
 from stalloc.core.host_memory import trim
 from stalloc.device import Device
-from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.interruptions import driver_status, is_interruption
+from stalloc.runtime.interruptions import is_interruption
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.paged_arena import back
@@ -92,8 +91,7 @@ class Controller:
             elif reason == constants.CHECK:
                 self._look()
             elif reason == constants.STALE:
-                self.watching.expects_marks &= not self.recording.marks_are_overdue
-                self._drop_plan("the program left the plan and did not return to it")
+                self._doubt_plan()
             elif reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
             elif reason == constants.POLL:
@@ -131,11 +129,7 @@ class Controller:
             if reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=True)  # its events come later
             elif reason == constants.NEED_SEGMENT:
-                self.state.set_out_of_memory_text(
-                    f"stalloc: a request of {argument} bytes was not served, since the way to memory failed "
-                    f"({type(error).__name__}: {error}): try it again.",
-                    driver_status(error),
-                )
+                self._shortage.explain_failure(argument, error)
             elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES):
                 self._give_up(error)
             self.arenas.match()
@@ -163,7 +157,8 @@ class Controller:
                 self.status.effort.note_step()
                 self.watching.expects_marks = True
                 self._lasting.end()
-                self._doubt_unmarked_plan()
+                if self.watching.doubts_unmarked():
+                    self._drop_plan("the first plan did not follow the steps that are marked now")
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:
                 try:
@@ -191,17 +186,6 @@ class Controller:
             if for_arena and self.status.phase is Phase.PLANNING:
                 self.state.record.ask_at_boundary = 1
         return lacking, for_arena
-
-    def _doubt_unmarked_plan(self) -> None:
-        """At a mark: a plan that was made before there were any, and that does not follow the steps, goes."""
-        if self.recording.marks or not self.status.settings.plan:
-            return
-        if self.status.phase is Phase.PLANNING:
-            self.arenas.drop_tape()
-            self.steps.forget()
-            self.status.phase, self.watching.job = Phase.OBSERVING, None
-        elif self.status.phase is Phase.PLANNED and 10 * self.state.record.misses > self.state.record.hits:
-            self._drop_plan("the first plan did not follow the steps that are marked now")
 
     def begin_in_child(self) -> None:
         """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on."""
@@ -243,7 +227,9 @@ class Controller:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")
-            elif self._tidying.moves_in_vain and self.steps.take_turns and not self._sought_cycle:
+            elif (tape := self.serving.take_to_share()) is not None:
+                self.watching.share(tape)
+            elif self._tidying.moves_in_vain and self.steps.places.take_turns and not self._sought_cycle:
                 self._sought_cycle = True
                 self.watching.look_for_cycle()
                 self._drop_plan("its kinds of steps displaced one another")
@@ -254,15 +240,27 @@ class Controller:
         refusal = self.serving.switch(job)
         if refusal is not None and refusal.for_now:
             self.watching.job = job  # the tape is followed on, and the boundary after the next mark tries again
-        elif refusal is not None and refusal.lacks_room and job.may_share and ordering() is not None:
+        elif refusal is not None and refusal.lacks_room and job.may_share:
             self.watching.plan(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with hand-overs
         else:
             self._heed(refusal)
         del job  # and with it the tape, which is large
         trim()
 
-    def _drop_plan(self, note: str) -> None:
-        """Go back to the heap and, if there were not too many plans already, watch anew."""
+    def _doubt_plan(self) -> None:
+        """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
+        if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
+            if self.serving.is_of_a_part():
+                self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+            return
+        self.watching.expects_marks &= not self.recording.marks_are_overdue
+        self._drop_plan("the program left the plan and did not return to it")
+
+    def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
+        """Go back to the heap and, if there were not too many plans already, watch anew.
+
+        `is_part`: what repeats is longer than the ring of the plan.
+        """
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
         if self.status.phase is Phase.PLANNED:
@@ -274,11 +272,13 @@ class Controller:
         self.arenas.drop_tape()
         if crowded:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
-        misled = 4 * state.record.misses > state.record.hits  # not a step that changed after it had served long
+        misled = (
+            is_part or 4 * state.record.misses > state.record.hits
+        )  # not a step that changed after it had served long
         # what counts is drift that goes on: a plan that served for long begins the count anew
         self._plans_in_a_row = 1 if state.record.step_count >= _SERVED_LONG else self._plans_in_a_row + 1
         if misled and self.status.observed is not None:  # found in this run
-            self.watching.was_misled()
+            self.watching.was_misled(is_part=is_part)
         if self._plans_in_a_row >= self.status.settings.max_plans or not self.status.settings.plan:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
             return

@@ -28,8 +28,9 @@ _SECONDS_A_REQUEST = 20e-6  # of processor time, that planning takes
 
 def name_of(size: "Column", stream: "Column") -> bytes:
     """A short name for the kind of step that asks for these sizes on these streams."""
-    key = np.stack([size.astype(np.int64), stream.astype(np.int64)]).tobytes()
-    return hashlib.blake2b(key, digest_size=16).digest()
+    name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
+    name.update(np.ascontiguousarray(stream, np.int64).data)
+    return name.digest()
 
 
 @dataclass

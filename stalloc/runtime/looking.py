@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stalloc.trace.record import Column
 
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
+_WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
 _CYCLE_STEPS = 16  # marked steps in which a cycle of several shows twice
@@ -53,6 +54,7 @@ class Looking:
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
         self._min_period = _MIN_PERIOD  # without marks
+        self._min_record, self._coverage = 0, _COVERAGE  # requests before the first look, and its share of them
         self._min_cycle = 1  # requests of a cycle of marked steps
         self._look_at = 0  # sizable requests in the record at the next look
         self._patience = _PATIENCE
@@ -61,9 +63,12 @@ class Looking:
         """The record begins anew."""
         self._patience, self._look_at = _PATIENCE, 0
 
-    def was_misled(self) -> None:
-        """The ring that is followed is no step: only a longer one can be."""
-        self._min_period = max(_MIN_PERIOD, self._state.record.ring_end - self._state.record.ring_start + 1)
+    def was_misled(self, *, is_part: bool) -> None:
+        """The ring that is followed is no step: only a longer one can be, with `is_part` one that holds it."""
+        length = self._state.record.ring_end - self._state.record.ring_start
+        self._min_period = max(_MIN_PERIOD, length + 1)
+        if is_part:
+            self._min_record, self._coverage = _WHOLE_RINGS * length, _WHOLE
 
     def look_for_cycle(self, longest: int) -> None:
         """The kinds of steps that are planned, of at most so many requests, get in one another's way: look for more."""
@@ -80,6 +85,9 @@ class Looking:
         if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
             return False
         self._look_at = state.record.num_sizable * 5 // 4
+        if not marks and state.record.num_sizable < self._min_record:
+            state.record.check_at = self._min_record
+            return False
         if marks:  # they come at the right moments
             state.record.check_at = 0
             return num_steps >= settings.observe_steps
@@ -106,7 +114,7 @@ class Looking:
             period = find_step_period(trace, min_length=self._min_cycle)
         else:
             repeats = max(3, settings.observe_steps)
-            period = find_step_period(trace, min_repeats=repeats, min_share=_COVERAGE, min_length=self._min_period)
+            period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is not None and not tape.planned.all() and self._patience > 0:
             self._patience -= 1

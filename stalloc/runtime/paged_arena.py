@@ -32,22 +32,26 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
     return True
 
 
-def move(arenas: "Arenas") -> None:
-    """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow."""
+def move(arenas: "Arenas") -> bool:
+    """Serve the plan in force from other addresses: what is in its way keeps its place, and pages follow.
+
+    False if there are no others.
+    """
     state, record, tape = arenas.state, arenas.state.record, arenas.tape
     memory = arenas.memory.source.reserve(arenas.arena.size_bytes) if tape is not None else None
     if tape is None or memory is None or state.tape is None:
-        return
+        return False
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
     learnt = state.tape.lifespans
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
-        return
+        return False
     _serve_on(arenas, memory, tape, cursor, anew=False)
     state.tape.lifespans[:] = learnt
     state.begin_step(begin, end, cursor)
     state.write(ask_after_misses=ask_after)
+    return True
 
 
 def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:

@@ -27,6 +27,7 @@ class Paging:
     def __init__(self, memory: "DeviceMemory") -> None:
         self._memory, self._state, self._source = memory, memory.state, memory.source
         self.num_growths = 0  #: how often segments got pages
+        self.num_moves = 0  #: how often pages were given up for others, so that no more is held
         self._shift = _TIGHT_SHIFT
         self._peak_bytes = 0
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
@@ -129,6 +130,7 @@ class Paging:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
         if excess > 0:
+            self.num_moves += 1
             ranges = self._state.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.device.ordering import ordering
 from stalloc.runtime.admission import admit
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.threads import start_thread
@@ -46,10 +47,10 @@ class PlanJob:
 
     @property
     def may_share(self) -> bool:
-        """Whether the plan keeps several streams apart that could share memory."""
+        """Whether the plan keeps several streams apart that could share memory, where the driver orders them."""
         tape = self.admitted
         several = tape is not None and len(np.unique(tape.stream[tape.offset >= 0])) > 1
-        return self.streams == "separate" and several
+        return self.streams == "separate" and several and ordering() is not None
 
     def start(self, planner: "Planner | None", observed: KeptTrace | None, effort: Effort) -> None:
         """Begin, in a thread; `planner` stands in for `plan_tape`. The trace is packed afterwards."""

@@ -83,7 +83,7 @@ class Recording:
             self.step_times_ns.append(time.monotonic_ns())
             before, self._allocs_before = self._allocs_before, self._state.record.total.num_allocs
             self.longest_step = max(self.longest_step, self._allocs_before - before if before >= 0 else 0)
-            self._state.record.marks_overdue_at = self._allocs_before + self.overdue_requests
+            self._state.record.doubt_at = self._allocs_before + self.overdue_requests
         if self._state.record.recording or not self.marks:
             self.marks.append((self._state.record.num_events, kind, name))
 

@@ -24,8 +24,11 @@ from stalloc.runtime.steps import Steps
 from stalloc.runtime.tidying import Tidying
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
 
+_DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
+_STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
 _DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
@@ -54,6 +57,7 @@ class Serving:
     ) -> None:
         self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
         self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
+        self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
         self._began = time.monotonic()
 
@@ -66,9 +70,14 @@ class Serving:
             num_requests=state.record.total.num_allocs,
             seconds=time.monotonic() - self._began,
         )
-        self._memory.release_unused()
+        self._release_unused()
         recording = self._status.settings.keep_recording or (bool(self._recording.marks) and self._steps.goes_on())
         state.write(allocating_persistent=0, recording=int(recording), check_at=0)
+
+    def _release_unused(self) -> None:
+        """Give back what is free beside the arena, which pages are not: they move to where they are needed."""
+        if not self._memory.source.paged:
+            self._memory.release_unused()
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
         if self._memory.source.paged:
@@ -95,8 +104,11 @@ class Serving:
         begun = self._state.record.cursor - self._state.record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
+            self._separate = job.tape if job.may_share else None
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.begin_step(begin, end, begin + begun % (end - begin))
+            if not self._recording.step_times_ns:
+                self._state.record.doubt_at = self._state.record.total.num_allocs + _DOUBT_PASSES * (end - begin)
             return None
         return Refusal(
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
@@ -140,7 +152,7 @@ class Serving:
             return None
         self._steps.waiting = None
         refusal = self._serve_kinds(search)
-        self._steps.find_place()
+        self._steps.places.find()
         return refusal
 
     def end_step(self) -> Refusal | None:
@@ -155,19 +167,19 @@ class Serving:
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
-                self._memory.release_unused()  # no pass over the plan ends, after which unused segments go back
-            steps.find_place()
+                self._release_unused()  # no pass over the plan ends, after which unused segments go back
+            steps.places.find()
             if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
         elif self._status.phase is Phase.PLANNING:
-            steps.find_place()
+            steps.places.find()
             if state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # in whichever period of its ring
         if self._status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
             return refusal
         if steps.search_for_more() and steps.search_ends(self._recording.last_step_seconds):
             refusal = self._serve_ready_kinds()
-            steps.find_place()
+            steps.places.find()
         return refusal
 
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
@@ -175,7 +187,7 @@ class Serving:
         if self._status.phase is Phase.RESTING:
             return None
         self._steps.are_planned(search)
-        self._memory.release_unused()
+        self._release_unused()
         if self._ask_for_arena(search.served.arena_bytes):
             self._steps.search = search  # the next mark tries again
             return None
@@ -223,6 +235,18 @@ class Serving:
                 f"the plan needs an arena of {plan.peak_bytes} bytes, device {device.index} has {free} of {total} "
                 "bytes free: close what uses it, or plan a smaller step."
             )
+
+    def is_of_a_part(self) -> bool:
+        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
+        record, is_served = self._state.record, self._status.phase is Phase.PLANNED
+        return is_served and not self._recording.step_times_ns and _STRAYS * record.misses > record.hits
+
+    def take_to_share(self) -> "Tape | None":
+        """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""
+        if self._separate is None or not self._tidying.moves_pages:
+            return None
+        tape, self._separate = self._separate, None
+        return tape
 
     def at_boundary(self) -> bool:
         """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""

@@ -9,6 +9,7 @@ import gc
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
+from stalloc.runtime.interruptions import driver_status
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
 
@@ -106,6 +107,14 @@ class Shortage:
             call_sites=self._recording.call_sites,
         )
         self._state.set_out_of_memory_text(text)
+
+    def explain_failure(self, size_bytes: int, error: BaseException) -> None:
+        """Say that an error stopped the search for memory."""
+        text = (
+            f"stalloc: a request of {size_bytes} bytes was not served, since the way to memory failed "
+            f"({type(error).__name__}: {error}): try it again."
+        )
+        self._state.set_out_of_memory_text(text, driver_status(error))
 
     # --- room for an arena, made by moving what lives
 

@@ -1,10 +1,9 @@
-"""The steps that a program marks: where on the tape each begins, and which kinds of steps there are.
+"""The steps that a program marks: which kinds of them there are, and which of these are planned.
 
-Contract: at a mark the core is told where the tape goes on, if it has lost its way. Every recorded step is known by
-what it asked for, and how often it was seen is kept, whatever becomes of records and plans. A kind that was seen twice
-and is not planned yet is planned together with the others, in the background, as soon as the step after it is over too
-and shows what it hands on; the new plans are handed out at a mark (`take_ready`). Nothing here waits for anything, or
-puts anything in force.
+Contract: every recorded step is known by what it asked for, and how often it was seen is kept, whatever becomes of
+records and plans. A kind that was seen twice and is not planned yet is planned together with the others, in the
+background, as soon as the step after it is over too and shows what it hands on; the new plans are handed out at a mark
+(`take_ready`). Nothing here waits for anything, or puts anything in force.
 """
 
 import itertools
@@ -17,6 +16,7 @@ from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_search import KindSearch, name_of
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
-_NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
-_ORDER = 12  # kinds of the last steps whose order is looked at
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
 
 
@@ -49,16 +47,12 @@ class Steps:
 
     def __init__(self, state: DeviceState, recording: Recording, effort: Effort) -> None:
         self._state, self._recording, self._effort = state, recording, effort
+        self.places = StepPlaces(state)  #: on the tapes in force
         self.tapes: Tapes | None = None  #: in force
         self.search: KindSearch | None = None
         self.waiting: KindSearch | None = None  #: its plan is to be put in force at the first request of a step
         self._waits = 0  # steps that went by meanwhile
         self._made: dict[bytes, Layout] = {}
-        self._positions: list[int] = []  # where marks are on the ring of a plan that knows one kind or cycle
-        self._places: Column = np.zeros(0, np.int64)  # where they are in one of its periods
-        self._current = 0  # which of them was the last
-        self._followers: dict[tuple[int, ...], int] = {}  # two kinds in a row -> the one that came next
-        self._order: tuple[int, ...] = (-1, -1)  # of the last kinds
         self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
         self._times_seen: dict[bytes, int] = {}  # by the name of the kind
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
@@ -72,8 +66,8 @@ class Steps:
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
-        self.tapes, self.search, self.waiting, self._positions, self._watched = None, None, None, [], 0
-        self._places = np.zeros(0, np.int64)
+        self.tapes, self.search, self.waiting, self._watched = None, None, None, 0
+        self.places.forget()
         self._planned.clear()
         self._forget_record()
 
@@ -90,17 +84,20 @@ class Steps:
         at = np.searchsorted(trace.start[sizable], marks)
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
+        period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
-            self._planned.add(name_of(size[begin:end], stream[begin:end]))
-        # the record may show fewer periods than the ring has
-        self._places = np.unique((at - first) % tape.period_requests)
+            name = name_of(size[begin:end], stream[begin:end])
+            self._planned.add(name)
+            places[(begin - first) % period] = name
+        if self.search is not None and self.search.wanted <= self._planned:
+            self.search = None  # a cycle of them knows more: what is handed on through several steps too
+        self.places.follow_ring(places)
         self.unroll(tape)
         self.tapes = None
 
     def unroll(self, tape: "Tape") -> None:
-        """The ring that is followed has got more periods."""
-        turns = np.arange(0, tape.ring_length, tape.period_requests)
-        self._positions = (turns[:, None] + self._places).ravel().tolist()
+        """The ring that is followed has got more periods than the record showed."""
+        self.places.unroll(tape.ring_length, tape.period_requests)
 
     # --- at a mark
 
@@ -145,15 +142,20 @@ class Steps:
         step = self._recording.last_step() if self._state.record.recording else None
         if step is None:
             return
-        size, stream = self._recording.requests(*step)
-        name = name_of(size, stream)
+        name = self.places.name_of_followed() or self._name_recorded(*step)
         self._recorded.setdefault(name, _Recorded(self._num_recorded)).count += 1
         self._num_recorded += 1
+        self._times_seen[name] = self._times_seen.get(name, 0) + 1
+
+    def _name_recorded(self, begin: int, end: int) -> bytes:
+        """The name of the step of the recorded events [begin, end)."""
+        size, stream = self._recording.requests(begin, end)
+        name = name_of(size, stream)
         if len(self._times_seen) >= _MAX_REMEMBERED:
             self._times_seen.clear()
         if name not in self._times_seen:
             self._times_seen[name] = int(self._was_seen_before(size, stream))
-        self._times_seen[name] += 1
+        return name
 
     def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
         """Whether a step that is recorded for the first time has occurred before.
@@ -176,36 +178,6 @@ class Steps:
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans
         return missed, missed / max(hits + missed, 1)
-
-    def find_place(self) -> None:
-        """Tell the core where the tape goes on."""
-        state = self._state
-        if self.tapes is not None:
-            begins = self.tapes.begins
-            followed = int(np.searchsorted(begins, state.record.ring_start, side="right")) - 1
-            self._followers[self._order[-2:]] = followed
-            self._order = (*self._order[1 - _ORDER :], followed)
-            expected = self._followers.get(self._order[-2:], followed)
-            begin = begins[expected]
-            state.begin_step(begin, begin + len(self.tapes.kinds[expected].size), begin)
-        elif self._positions:
-            cursor, length = state.record.cursor, state.record.ring_end - state.record.ring_start
-            places = np.array(self._positions) + state.record.ring_start
-            apart = np.abs((cursor - places + length // 2) % length - length // 2)
-            nearest = int(apart.argmin())
-            if apart[nearest] > _NEAR:
-                nearest = (self._current + 1) % len(places)
-                state.begin_step(state.record.ring_start, state.record.ring_end, int(places[nearest]))
-            elif apart[nearest] == 0:
-                state.begin_step(state.record.ring_start, state.record.ring_end, cursor)
-            self._current = nearest
-
-    @property
-    def take_turns(self) -> bool:
-        """Whether the planned kinds come in an order that repeats."""
-        order, turns = self._order, range(2, _ORDER // 2 + 1)
-        is_known = self.tapes is not None and len(order) == _ORDER
-        return is_known and any(order[turn:] == order[:-turn] for turn in turns)
 
     # --- kinds
 
@@ -291,9 +263,11 @@ class Steps:
 
     def follow(self, search: KindSearch) -> None:
         """The plans of a search are in force."""
-        self.tapes, self._positions = search.tapes, []
-        self._followers.clear()
-        self._order, self._watched, self._next_pause = (-1, -1), 1, _WATCH_STEPS
+        assert search.tapes is not None
+        kinds = search.tapes.kinds
+        names = [name_of(kind.size, kind.stream) for kind in kinds]
+        self.places.follow_kinds(search.tapes.begins, [len(kind.size) for kind in kinds], names)
+        self.tapes, self._watched, self._next_pause = search.tapes, 1, _WATCH_STEPS
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:

@@ -15,7 +15,8 @@ _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
 _VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
 _UNLIKE_PASSES = 3  # of which one displaces others, as where two optimizers take turns
-_FIRST_PASSES = 3  # at whose boundaries whatever is free goes back
+_FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
+_MOVING_PASSES = 4  # in a row in which pages moved, after which more will
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
 
@@ -29,12 +30,13 @@ class Tidying:
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._growths_seen = 0  # of the paging, at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
+        self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: what steps need is held in one segment, or not to be
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
-        self._growths_seen = self._quiet_passes = 0
+        self._growths_seen = self._quiet_passes = self._moving_passes = 0
         self._patience = 1
         self._move_after, self._move_wait = 0, 1
 
@@ -53,8 +55,13 @@ class Tidying:
     def _unmap_unused(self) -> bool:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
         paging = self._arenas.memory.paging
-        self._move_if_in_the_way()
+        self._moving_passes = self._moving_passes + 1 if paging.num_moves != self._moves_seen else 0
+        self._moves_seen = paging.num_moves
+        if self._moves_out_of_the_way():
+            return True  # a pass takes its pages from where the arena was
         self._boundaries -= 1
+        if self._boundaries == _FIRST_PASSES - 1:
+            return True  # the plan's first pass does
         if self._boundaries > 0:
             paging.release()
             return True
@@ -65,19 +72,27 @@ class Tidying:
         self._quiet_passes -= 1
         if self._quiet_passes == 0:
             paging.release()
-        return self._quiet_passes > 0
+        return self._quiet_passes > 0 or self._moving_passes > 0
 
-    def _move_if_in_the_way(self) -> None:
-        """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely."""
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages move in pass after pass, which waits for the whole device each time."""
+        return self._moving_passes >= _MOVING_PASSES
+
+    def _moves_out_of_the_way(self) -> bool:
+        """Move the arena if what lives there displaced requests in a pass; if that does not help, ever more rarely.
+
+        Whether it moved.
+        """
         record = self._state.record
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
         if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
-            return
+            return False
         soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
-            move(self._arenas)
+            return move(self._arenas)
 
     @property
     def moves_in_vain(self) -> bool:

@@ -24,6 +24,7 @@ from stalloc.runtime.tidying import Tidying
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
+    from stalloc.lifespans.tape import Tape
     from stalloc.runtime.planning_job import Planner
 
 _DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
@@ -64,10 +65,21 @@ class Watching:
         """So many steps were seen without one that repeats that what the heap holds is held for good."""
         return self._tidying.settled
 
-    def was_misled(self) -> None:
-        """The ring that is followed is no step of the program: only a longer one can be."""
+    def was_misled(self, *, is_part: bool) -> None:
+        """The ring that is followed is no step of the program: only a longer one can be; `is_part`: of which it is."""
         if not self._recording.marks:
-            self._looking.was_misled()
+            self._looking.was_misled(is_part=is_part)
+
+    def doubts_unmarked(self) -> bool:
+        """At a mark: what was found before there were any goes if it is in the making; whether it goes if it serves."""
+        status, record = self._status, self._state.record
+        if self._recording.marks or not status.settings.plan:
+            return False
+        if status.phase is Phase.PLANNING:
+            self._arenas.drop_tape()
+            self._steps.forget()
+            status.phase, self.job = Phase.OBSERVING, None
+        return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
 
     def look_for_cycle(self) -> None:
         """Look for a cycle of several steps first, from here on: those that are planned displace one another."""
@@ -149,6 +161,12 @@ class Watching:
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
         self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
+
+    def share(self, tape: "Tape") -> None:
+        """Plan the ring in force anew, so that its streams share memory; the heap serves meanwhile. At its begin."""
+        self._arenas.drop_tape()
+        self._status.phase = Phase.PLANNING
+        self.plan(PlanJob(tape, "share"), 0)
 
     def take_made(self) -> PlanJob | None:
         """At a boundary: the job, if it is done; once it is waited for."""

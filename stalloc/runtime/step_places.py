@@ -1,0 +1,111 @@
+"""Where on the tapes in force the program's steps begin, and which of them comes next.
+
+Contract: at a mark the core is told where the tape goes on, if it has lost its way. A step that asked for what its tape
+has, from its begin to its end, is known without a look at the record. Without a tape there are no places.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+from stalloc.core.state import DeviceState
+
+_NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
+_ORDER = 12  # kinds of the last steps whose order is looked at
+
+
+class StepPlaces:
+    """The begins of steps on the tapes of one device."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self.forget()
+
+    def forget(self) -> None:
+        """No tape is followed."""
+        self._places: dict[int, bytes] = {}  # in one period of a ring: requests from its begin -> the step's name
+        self._positions: list[int] = []  # of marks in all periods of the ring
+        self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
+        self._begins: list[int] = []  # where the tape of each kind begins
+        self._ends: list[int] = []
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._current = 0  # which of the positions was the last
+        self._followers: dict[tuple[int, ...], int] = {}  # two kinds in a row -> the one that came next
+        self._order: tuple[int, ...] = (-1, -1)  # of the last kinds
+        self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its ring begins
+
+    def follow_ring(self, places: dict[int, bytes]) -> None:
+        """A ring is followed: where steps begin in one of its periods, and their names."""
+        self.forget()
+        self._places = dict(sorted(places.items()))
+
+    def unroll(self, ring_length: int, period_requests: int) -> None:
+        """The ring that is followed has so many requests, and one period so many of them."""
+        turns = range(0, ring_length, period_requests)
+        self._positions = [turn + place for turn in turns for place in self._places]
+        self._names = [*self._places.values()] * len(turns)
+
+    def follow_kinds(self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes]) -> None:
+        """The tapes of several kinds of steps are followed: where each begins, its length and its name."""
+        self.forget()
+        self._begins, self._names = [*begins], [*names]
+        self._ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+
+    def find(self) -> None:
+        """A step begins: tell the core where the tape goes on."""
+        record = self._state.record
+        if self._begins:
+            self._find_kind(record.ring_start)
+        elif self._positions:
+            self._find_position(record.ring_start, record.ring_end, record.cursor)
+        self._since = record.cursor, record.history_count, record.misses, record.ring_start
+
+    def _find_kind(self, ring_start: int) -> None:
+        followed = bisect.bisect_right(self._begins, ring_start) - 1
+        self._followers[self._order[-2:]] = followed
+        self._order = (*self._order[1 - _ORDER :], followed)
+        expected = self._followers.get(self._order[-2:], followed)
+        self._state.begin_step(self._begins[expected], self._ends[expected], self._begins[expected])
+
+    def _find_position(self, begin: int, end: int, cursor: int) -> None:
+        """The position next to the cursor; the one after the last where there is none near."""
+        length, at = end - begin, cursor - begin
+        after = bisect.bisect_left(self._positions, at) % len(self._positions)
+        around = {index: self._apart(index, at, length) for index in ((after - 1) % len(self._positions), after)}
+        nearest = min(around, key=around.__getitem__)
+        if around[nearest] > _NEAR:
+            nearest = (self._current + 1) % len(self._positions)
+            self._state.begin_step(begin, end, begin + self._positions[nearest])
+        elif around[nearest] == 0:
+            self._state.begin_step(begin, end, cursor)
+        self._current = nearest
+
+    def _apart(self, index: int, at: int, length: int) -> int:
+        ahead = (self._positions[index] - at) % length
+        return min(ahead, length - ahead)
+
+    def name_of_followed(self) -> bytes | None:
+        """The name of the step that just ended, if it asked for what its tape has and nothing else; None: not known."""
+        record, (cursor, count, misses, ring_start) = self._state.record, self._since
+        num_followed = record.history_count - count
+        if record.misses != misses or cursor < 0:
+            return None
+        if self._begins:
+            kind = bisect.bisect_right(self._begins, record.ring_start) - 1
+            is_whole = record.cursor == self._begins[kind] and num_followed == self._ends[kind] - self._begins[kind]
+            return self._names[kind] if is_whole else None
+        if not self._positions or cursor != ring_start + self._positions[self._current]:
+            return None
+        length = record.ring_end - record.ring_start
+        following = self._positions[(self._current + 1) % len(self._positions)]
+        expected = (following - self._positions[self._current] - 1) % length + 1  # a whole ring where there is but one
+        is_whole = num_followed == expected and record.cursor == record.ring_start + following
+        return self._names[self._current] if is_whole else None
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether the planned kinds come in an order that repeats."""
+        order, turns = self._order, range(2, _ORDER // 2 + 1)
+        is_known = bool(self._begins) and len(order) == _ORDER
+        return is_known and any(order[turn:] == order[:-turn] for turn in turns)
