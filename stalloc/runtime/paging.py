@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _ALL = 1 << 60
 _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_RANGE_SHARE = 8  # a range of addresses is for this part of the device's memory: what lives is moved by ranges
 
 
 class Paging:
@@ -59,7 +58,7 @@ class Paging:
         return False
 
     def _add_range(self, pool: int, size_bytes: int) -> bool:
-        span = round_up(max(size_bytes, self._memory.device.total_bytes // _RANGE_SHARE))
+        span = round_up(max(size_bytes, self._memory.device.total_bytes))  # the ends of each waste pages
         memory = self._source.reserve(span) or self._source.reserve(round_up(size_bytes))
         if memory is None:
             return False
