@@ -20,6 +20,7 @@ from stalloc.core import (
     pages,
     pools,
     segments,
+    step_log,
     stream_table,
     tape_cursor,
 )
@@ -467,6 +468,10 @@ class DeviceState:
         for address in addresses:
             self.reuse_segment(address)
         return False
+
+    def take_peak_bytes(self) -> int:
+        """What was allocated at most since this was asked last; while a plan is served, in this pass and the last."""
+        return int(step_log.take_peak(self.address))
 
     @property
     def allocated_peak_bytes(self) -> int:

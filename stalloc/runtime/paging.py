@@ -129,12 +129,18 @@ class Paging:
         """What may be held for a request before pages that are free move."""
         record = self._state.record
         now = record.total.allocated_bytes + record.deferred_bytes + size_bytes
-        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, record.step_allocated_peak)
+        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, self._state.allocated_peak_bytes)
         return self._peak_bytes + max(_SPARE_BYTES, self._peak_bytes >> self._shift)
 
-    def _fills_device(self) -> bool:
+    @property
+    def device_bytes(self) -> int:
+        """What the program can have of the device."""
+        return self._state.record.reserved_bytes + self._source.free_bytes()
+
+    def fills_device(self) -> bool:
         """Whether the program's peak is most of what the device has: pages move once that is full, and not before."""
-        device_bytes = self._state.record.reserved_bytes + self._source.free_bytes()
+        self._allowed_bytes(0)
+        device_bytes = self.device_bytes
         return self._peak_bytes > device_bytes - (device_bytes >> _FULL_SHIFT)
 
     def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
@@ -142,7 +148,7 @@ class Paging:
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
-        if excess > 0 and self._fills_device():
+        if excess > 0 and self.fills_device():
             excess = 0
         if excess > 0:
             ranges = self._state.leave_pages(round_up(excess), between)

@@ -14,6 +14,7 @@ from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
@@ -54,6 +55,7 @@ class Serving:
     ) -> None:
         self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
         self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
+        self.full_device = FullDevice(self._memory)
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
         self._began = time.monotonic()
 
@@ -71,8 +73,9 @@ class Serving:
         state.write(allocating_persistent=0, recording=int(recording), check_at=0)
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
+        """Whether an arena waits: for a mark at which there may be room, or for steps that it is enough for."""
         if self._memory.source.paged:
-            return False
+            return not self.full_device.knows_what_needs_most(arena_bytes)
         marked = bool(self._recording.marks or self._recording.step_times_ns)
         return self._shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
@@ -81,6 +84,11 @@ class Serving:
         tape, plan = job.admitted, job.plan
         if tape is None or plan is None:
             return Refusal(job.error or "planning failed")
+        if not (
+            self.full_device.has_room(tape.arena_bytes) and self.full_device.knows_what_needs_most(tape.arena_bytes)
+        ):
+            self._state.record.ask_at_boundary = 1
+            return Refusal("", for_now=True)
         self._status.steps_per_ring = job.periods
         self._steps.unroll(job.tape)
         self.note_observed()
@@ -148,10 +156,12 @@ class Serving:
 
         Plans that are made by now are put in force, and new ones are waited for, no longer than the step took.
         """
+        self.full_device.note_step()
         refusal = self._serve_ready_kinds()
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()
         if self._status.phase is Phase.PLANNED:
+            self.full_device.doubt_sooner()
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
@@ -203,6 +213,7 @@ class Serving:
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
         self._state.record.ask_after_misses = ask_after_misses
+        self.full_device.doubt_sooner(anew=True)
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -231,5 +242,6 @@ class Serving:
         plan = self._status.plan
         # what the switch left behind in the old segments has died meanwhile
         self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        self.full_device.doubt_sooner(anew=True)
         self._state.record.ask_at_boundary = int(self._tidying.at_boundary())
         return True
