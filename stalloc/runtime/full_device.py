@@ -1,11 +1,13 @@
 """Plans where a program fills the device, and memory comes by pages: when one is put in force, and when it is left.
 
 Contract: what a plan does not know is packed worse beside it than by the heap alone. Where that could be the end of the
-program, a plan has to know the steps that need most, and goes as soon as the program does something else. Anywhere else
-nothing of this holds.
+program, a plan has to know the steps that need most, and goes once the program does something else for which idle parts
+of the arena are not enough. Anywhere else nothing of this holds.
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from stalloc.runtime.memory import DeviceMemory
 
@@ -20,7 +22,7 @@ class FullDevice:
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory, self._state = memory, memory.state
-        self._growths_seen = -1  # of the paging, when `doubt_sooner` looked last
+        self._moves = False
         self._peaks: deque[int] = deque(maxlen=_RECENT_STEPS)  # bytes allocated at most in the last marked steps
 
     def note_step(self) -> None:
@@ -41,18 +43,20 @@ class FullDevice:
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """What lives is moved meanwhile: requests for new places are none of the program's."""
+        self._moves = True
+        try:
+            yield
+        finally:
+            self._moves = False
+            self._state.write(excess_misses=0)
+
     def is_left(self) -> bool:
-        """Whether the program does something else than the plan in force."""
+        """Whether the program does something else than the plan in force; to be asked when that needs more memory."""
         record = self._state.record
         displaced = record.conflicts - record.conflicts_before - record.step_unplanned
         if max(record.excess_misses, displaced) < _LOST or record.private_kind or not self._memory.source.paged:
             return False
-        return self._memory.paging.fills_device()
-
-    def doubt_sooner(self, *, anew: bool = False) -> None:
-        """Have the core ask soon after the program left the plan in force; `anew`: it was told to ask later."""
-        paging, record = self._memory.paging, self._state.record
-        if anew or paging.num_growths != self._growths_seen:
-            self._growths_seen = paging.num_growths  # what the device has is not asked in steps that take nothing
-            if record.ask_after_misses > _LOST and self._memory.source.paged and paging.fills_device():
-                record.ask_after_misses = _LOST
+        return not self._moves and self._memory.paging.fills_device()

@@ -161,7 +161,6 @@ class Serving:
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()
         if self._status.phase is Phase.PLANNED:
-            self.full_device.doubt_sooner()
             records = settings.plan and not settings.keep_recording
             is_unknown = steps.at_planned_mark(self._status.num_plans, records=records)
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
@@ -213,7 +212,6 @@ class Serving:
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
         self._state.record.ask_after_misses = ask_after_misses
-        self.full_device.doubt_sooner(anew=True)
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -242,6 +240,5 @@ class Serving:
         plan = self._status.plan
         # what the switch left behind in the old segments has died meanwhile
         self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
-        self.full_device.doubt_sooner(anew=True)
         self._state.record.ask_at_boundary = int(self._tidying.at_boundary())
         return True
