@@ -18,7 +18,6 @@ BELOW_ALL = ("device", "kernels")  #: the last rows
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 LONGER_FILES = {
     "stalloc/core/arena.py",
-    "stalloc/core/pages.py",
     "stalloc/core/records.py",
     "stalloc/core/requests.py",
     "stalloc/core/state.py",

@@ -235,3 +235,52 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     assert all(addresses)
     for address in addresses:
         state.free(address)
+
+
+def _heap(capacity_bytes: int) -> Controller:
+    settings = Settings(plan=False, max_effort=math.inf, arena="pages")
+    return make_controller(capacity_bytes, settings)
+
+
+def test_what_the_device_had_before_is_not_taken_for_what_it_has() -> None:
+    state = _heap(200 * MIB).state
+    large, small = (int(state.malloc(size * MIB)) for size in (100, 20))
+    state.free(large)
+    assert state.malloc(150 * MIB)
+    state.free(small)
+    assert state.malloc(36 * MIB)
+
+
+def test_memory_is_mapped_in_the_smallest_gap_that_is_large_enough() -> None:
+    controller = _heap(0)
+    state = controller.state
+    wide, _, narrow, _ = (int(state.malloc(size * MIB)) for size in (60, 2, 20, 2))
+    for address in (wide, narrow):
+        state.free(address)
+    controller.memory.release_unused()
+    assert state.record.reserved_bytes == 4 * MIB
+    assert state.malloc(14 * MIB) == narrow
+
+
+def test_a_gap_that_has_memory_in_parts_is_filled_up() -> None:
+    controller = _heap(200 * MIB)
+    state = controller.state
+    blocks = [int(state.malloc(size * MIB)) for size in (50, 50, 50, 40)]
+    for address in blocks[:3]:
+        state.free(address)
+    controller.memory.release_unused()
+    parts = [int(state.malloc(size * MIB + 512)) for size in (20, 20, 20)]  # side by side, each ends in a page
+    state.free(parts[1])
+    controller.memory.release_unused()
+    state.free(parts[0])
+    assert state.malloc(40 * MIB) == blocks[0]
+    assert state.record.num_ooms == 0
+
+
+@pytest.mark.parametrize(("capacity_bytes", "moves"), [(200 * MIB, False), (400 * MIB, True)])
+def test_pages_move_to_save_memory_unless_the_program_fills_the_device(capacity_bytes: int, moves: bool) -> None:
+    state = _heap(capacity_bytes).state
+    small, _ = (int(state.malloc(size * MIB)) for size in (20, 140))
+    state.free(small)
+    assert state.malloc(22 * MIB)
+    assert (state.record.num_segment_frees > 0) == moves

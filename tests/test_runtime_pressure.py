@@ -10,7 +10,7 @@ from stalloc.replay.offline import make_controller
 from stalloc.replay.protocol import Events, Kind
 from stalloc.replay.registry import make
 from stalloc.runtime.controller import MARK_STEP
-from stalloc.runtime.runtime_settings import Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.segment_sizes import GRANULE
 
 MIB = 1 << 20
@@ -99,3 +99,32 @@ def test_watched_steps_of_whole_granules_fit_into_hardly_more_than_they_allocate
     program = Program(MIB, num_steps=4)
     allocated = 5 * NUM_LAYERS * sum(WEIGHTS) * MIB  # weights, gradients, the optimizer's state and its workspace
     assert list(program.unserved(allocated + 20 * MIB)) == []
+
+
+@pytest.mark.parametrize("capacity_bytes", [340 * MIB, 1360 * MIB])
+def test_where_a_program_fills_the_device_a_plan_knows_what_needs_most_and_goes_once_it_is_left(
+    capacity_bytes: int,
+) -> None:
+    """Small steps that repeat, and now and then a large one, each time of other sizes."""
+    controller = make_controller(capacity_bytes, Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages"))
+    controller.watching.expects_marks = True
+    state, is_full = controller.state, capacity_bytes < 600 * MIB
+
+    def step(sizes: list[int]) -> None:
+        addresses = [int(state.malloc(size)) for size in sizes]
+        assert all(addresses)
+        for address in addresses:
+            state.free(address)
+        controller.mark(MARK_STEP, "")
+
+    small = [3 * MIB, 5 * MIB, 7 * MIB, 4 * MIB] * 4
+    step([9 * MIB + 4096 * nth for nth in range(33)])
+    for _ in range(6):
+        step(small)
+    assert (controller.status.phase is Phase.PLANNED) == (not is_full)
+    for _ in range(6):
+        step(small)
+    assert controller.status.phase is Phase.PLANNED
+    step([9 * MIB + 8192 * nth for nth in range(33)])
+    assert (controller.status.phase is Phase.PLANNED) == (not is_full)
+    assert controller.status.num_dropped == int(is_full)

@@ -190,18 +190,18 @@ def segments_to_empty(
         if set(view.address[inside].tolist()) - set(members):
             result.kept["its segment holds blocks that may not move"] += len(members)
             continue
-        moved = _live_bytes(members.values())
-        choices.append((size / moved, base, size, list(members.values())))
+        moved, gain = _live_bytes(members.values()), int(view.segment_gain[row])
+        choices.append((gain / moved, base, gain, list(members.values())))
     choices.sort(key=lambda choice: (-choice[0], choice[1]))
     free = view.controller.memory.source.free_bytes()
     chosen: list[list[Candidate]] = []
     moving: list[Candidate] = []
     best = emptied = gained = 0
-    for _, _, size, contents in choices:
+    for _, _, gain, contents in choices:
         spare = _ROUNDING if _live_bytes(moving) > free else 0
         if needed_bytes is not None and round_up(needed_bytes) + spare <= free + gained:
             break
-        moving, emptied = moving + contents, emptied + size
+        moving, emptied = moving + contents, emptied + gain
         chosen.append(contents)
         if emptied - _buffer_bytes(moving) > gained:
             best, gained = len(chosen), emptied - _buffer_bytes(moving)

@@ -1,7 +1,9 @@
 """What the runtime's heap looks like right now: segments, live blocks, which of them may move.
 
-Contract: only reads. It is meant for the boundary of a step, when no other thread allocates; what is moved afterwards
-is judged again by the allocator itself, since blocks are only ever allocated and freed in the usual way.
+Contract: only reads. Where memory comes by pages a segment may be as long as the device, so it is shown as spans that
+can be emptied one by one, each from a block that lives to the end of one that lives. It is meant for the boundary of a
+step, when no other thread allocates; what is moved afterwards is judged again by the allocator itself, since blocks are
+only ever allocated and freed in the usual way.
 """
 
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, BLOCK_LIVE, PRIVATE_KINDS
-from stalloc.core.snapshot import ARENA_KIND, segments
+from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, BLOCK_LIVE, GRANULE, PRIVATE_KINDS
+from stalloc.core.snapshot import ARENA_KIND, HeapSegment, segments
 from stalloc.runtime import Controller, current
+
+_SPAN_BYTES = 256 << 20  # of a segment by pages, or one block, are emptied at once: there is to be room for a copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +24,9 @@ class HeapView:
     """The heap of one device."""
 
     controller: Controller
-    segment_base: Column  #: (s,) addresses, ascending; leases are no segments, but parts of the arena
+    segment_base: Column  #: (s,) addresses, ascending, of segments or spans; leases are parts of the arena
     segment_bytes: Column  #: (s,)
+    segment_gain: Column  #: (s,) bytes that go back to the device once a segment alone is empty
     segment_kind: Column  #: (s,) kind of the pool
     segment_stream: Column  #: (s,) raw stream of the pool
     address: Column  #: (b,) of live blocks, ascending
@@ -54,15 +59,35 @@ def heap_view(device: Any) -> HeapView | None:
     state = controller.state
     found = sorted((one for one in segments(state) if one.kind != ARENA_KIND), key=lambda segment: segment.address)
     live = [(block, segment.kind) for segment in found for block in segment.blocks if block.state != BLOCK_FREE]
+    if controller.memory.source.paged:
+        spans = [(*span, segment) for segment in found for span in _spans(segment)]
+    else:
+        spans = [(segment.address, segment.size_bytes, segment.size_bytes, segment) for segment in found]
     arena, arena_bytes = state.record.arena, state.record.arena_bytes
     return HeapView(
         controller,
-        np.array([segment.address for segment in found], np.int64),
-        np.array([segment.size_bytes for segment in found], np.int64),
-        np.array([segment.kind for segment in found], np.int64),
-        np.array([segment.stream for segment in found], np.uint64),
+        np.array([base for base, _, _, _ in spans], np.int64),
+        np.array([size_bytes for _, size_bytes, _, _ in spans], np.int64),
+        np.array([gain_bytes for _, _, gain_bytes, _ in spans], np.int64),
+        np.array([segment.kind for _, _, _, segment in spans], np.int64),
+        np.array([segment.stream for _, _, _, segment in spans], np.uint64),
         np.array([block.address for block, _ in live], np.int64),
         (np.array([block.requested_bytes for block, _ in live], np.int64) + (ALIGNMENT - 1)) & -ALIGNMENT,
         np.array([block.state == BLOCK_LIVE and kind < PRIVATE_KINDS for block, kind in live], bool),
         (arena, arena + arena_bytes),
     )
+
+
+def _spans(segment: HeapSegment) -> list[tuple[int, int, int]]:
+    """What lives in a segment by pages, in spans: address, bytes, and bytes of the pages that are of no other span."""
+    spans: list[tuple[int, int]] = []
+    for block in segment.blocks:
+        end = block.address + block.size_bytes
+        if block.state != BLOCK_FREE:
+            begin = spans.pop()[0] if spans and end - spans[-1][0] <= _SPAN_BYTES else block.address
+            spans.append((begin, end))
+    pages_end = segment.address + segment.size_bytes
+    lows = [segment.address, *(-(-end // GRANULE) * GRANULE for _, end in spans[:-1])]
+    highs = [*(begin // GRANULE * GRANULE for begin, _ in spans[1:]), pages_end]
+    gains = (max(0, high - low) for low, high in zip(lows, highs, strict=True))
+    return [(begin, end - begin, gain) for (begin, end), gain in zip(spans, gains, strict=False)]

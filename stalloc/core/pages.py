@@ -12,7 +12,6 @@ from stalloc.core.constants import (
     BLOCK_FREE,
     BLOCK_UNMAPPED,
     GRANULE,
-    POOL_USED,
 )
 from stalloc.core.counters import count_joined, count_parted, count_resized
 from stalloc.core.event_log import record
@@ -156,43 +155,6 @@ def give_range(device, pool, address, size):
 
 
 @inner()
-def _lacks(state, row, size):
-    """What has to be mapped of an unmapped block for `size` bytes in a row, and whether at its end; -1: too small."""
-    block = block_at(state, row)
-    before = after = 0
-    if block.previous != 0 and block_at(state, block.previous).state == BLOCK_FREE:
-        before = block_at(state, block.previous).size_bytes
-    if block.next != 0 and block_at(state, block.next).state == BLOCK_FREE:
-        after = block_at(state, block.next).size_bytes
-    if before + block.size_bytes + after < size:
-        return -1, False
-    lacking = size - max(before, after)
-    if lacking > block.size_bytes:
-        return block.size_bytes, False
-    return (lacking + (GRANULE - 1)) & -GRANULE, after > before
-
-
-@njit()
-def find_growth(device, pool, size):
-    """Where memory is best mapped, so that a pool can serve `size` bytes: the address and the bytes. For Python.
-
-    The place that takes the fewest pages, among those the lowest. 0 and 0 if no range of the pool has room for it.
-    """
-    state = locked(device)
-    address, least, row = 0, 0, state.first_unmapped
-    while row != 0:
-        block = block_at(state, row)
-        if segment_at(state, block.segment).pool == pool:
-            lacking, at_end = _lacks(state, row, size)
-            begin = block.address + (block.size_bytes - lacking if at_end else 0)
-            if lacking > 0 and (least == 0 or lacking < least or (lacking == least and begin < address)):
-                address, least = begin, lacking
-        row = block.right
-    unlock(state)
-    return address, least
-
-
-@inner()
 def _find_unmapped(state, address):
     row = state.first_unmapped
     while row != 0:
@@ -240,7 +202,7 @@ def unmap_part(state, row, begin, size):
 
 
 @inner()
-def _leave(state, row, begin, size):
+def unmap_free(state, row, begin, size):
     """Let the pages [begin, begin + size) of a free block have no memory any more."""
     segment = block_at(state, row).segment
     unmap_part(state, row, begin, size)
@@ -248,44 +210,6 @@ def _leave(state, row, begin, size):
     state.num_segment_frees += 1
     if state.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
-
-
-@inner()
-def _may_leave(state, row):
-    """Whether the memory of what is free in a segment may go."""
-    segment = segment_at(state, row)
-    return segment.address != 0 and segment.is_paged == 1 and pool_at(state, segment.pool).status == POOL_USED
-
-
-@njit(**BORROWING)
-def leave_pages(device, wanted, low, high, addresses, sizes):
-    """Serve no more from free pages of segments, at most `wanted` bytes of them; how many ranges. For Python.
-
-    Writes the ranges, at most as many as the columns hold: their memory can be unmapped once the device is done with
-    them. The free blocks that end at `low` or begin at `high` are left as they are: memory is to come between them.
-    """
-    state = locked(device)
-    count = 0
-    for number in range(1, state.segments_used):
-        row = segment_at(state, number).first if _may_leave(state, number) else 0
-        while row != 0 and wanted > 0 and count < len(addresses) and has_rows(state, 2):
-            block = block_at(state, row)
-            begin, end = free_pages(state, row)
-            size, following = min(end - begin, wanted), block.next
-            is_kept = block.address == high and block.previous != 0
-            is_kept = is_kept or (block.address + block.size_bytes == low and block.next != 0)
-            if size > 0 and not is_kept:
-                if following != 0 and block_at(state, following).state == BLOCK_UNMAPPED:
-                    begin = end - size  # so that what has no memory stays in one piece
-                    following = block_at(state, following).next  # its row may be joined with this one's
-                addresses[count] = begin
-                sizes[count] = size
-                wanted -= size
-                count += 1
-                _leave(state, row, begin, size)
-            row = following
-    unlock(state)
-    return count
 
 
 @njit(**BORROWING)

@@ -11,7 +11,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.compiled import BORROWING, njit
-from stalloc.core import arena, arena_pages, counters, handovers, pages, pools, segments, stream_table, tape_cursor
+from stalloc.core import (
+    arena,
+    arena_pages,
+    counters,
+    growth,
+    handovers,
+    pages,
+    pools,
+    segments,
+    step_log,
+    stream_table,
+    tape_cursor,
+)
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     ACTION_ALLOC,
@@ -334,10 +346,14 @@ class DeviceState:
         """Add a segment that is addresses without memory; False if the tables are full."""
         return bool(pages.give_range(self.address, pool, address, size_bytes))
 
-    def find_growth(self, pool: int, size_bytes: int) -> tuple[int, int]:
-        """Where pages are best mapped so that a pool can serve a request: address and bytes; 0, 0: nowhere."""
-        address, lacking = pages.find_growth(self.address, pool, size_bytes)
-        return int(address), int(lacking)
+    def find_growth(self, pool: int, size_bytes: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Where pages are best mapped for a request of a pool: (address, bytes) of each range; none: nowhere.
+
+        And the place of the request then, [begin, end), of which other parts have memory and are free.
+        """
+        addresses, sizes = np.zeros((2, _RANGES), np.int64)
+        count, begin, end = growth.find_growth(self.address, pool, size_bytes, addresses, sizes)
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True)), (int(begin), int(end))
 
     def use_pages(self, address: int, size_bytes: int) -> bool:
         """Serve from pages of a segment that have memory now; False if the tables are full."""
@@ -346,10 +362,10 @@ class DeviceState:
     def leave_pages(self, wanted_bytes: int, between: tuple[int, int] = (0, 0)) -> list[tuple[int, int]]:
         """Serve no more from so many bytes of free pages, if there are: their (address, bytes).
 
-        Free blocks that end or begin `between` two addresses stay as they are: memory is to come there.
+        What is free `between` two addresses stays as it is: memory is to come there.
         """
         addresses, sizes = np.zeros((2, _RANGES), np.int64)
-        count = pages.leave_pages(self.address, wanted_bytes, *between, addresses, sizes)
+        count = growth.leave_pages(self.address, wanted_bytes, *between, addresses, sizes)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
 
     def remove_empty_ranges(self) -> list[int]:
@@ -452,6 +468,10 @@ class DeviceState:
         for address in addresses:
             self.reuse_segment(address)
         return False
+
+    def take_peak_bytes(self) -> int:
+        """What was allocated at most since this was asked last; while a plan is served, in this pass and the last."""
+        return int(step_log.take_peak(self.address))
 
     @property
     def allocated_peak_bytes(self) -> int:

@@ -4,9 +4,9 @@ Contract: the lock is held. A pass in which many requests were displaced is foll
 misses much in pass after pass is given up by the next request that asks Python.
 """
 
-from stalloc.compiled import inner
-from stalloc.core.constants import STEP_LOG_ROWS
-from stalloc.core.intrinsics import now_ns
+from stalloc.compiled import inner, njit
+from stalloc.core.constants import MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
 
 _BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
@@ -58,6 +58,20 @@ def end_step(state):
     state.steps_ever += 1
     state.cells_released += 1  # when cells are needed next has changed
     begin_counting(state)
+
+
+@njit()
+def take_peak(device):
+    """What was allocated at most since this was asked last; in a pass of a plan and the one before. For Python."""
+    state = locked(device)
+    peak = state.step_allocated_peak
+    if state.mode != MODE_REPLAY:
+        state.span_allocated_peak = max(state.span_allocated_peak, peak)
+        state.step_allocated_peak = state.total.allocated_bytes
+    elif state.step_count > 0:
+        peak = max(peak, step_at(state, (state.step_count - 1) % STEP_LOG_ROWS).allocated_peak)
+    unlock(state)
+    return peak
 
 
 @inner()

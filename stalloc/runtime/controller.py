@@ -61,8 +61,7 @@ class Controller:
         self._lasting = Lasting(self.memory, self.recording)
         self._shortage = Shortage(self.arenas, self.recording)
         self._tidying = Tidying(self.arenas, self.status.effort)
-        parts = self.recording, self.steps, self._shortage, self._tidying
-        self.serving = Serving(self.status, self.arenas, *parts)
+        self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self._shortage, self._tidying)
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self._lasting, self._tidying, planner
         )
@@ -101,6 +100,8 @@ class Controller:
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         if self.memory.free_deferred() or self._lasting.ends_here(expects_marks=self.watching.expects_marks):
             return True  # the core asks again, if it needs to
+        if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left():
+            self._drop_plan("the program left the plan, and fills the device")
         planned = self.status.phase is Phase.PLANNED
         if planned:
             self.state.record.ask_at_boundary = 1  # to give it back when it is no longer used
@@ -204,8 +205,7 @@ class Controller:
         self.watching.begin()
 
     def _look(self) -> None:
-        note = self.watching.look()
-        if note is not None:
+        if (note := self.watching.look()) is not None:
             self.rest(note)
 
     def rest(self, note: str) -> None:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
 
 _ALL = 1 << 60
+_RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
 _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
+_FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_RANGE_SHARE = 8  # a range of addresses is for this part of the device's memory: what lives is moved by ranges
 
 
 class Paging:
@@ -44,23 +45,31 @@ class Paging:
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
         self.num_growths += 1
-        address, lacking = self._state.find_growth(pool, size_bytes)
-        if not lacking:
-            if not self._add_range(pool, size_bytes):
+        for _ in range(2):  # somebody else may take what the device was taken to have
+            ranges, place = self._state.find_growth(pool, size_bytes)
+            if not ranges:
+                if not self._add_range(pool, size_bytes):
+                    return False
+                ranges, place = self._state.find_growth(pool, size_bytes)
+            if not self._make_room(sum(size for _, size in ranges), size_bytes, place):
                 return False
-            address, lacking = self._state.find_growth(pool, size_bytes)
-        if not self._make_room(lacking, size_bytes, (address, address + lacking)):
-            return False
+            if all(self._add_pages(address, lacking) for address, lacking in ranges):
+                return True
+            self._sure_bytes = 0
+        return False
+
+    def _add_pages(self, address: int, size_bytes: int) -> bool:
+        """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
         memory = self._range_of(address)
-        if not self._map(memory, address, lacking):
+        if not self._map(memory, address, size_bytes):
             return False
-        if self._state.use_pages(address, lacking):
+        if self._state.use_pages(address, size_bytes):
             return True
-        memory.unmap(address, lacking)
+        memory.unmap(address, size_bytes)
         return False
 
     def _add_range(self, pool: int, size_bytes: int) -> bool:
-        span = round_up(max(size_bytes, self._memory.device.total_bytes // _RANGE_SHARE))
+        span = round_up(max(size_bytes, _RANGE_SHARE * self._memory.device.total_bytes))
         memory = self._source.reserve(span) or self._source.reserve(round_up(size_bytes))
         if memory is None:
             return False
@@ -121,14 +130,27 @@ class Paging:
         """What may be held for a request before pages that are free move."""
         record = self._state.record
         now = record.total.allocated_bytes + record.deferred_bytes + size_bytes
-        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, record.step_allocated_peak)
+        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, self._state.allocated_peak_bytes)
         return self._peak_bytes + max(_SPARE_BYTES, self._peak_bytes >> self._shift)
 
+    @property
+    def device_bytes(self) -> int:
+        """What the program can have of the device."""
+        return self._state.record.reserved_bytes + self._source.free_bytes()
+
+    def fills_device(self) -> bool:
+        """Whether the program's peak is most of what the device has: pages move once that is full, and not before."""
+        self._allowed_bytes(0)
+        device_bytes = self.device_bytes
+        return self._peak_bytes > device_bytes - (device_bytes >> _FULL_SHIFT)
+
     def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
-        """Have so many bytes to be mapped, for a request; whether there are. What lies `between` is not given up."""
+        """Have so many bytes to be mapped, for a request; whether there are. What is free `between` stays."""
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
+        if excess > 0 and self.fills_device():
+            excess = 0
         if excess > 0:
             self.num_moves += 1
             ranges = self._state.leave_pages(round_up(excess), between)
@@ -142,6 +164,7 @@ class Paging:
                 self._unmap_arena(round_up(excess), anything=True)
         if self._has_room(size_bytes):
             return True
+        self._sure_bytes = 0
         self._state.record.num_retries += 1
         self._state.write(memory_is_short=1)
         self._memory.find_deferred()

@@ -14,6 +14,7 @@ from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime.admission import admit
 from stalloc.runtime.arenas import Arenas
+from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
@@ -58,6 +59,7 @@ class Serving:
         self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
         self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
         self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
+        self.full_device = FullDevice(self._memory)
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
         self._began = time.monotonic()
 
@@ -80,8 +82,9 @@ class Serving:
             self._memory.release_unused()
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
+        """Whether an arena waits: for a mark at which there may be room, or for steps that it is enough for."""
         if self._memory.source.paged:
-            return False
+            return not self.full_device.knows_what_needs_most(arena_bytes)
         marked = bool(self._recording.marks or self._recording.step_times_ns)
         return self._shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
@@ -90,6 +93,11 @@ class Serving:
         tape, plan = job.admitted, job.plan
         if tape is None or plan is None:
             return Refusal(job.error or "planning failed")
+        if not (
+            self.full_device.has_room(tape.arena_bytes) and self.full_device.knows_what_needs_most(tape.arena_bytes)
+        ):
+            self._state.record.ask_at_boundary = 1
+            return Refusal("", for_now=True)
         self._status.steps_per_ring = job.periods
         self._steps.unroll(job.tape)
         self.note_observed()
@@ -160,6 +168,7 @@ class Serving:
 
         Plans that are made by now are put in force, and new ones are waited for, no longer than the step took.
         """
+        self.full_device.note_step()
         refusal = self._serve_ready_kinds()
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()

@@ -1,0 +1,62 @@
+"""Plans where a program fills the device, and memory comes by pages: when one is put in force, and when it is left.
+
+Contract: what a plan does not know is packed worse beside it than by the heap alone. Where that could be the end of the
+program, a plan has to know the steps that need most, and goes once the program does something else for which idle parts
+of the arena are not enough. Anywhere else nothing of this holds.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stalloc.runtime.memory import DeviceMemory
+
+_RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
+_COVERED = 0.9  # of those peaks has to be what the plan and what lives hold, or other steps need more than they
+_SPARE_BYTES = 4 << 20  # that the device has to have beside them
+_LOST = 8  # requests by which misses outnumber matches, or that were displaced in a pass, once a plan is left
+
+
+class FullDevice:
+    """What is asked about plans on one device, if its program fills it."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory, self._state = memory, memory.state
+        self._moves = False
+        self._peaks: deque[int] = deque(maxlen=_RECENT_STEPS)  # bytes allocated at most in the last marked steps
+
+    def note_step(self) -> None:
+        """The program marks a step."""
+        self._peaks.append(self._state.take_peak_bytes())
+
+    def knows_what_needs_most(self, arena_bytes: int) -> bool:
+        """Whether a plan is of the steps that need most: what it and what lives hold is most of what steps needed."""
+        if not self._memory.source.paged or not self._memory.paging.fills_device():
+            return True
+        held_bytes = self._state.record.total.allocated_bytes + arena_bytes
+        return held_bytes >= _COVERED * max(self._peaks, default=0)
+
+    def has_room(self, arena_bytes: int) -> bool:
+        """Whether a plan fits beside what lives, at the first request of its step."""
+        if not self._memory.source.paged or not self._memory.paging.fills_device():
+            return True
+        held_bytes = self._state.record.total.allocated_bytes + arena_bytes
+        return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """What lives is moved meanwhile: requests for new places are none of the program's."""
+        self._moves = True
+        try:
+            yield
+        finally:
+            self._moves = False
+            self._state.write(excess_misses=0)
+
+    def is_left(self) -> bool:
+        """Whether the program does something else than the plan in force; to be asked when that needs more memory."""
+        record = self._state.record
+        displaced = record.conflicts - record.conflicts_before - record.step_unplanned
+        if max(record.excess_misses, displaced) < _LOST or record.private_kind or not self._memory.source.paged:
+            return False
+        return not self._moves and self._memory.paging.fills_device()
