@@ -78,7 +78,10 @@ def _host(address: int, count: int) -> np.ndarray:
 
 
 def _repeated(pattern: bytes, count: int) -> np.ndarray:
-    return np.resize(np.frombuffer(pattern, np.uint8), count)
+    unit = np.frombuffer(pattern, np.uint8)
+    if (unit == unit[0]).all():
+        return np.broadcast_to(unit[0], count)  # large ranges of one byte need no second buffer of their size
+    return np.resize(unit, count)
 
 
 def _tensor(address: int, count: int, device: Any) -> Any:

@@ -92,7 +92,7 @@ def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", source, *arguments]
+        command = [sys.executable, "-P", "-c", source, *arguments]
         variables = _variables(environment)
         return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
 

@@ -22,7 +22,6 @@ LONGER_FILES = {
     "stalloc/core/records.py",
     "stalloc/core/requests.py",
     "stalloc/core/state.py",
-    "stalloc/runtime/poison.py",
 }
 #: names that two modules may have, and why
 NAMED_TWICE = {
