@@ -1,18 +1,14 @@
 """numba's njit and cfunc, kept on disk in a way that cannot go stale between files.
 
 numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
-their neighbours, and of the core, so a cached function here is tied to every source file of its folder and of the
-folders of stalloc that compiled code there is imported from: when one changes, what was compiled from any of them is
-compiled anew.
+other files, so a cached function here is tied to all files that its own leads to by imports (source_stamps.py): when
+one of them changes it is compiled anew, and nothing else is.
 """
 
-import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +20,7 @@ from numba.core.ccallback import CFunc
 from stalloc.compiler import PartCompiler, WholeCompiler
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
+from stalloc.source_stamps import stamp_of
 
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
@@ -32,7 +29,6 @@ BORROWING = {"_nrt": False}
 #: each of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
 class CompileTime(NamedTuple):
@@ -96,31 +92,12 @@ def compile_time() -> CompileTime:
     return _compiling.time
 
 
-@cache
-def _changed(folder: Path) -> tuple[float, int]:
-    """The newest change and the total size of a folder's sources."""
-    entries = [entry.stat() for entry in os.scandir(folder) if entry.name.endswith(".py")]
-    return max((entry.st_mtime for entry in entries), default=0.0), sum(entry.st_size for entry in entries)
-
-
-@cache
-def _stamp(folder: Path) -> tuple[float, int]:
-    """What changes when a source changes that compiled code of a folder may hold a part of."""
-    folders = {folder}
-    for path in folder.glob("*.py"):
-        source = path.read_bytes()
-        if b"@njit" in source or b"cfunc(" in source:
-            folders |= {Path(__file__).parent / name.decode() for name in _IMPORTED.findall(source)}
-    stamps = [_changed(one) for one in folders if one.is_dir()]
-    return max(newest for newest, _ in stamps), sum(size for _, size in stamps)
-
-
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:
-    """Keep what is compiled, tied to the folder; where there is no place for it, every process compiles."""
-    sources = Path(function.__code__.co_filename).parent
-    place = folder_for(sources)
+    """Keep what is compiled, tied to its sources; where there is no place for it, every process compiles."""
+    source = function.__code__.co_filename
+    place = folder_for(Path(source).parent)
     if place is not None:
-        compiled._cache = KeptCode(function, place, _stamp(sources))
+        compiled._cache = KeptCode(function, place, stamp_of(source))
 
 
 def _compile_once(dispatcher: Any) -> None:
@@ -132,7 +109,7 @@ def _compile_once(dispatcher: Any) -> None:
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(**options)`, cached and tied to the folder."""
+    """`numba.njit(**options)`, cached and tied to its sources."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(pipeline_class=WholeCompiler, no_cfunc_wrapper=True, **_OWN | options)(function)
@@ -155,7 +132,7 @@ def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.cfunc(signature, nopython=True)`, cached and tied to the folder; compiled at once."""
+    """`numba.cfunc(signature, nopython=True)`, cached and tied to its sources; compiled at once."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         compiled = CFunc(
