@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numba
 from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
+from numba.extending import typeof_impl
 
 from stalloc.compiler import PartCompiler, WholeCompiler
 from stalloc.kept_code import KeptCode, folder_for
@@ -120,15 +122,29 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_later
 
 
+class _Inner:
+    """A function that only compiled code calls: numba gets to know it when that is compiled, not at every start."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function = function
+        self._options = options
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's."""
+        made = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | self._options)(self._function)
+        _compile_once(made)
+        return made
+
+
+@typeof_impl.register(_Inner)
+def _type_of_inner(function: _Inner, context: object) -> Any:
+    return types.Dispatcher(function.dispatcher)
+
+
 def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)` for what only compiled code calls; it is cached as a part of what calls it."""
-
-    def compile_later(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | options)(function)
-        _compile_once(dispatcher)
-        return dispatcher
-
-    return compile_later
+    return lambda function: _Inner(function, options)
 
 
 def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:

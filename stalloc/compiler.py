@@ -9,7 +9,6 @@ Asking dozens of overloads, each time anew, what the sum of two integers is. And
 optimized once more as a part of those that call it.
 """
 
-import gc
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ from numba.core.compiler_machinery import FunctionPass, LoweringPass, PassManage
 from numba.core.ir_utils import build_definitions
 from numba.core.ssa import reconstruct_ssa
 from numba.extending import _Intrinsic
+
+from stalloc.garbage import fewer_collections
 
 _OPERATORS = {*filter(callable, vars(operator).values()), bool}
 _resolved: dict[Any, Any] = {}
@@ -184,26 +185,16 @@ class _NameUncallable(LoweringPass):
         return False
 
 
-_FEWER_COLLECTIONS = 100_000  # objects that are made between two looks for garbage, while compiling
-
-
 class _Passes(PassManager):
     """Passes that run one after the other, and nothing in between."""
 
     def run(self, state: Any) -> None:
-        """Run all of them; Python looks for garbage less often meanwhile, which takes a tenth of the time."""
-        before = gc.get_threshold()
-        if 0 < before[0] < _FEWER_COLLECTIONS:
-            gc.set_threshold(_FEWER_COLLECTIONS, *before[1:])
-        try:
-            with _remembering_operators():
-                for one in self.passes:
-                    run_pass = _pass_registry.get(one[0]).pass_inst
-                    run_pass.analysis = self._analysis
-                    run_pass.run_pass(state)
-        finally:
-            if gc.get_threshold() == (_FEWER_COLLECTIONS, *before[1:]):  # nobody else has chosen another
-                gc.set_threshold(*before)
+        """Run all of them."""
+        with fewer_collections(), _remembering_operators():
+            for one in self.passes:
+                run_pass = _pass_registry.get(one[0]).pass_inst
+                run_pass.analysis = self._analysis
+                run_pass.run_pass(state)
 
 
 @cache
