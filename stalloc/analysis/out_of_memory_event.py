@@ -6,12 +6,13 @@ allocator, else "fragmentation"; what would have served it was replayed, each fr
 
 from dataclasses import dataclass, field
 
+from stalloc.analysis.moments import asked_by
 from stalloc.columns import Column
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.protocol import BlockMap
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Trace
-from stalloc.trace.sites import UNKNOWN, read_sites, site_name
+from stalloc.trace.sites import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,3 @@ def what_would_have_fitted(trace: Trace, event: int, capacity_bytes: int) -> lis
     tried = [Candidate("stalloc"), *(Candidate("torch", conf) for conf in settings)]
     results = [run_one(trace, candidate, capacity_bytes, events) for candidate in tried]
     return sorted((r for r in results if r.fits), key=lambda r: (r.peak_reserved_bytes, r.device_allocs, r.settings))
-
-
-def asked_by(trace: Trace, event: int) -> str:
-    """The call site of an event that asks for memory."""
-    sites = read_sites(trace)
-    if sites is None or sites.event_site[event] < 0:
-        return UNKNOWN
-    return site_name(sites.stack(int(sites.event_site[event])))

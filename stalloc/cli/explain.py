@@ -87,7 +87,7 @@ def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[Trace, Exp
         raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
     chosen = [trace for trace in traces if args.at != "oom" or _has_oom(trace)]
     if not chosen:
-        raise BadInputError(f"{file} has no out-of-memory event: use --at peak, or the index of an event.")
+        raise BadInputError(f"{file} has no out-of-memory event: use --at peak or the index of an event.")
     for trace in chosen:
         yield trace, explain(trace, args.at or ("oom" if _has_oom(trace) else "peak"), top=args.top)
 
