@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from stalloc.errors import SetupError
 
-from .blocks import Column, check_disjoint, columns, pattern_bytes
+from .block_columns import Column, check_disjoint, columns, pattern_bytes
 from .configs import Config, config_for
-from .tables import Tables
+from .driver_tables import Tables
 from .worklist import check_table, work_table
 
 MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}

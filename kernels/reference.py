@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .blocks import Column, columns, pattern_bytes
+from .block_columns import Column, columns, pattern_bytes
 
 
 def host_copy(source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
