@@ -37,7 +37,7 @@ def host_mismatches(address: ArrayLike, size: ArrayLike, value: int | bytes = 0)
     """How many bytes of each of n blocks of host memory differ from the pattern: (n,)."""
     pattern = pattern_bytes(value)
     pairs = zip(np.asarray(address).tolist(), np.asarray(size).tolist(), strict=True)
-    counts = [int((_host(a, count) != _repeated(pattern, count)).sum()) if count else 0 for a, count in pairs]
+    counts = [int(np.count_nonzero(_host(a, count) != _repeated(pattern, count))) if count else 0 for a, count in pairs]
     return np.array(counts, np.int64)
 
 
