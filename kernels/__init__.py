@@ -12,7 +12,7 @@ _LAZY: dict[str, str] = {
     "batched_copy_fill": "stalloc.kernels.launch",
     "batched_mismatches": "stalloc.kernels.launch",
     "Config": "stalloc.kernels.configs",
-    "Tables": "stalloc.kernels.tables",
+    "Tables": "stalloc.kernels.driver_tables",
     "config_for": "stalloc.kernels.configs",
     "host_copy": "stalloc.kernels.reference",
     "host_fill": "stalloc.kernels.reference",

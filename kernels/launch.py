@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from stalloc.errors import SetupError
 
-from .blocks import Column, check_disjoint, columns, pattern_bytes
+from .block_columns import Column, check_disjoint, columns, pattern_bytes
 from .configs import Config, config_for
-from .tables import Tables
+from .driver_tables import Tables
 from .worklist import check_table, work_table
 
 MODES = {"copy": 0, "fill": 1, "copy-fill": 2, "check": 3}
@@ -37,16 +37,23 @@ def batched_copy(
 
 
 def batched_fill(
-    target: ArrayLike, size: ArrayLike, value: int | bytes = 0, *, config: Config | None = None, check: bool = True
+    target: ArrayLike,
+    size: ArrayLike,
+    value: int | bytes = 0,
+    *,
+    config: Config | None = None,
+    check: bool = True,
+    tables: Tables | None = None,
 ) -> None:
     """Fill n blocks of device memory, (n,) absolute addresses and bytes, with a byte or a pattern.
 
-    A pattern of 1, 2, 4, 8 or 16 bytes begins anew at the start of every block. Raises as `batched_copy`.
+    A pattern of 1, 2, 4, 8 or 16 bytes begins anew at the start of every block. `tables` as in `batched_mismatches`:
+    the call then waits until all is filled. Raises as `batched_copy`.
     """
     address, count = columns(target, size)
     if check:
         check_disjoint(None, address, count)
-    _launch("fill", None, address, count, pattern_bytes(value), config)
+    _launch("fill", None, address, count, pattern_bytes(value), config, tables)
 
 
 def batched_copy_fill(
@@ -150,6 +157,11 @@ class _Place:
             self._tables.download(address, kept)
         return kept.cpu().numpy() if self._torch is not None and self._tables is None else kept
 
+    def release_tables(self) -> None:
+        """Wait for the stream where the next launch may write over the tables of this one."""
+        if self._torch is not None and self._tables is not None:
+            self._torch.cuda.current_stream().synchronize()
+
     def run(self, mode: str, table: np.ndarray, units: int, config: Config) -> None:
         """Queue one launch."""
         kept, address = self.upload(table)
@@ -165,10 +177,17 @@ class _Place:
 
 
 def _launch(
-    mode: str, source: Column | None, target: Column, size: Column, pattern: bytes, config: Config | None
+    mode: str,
+    source: Column | None,
+    target: Column,
+    size: Column,
+    pattern: bytes,
+    config: Config | None,
+    tables: Tables | None = None,
 ) -> None:
     if len(size) == 0:
         return
-    place = _Place()
+    place = _Place(tables)
     shape = config or place.config
     place.run(mode, *work_table(source, target, size, pattern, config=shape, num_programs=place.programs(shape)), shape)
+    place.release_tables()

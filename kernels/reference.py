@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .blocks import Column, columns, pattern_bytes
+from .block_columns import Column, columns, pattern_bytes
 
 
 def host_copy(source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
@@ -37,7 +37,7 @@ def host_mismatches(address: ArrayLike, size: ArrayLike, value: int | bytes = 0)
     """How many bytes of each of n blocks of host memory differ from the pattern: (n,)."""
     pattern = pattern_bytes(value)
     pairs = zip(np.asarray(address).tolist(), np.asarray(size).tolist(), strict=True)
-    counts = [int((_host(a, count) != _repeated(pattern, count)).sum()) if count else 0 for a, count in pairs]
+    counts = [int(np.count_nonzero(_host(a, count) != _repeated(pattern, count))) if count else 0 for a, count in pairs]
     return np.array(counts, np.int64)
 
 
@@ -78,7 +78,10 @@ def _host(address: int, count: int) -> np.ndarray:
 
 
 def _repeated(pattern: bytes, count: int) -> np.ndarray:
-    return np.resize(np.frombuffer(pattern, np.uint8), count)
+    unit = np.frombuffer(pattern, np.uint8)
+    if (unit == unit[0]).all():
+        return np.broadcast_to(unit[0], count)  # large ranges of one byte need no second buffer of their size
+    return np.resize(unit, count)
 
 
 def _tensor(address: int, count: int, device: Any) -> Any:

@@ -11,7 +11,7 @@ group of rows of a small one.
 
 import numpy as np
 
-from .blocks import PATTERN_BYTES, Column
+from .block_columns import PATTERN_BYTES, Column
 from .configs import Config
 from .rows import count_rows, write_rows
 

@@ -1,18 +1,15 @@
 """numba's njit and cfunc, kept on disk in a way that cannot go stale between files.
 
 numba ties a cached function to the file that defines it. Our compiled functions inline constants and functions of
-their neighbours, and of the core, so a cached function here is tied to every source file of its folder and of the
-folders of stalloc that compiled code there is imported from: when one changes, what was compiled from any of them is
-compiled anew.
+other files, so a cached function here is tied to all files that its own leads to by imports (source_stamps.py): when
+one of them changes it is compiled anew, and nothing else is.
 """
 
-import hashlib
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +17,12 @@ import numba
 from numba import types
 from numba.core import event, sigutils
 from numba.core.ccallback import CFunc
+from numba.extending import typeof_impl
 
 from stalloc.compiler import PartCompiler, WholeCompiler
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
+from stalloc.source_stamps import stamp_of
 
 #: for functions that make no arrays: numba then counts no references to those that they are given, which takes up to
 #: half the time where many arrays are passed on
@@ -32,7 +31,6 @@ BORROWING = {"_nrt": False}
 #: each of ours says for itself whether it is always inlined
 _OWN = {"forceinline": False}
 _WITHOUT_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_IMPORTED = re.compile(rb"^from stalloc\.(\w+)", re.MULTILINE)
 
 
 class CompileTime(NamedTuple):
@@ -96,32 +94,10 @@ def compile_time() -> CompileTime:
     return _compiling.time
 
 
-@cache
-def _digest(folder: Path) -> bytes:
-    """A digest of the sources of a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        source = path.read_bytes()
-        digest.update(b"%s %d\n%s" % (path.name.encode(), len(source), source))
-    return digest.digest()
-
-
-@cache
-def _stamp(folder: Path) -> str:
-    """What changes when a source changes that compiled code of a folder may hold a part of."""
-    folders = {folder}
-    for path in folder.glob("*.py"):
-        source = path.read_bytes()
-        if any(word in source for word in (b"@njit", b"@inner", b"cfunc(")):
-            folders |= {Path(__file__).parent / name.decode() for name in _IMPORTED.findall(source)}
-    digests = [_digest(one) for one in sorted(folders, key=lambda one: one.name) if one.is_dir()]
-    return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
 def _tie(compiled: Any, function: Callable[..., Any]) -> None:
-    """Keep what is compiled, tied to the folder; where there is no place for it, every process compiles."""
-    sources = Path(function.__code__.co_filename).parent
-    compiled._cache = KeptCode(function, sources, _stamp(sources))
+    """Keep what is compiled, tied to its sources; where there is no place for it, every process compiles."""
+    source = function.__code__.co_filename
+    compiled._cache = KeptCode(function, Path(source).parent, stamp_of(source))
 
 
 def _compile_once(dispatcher: Any) -> None:
@@ -133,7 +109,7 @@ def _compile_once(dispatcher: Any) -> None:
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(**options)`, cached and tied to the folder."""
+    """`numba.njit(**options)`, cached and tied to its sources."""
 
     def compile_later(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(pipeline_class=WholeCompiler, no_cfunc_wrapper=True, **_OWN | options)(function)
@@ -144,19 +120,33 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return compile_later
 
 
+class _Inner:
+    """A function that only compiled code calls: numba gets to know it when that is compiled, not at every start."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function = function
+        self._options = options
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """numba's."""
+        made = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | self._options)(self._function)
+        _compile_once(made)
+        return made
+
+
+@typeof_impl.register(_Inner)
+def _type_of_inner(function: _Inner, context: object) -> Any:
+    return types.Dispatcher(function.dispatcher)
+
+
 def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(**options)` for what only compiled code calls; it is cached as a part of what calls it."""
-
-    def compile_later(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(pipeline_class=PartCompiler, **_WITHOUT_WRAPPERS, **_OWN | options)(function)
-        _compile_once(dispatcher)
-        return dispatcher
-
-    return compile_later
+    return lambda function: _Inner(function, options)
 
 
 def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.cfunc(signature, nopython=True)`, cached and tied to the folder; compiled at once."""
+    """`numba.cfunc(signature, nopython=True)`, cached and tied to its sources; compiled at once."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         compiled = CFunc(

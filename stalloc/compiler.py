@@ -9,7 +9,6 @@ Asking dozens of overloads, each time anew, what the sum of two integers is. And
 optimized once more as a part of those that call it.
 """
 
-import gc
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,11 @@ from numba.core import typed_passes, untyped_passes
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase
 from numba.core.compiler_machinery import FunctionPass, LoweringPass, PassManager, _pass_registry, register_pass
+from numba.core.ir_utils import build_definitions
+from numba.core.ssa import reconstruct_ssa
 from numba.extending import _Intrinsic
+
+from stalloc.garbage import fewer_collections
 
 _OPERATORS = {*filter(callable, vars(operator).values()), bool}
 _resolved: dict[Any, Any] = {}
@@ -33,41 +36,54 @@ def _depends_on_types_alone(func: Any, signature: Any) -> bool:
 
 
 @contextmanager
-def _remembering_operators(context: Any) -> Iterator[None]:
-    """Let a typing context remember what operators and intrinsics give for arguments of which types."""
-    if "_resolve_user_function_type" in vars(context):  # a function that is compiled for another
+def _remembering_operators() -> Iterator[None]:
+    """Let numba remember what operators and intrinsics give for arguments of which types."""
+    if types.Function.get_call_type is _remembered:  # a function that is compiled for another
         yield
         return
-    resolve = context._resolve_user_function_type
-
-    def remembered(func: Any, args: Any, kws: Any, literals: Any = None) -> Any:
-        if kws or not isinstance(func, types.Function):
-            return resolve(func, args, kws, literals)
-        key = func, tuple(args)
-        if key not in _resolved:
-            found = resolve(func, args, kws, literals)
-            if found is None or not _depends_on_types_alone(func, found):
-                return found
-            _resolved[key] = found
-        return _resolved[key]
-
-    context._resolve_user_function_type = remembered
+    types.Function.get_call_type = _remembered
     try:
         yield
     finally:
-        del context._resolve_user_function_type
+        del types.Function.get_call_type
+
+
+def _remembered(func: Any, context: Any, args: Any, kws: Any) -> Any:
+    """What `types.Function.get_call_type` gives."""
+    if kws:
+        return types.BaseFunction.get_call_type(func, context, args, kws)
+    key = context, func, tuple(args)
+    if key not in _resolved:
+        found = types.BaseFunction.get_call_type(func, context, args, kws)
+        if found is None or not _depends_on_types_alone(func, found):
+            return found
+        _resolved[key] = found
+    return _resolved[key]
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)
-class _InferTypes(typed_passes.NopythonTypeInference):
-    """numba's inference, which asks for each pair of types once."""
+class _ReconstructSSA(untyped_passes.ReconstructSSA):
+    """numba's pass, without the lifetimes of variables, which only the last pass before lowering needs."""
 
-    _name = "stalloc_infer_types"
+    _name = "stalloc_reconstruct_ssa"
 
     def run_pass(self, state: Any) -> bool:
-        with _remembering_operators(state.typingctx):
-            super().run_pass(state)
-        return False
+        state.func_ir = reconstruct_ssa(state.func_ir)
+        self._patch_locals(state)
+        state.func_ir._definitions = build_definitions(state.func_ir.blocks)
+        return True
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class _StripPhis(typed_passes.PreLowerStripPhis):
+    """The same of this pass."""
+
+    _name = "stalloc_strip_phis"
+
+    def run_pass(self, state: Any) -> bool:
+        state.func_ir = self._strip_phi_nodes(state.func_ir)
+        state.func_ir._definitions = build_definitions(state.func_ir.blocks)
+        return True
 
 
 class _Part(JITCodeLibrary):
@@ -169,25 +185,16 @@ class _NameUncallable(LoweringPass):
         return False
 
 
-_FEWER_COLLECTIONS = 100_000  # objects that are made between two looks for garbage, while compiling
-
-
 class _Passes(PassManager):
     """Passes that run one after the other, and nothing in between."""
 
     def run(self, state: Any) -> None:
-        """Run all of them; Python looks for garbage less often meanwhile, which takes a tenth of the time."""
-        before = gc.get_threshold()
-        if 0 < before[0] < _FEWER_COLLECTIONS:
-            gc.set_threshold(_FEWER_COLLECTIONS, *before[1:])
-        try:
+        """Run all of them."""
+        with fewer_collections(), _remembering_operators():
             for one in self.passes:
                 run_pass = _pass_registry.get(one[0]).pass_inst
                 run_pass.analysis = self._analysis
                 run_pass.run_pass(state)
-        finally:
-            if gc.get_threshold() == (_FEWER_COLLECTIONS, *before[1:]):  # nobody else has chosen another
-                gc.set_threshold(*before)
 
 
 @cache
@@ -198,9 +205,9 @@ def _passes(part: bool) -> PassManager:
         untyped_passes.FixupArgs,
         untyped_passes.GenericRewrites,
         untyped_passes.InlineInlinables,
-        untyped_passes.ReconstructSSA,
+        _ReconstructSSA,
     ]
-    typed = [_InferTypes, typed_passes.PreLowerStripPhis, typed_passes.IRLegalization]
+    typed = [typed_passes.NopythonTypeInference, _StripPhis, typed_passes.IRLegalization]
     lowering = [_BeginPart if part else _BeginWhole, typed_passes.NativeLowering]
     if part:
         lowering.append(_NameUncallable)

@@ -91,7 +91,7 @@ def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", source, *arguments]
+        command = [sys.executable, "-P", "-c", source, *arguments]
         variables = _variables(environment)
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300, check=False)
         done.stderr = without_compiling(done.stderr)

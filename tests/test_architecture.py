@@ -5,10 +5,12 @@ A module's name says which it is, without its folder.
 """
 
 import ast
+import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +23,6 @@ LONGER_FILES = {
     "stalloc/core/records.py",
     "stalloc/core/requests.py",
     "stalloc/core/state.py",
-    "stalloc/runtime/poison.py",
 }
 #: names that two modules may have, and why
 NAMED_TWICE = {
@@ -70,8 +71,41 @@ def test_imports_point_to_rows_above_or_to_the_last_two(folder):
     assert imported(folder) <= allowed
 
 
+def module_of(path: str) -> str:
+    """What a source is imported as."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.startswith("stalloc") else f"stalloc.{name}"
+
+
+def imported_modules(path: str, modules: set[str]) -> set[str]:
+    """The modules of stalloc that one imports, in functions too; not those for type checkers only."""
+    package = module_of(path) if path.endswith("/__init__.py") else module_of(path).rpartition(".")[0]
+    found, rest = set(), [ast.parse(sources()[path].read_text())]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= names & modules | ({base} if names - modules else set())
+        rest += ast.iter_child_nodes(node)
+    return found & modules - {module_of(path)}
+
+
+def test_no_imports_go_in_a_circle():
+    modules = {module_of(path) for path in sources()}
+    graph = nx.DiGraph(
+        (module_of(path), imported) for path in sources() for imported in imported_modules(path, modules)
+    )
+    assert len(graph) > 200
+    assert [circle for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
 def test_a_name_stands_for_one_module():
-    names = Counter(path.name for name, path in sources().items() if name.startswith("stalloc/"))
+    names = Counter(path.name for path in sources().values())
     twice = {name for name, count in names.items() if count > 1} - {"__init__.py"}
     assert twice == set(NAMED_TWICE), "name each module so that its folder is not needed to tell which it is"
 

@@ -102,7 +102,7 @@ def test_what_outlives_a_step_is_weights_gradients_and_optimizer_state(kind: str
 def test_one_forward_one_backward_holds_as_many_microbatches_as_stages() -> None:
     model = generator.Model(num_stages=4, stage=1)
     in_flight, most = 0, 0
-    for kind, _, _ in generator._schedule(model, 10):
+    for kind, _, _ in generator.schedule(model, 10):
         in_flight += 1 if kind == generator.FORWARD else -1
         most = max(most, in_flight)
     assert in_flight == 0

@@ -92,7 +92,7 @@ STATE = CONTROLLER.state
 import torch
 from stalloc import kernels
 copy = None if os.environ.get("TRITON_INTERPRET") else kernels.host_copy
-def train(moves, steps=12):
+def train(moves, steps=8):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 20))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -144,7 +144,7 @@ def test_bytes_on_the_device_that_move_every_step_stay_what_they_are(run_checks:
     )
     assert same
     assert (nothing, unknown, allocated) == (0, 0, 0)
-    assert moved >= 12 * 15
+    assert moved >= 8 * 15
     assert elsewhere > 0
     assert phase == "PLANNED"
 

@@ -1,5 +1,9 @@
 """Compiled code is kept for the next start, by nobody else's hand; a first use that takes long says why."""
 
+import ast
+import contextlib
+import glob
+import importlib.util
 import json
 import os
 import pickle
@@ -8,12 +12,14 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import stalloc
+from stalloc import source_stamps
 from stalloc.cli.precompile import small_snapshot
 from stalloc.integrations import build_backend
 
@@ -176,21 +182,21 @@ def test_a_folder_that_cannot_be_trusted_anywhere_means_compiling_each_time(comp
     assert compiling.files() == compiling.files(compiling.home) == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: b"",
-        lambda data: data[:-1],
-        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
-        lambda data: data[:100] + data[101:],
-        lambda data: b"\x80\x04." + data,
-    ],
-)
-def test_damaged_compiled_code_is_compiled_anew(compiling: Compiling, damage: Callable[[bytes], bytes]) -> None:
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    lambda data: b"",
+    lambda data: data[:-1],
+    lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    lambda data: data[:100] + data[101:],
+    lambda data: b"\x80\x04." + data,
+]
+
+
+def test_damaged_compiled_code_is_compiled_anew(compiling: Compiling) -> None:
     compiling.run()
-    for path in compiling.files():
-        path.write_bytes(damage(path.read_bytes()))
-    assert compiling.run() == ([0, 0], [])
+    for number, damage in enumerate(DAMAGES):
+        for path in compiling.files():
+            path.write_bytes(damage(path.read_bytes()))
+        assert compiling.run() == ([0, 0], []), number
     assert compiling.run() == ([1, 1], [])
 
 
@@ -228,6 +234,118 @@ def test_changed_sources_are_compiled_anew_and_old_code_is_removed(compiling: Co
     assert compiling.run() == ([0, 0], [])
     assert len(compiling.files()) == 2
     assert not set(old) & set(compiling.files())
+
+
+IMPORTING = {
+    "__init__.py": "",
+    "sizes.py": "NUMBER = 2",
+    "base.py": """
+from stalloc.compiled import inner
+from made_up_package import sizes
+
+@inner()
+def several(x):
+    return sizes.NUMBER * x
+""",
+    "between.py": "from .base import (\n    several,\n)",
+    "top.py": """
+from stalloc.compiled import njit
+from made_up_package.between import several
+
+@njit()
+def more(x):
+    return several(x) + 1
+""",
+    "other.py": """
+from stalloc.compiled import njit
+
+@njit()
+def other(x):
+    return x
+
+def not_compiled():
+    from made_up_package import top
+    return top
+""",
+}
+CHANGES = [  # of a file, what `more` gives of 10 then, and whether `more` and `other` were found compiled
+    ("sizes.py", "NUMBER = 3", 31, [0, 1]),
+    ("between.py", "from .base import several", 31, [0, 1]),
+    ("base.py", IMPORTING["base.py"].replace("* x", "* x + 5"), 36, [0, 1]),
+    ("other.py", IMPORTING["other.py"].replace("return x", "return x + 1"), 36, [1, 0]),
+]
+
+
+def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "made_up_package"
+    folder.mkdir()
+    for name, source in IMPORTING.items():
+        (folder / name).write_text(source)
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from made_up_package.top import more\n"
+        "from made_up_package.other import other\nresult = more(10); other(1)\n"
+        "print(json.dumps([result, [sum(one.stats.cache_hits.values()) for one in (more, other)]]))\n"
+    )
+
+    def run() -> list[object]:
+        command = [sys.executable, "-B", "-c", program, str(tmp_path)]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert run() == [21, [0, 0]]
+    for changed, source, result, hits in CHANGES:
+        (folder / changed).write_text(source)
+        assert run() == [result, hits], changed
+
+
+def _module_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """What is imported while a module is, save for type checkers only."""
+    rest: list[ast.AST] = [tree]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            rest += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            rest += ast.iter_child_nodes(node)
+
+
+@cache
+def _imported_files(module: str, path: Path) -> set[Path]:
+    """The files of stalloc that a module imports, by Python's own rules."""
+    names = set()
+    for node in _module_level_imports(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        else:
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    found = set()
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):  # a name that is no module, of one that is no package
+            spec = importlib.util.find_spec(name) if name.partition(".")[0] == "stalloc" else None
+            found |= {Path(spec.origin)} if spec and spec.origin else set()
+    return found
+
+
+def test_the_sources_of_compiled_code_are_those_that_python_finds() -> None:
+    package = Path(stalloc.__file__).parent
+    files = {Path(path) for path in glob.glob(f"{package}/**/*.py", recursive=True)}
+    makers = {package / name for name in ("compiled.py", "compiler.py", "kept_code.py")}
+    compiled = {path for path in files if re.search(r"^@(njit|inner|cfunc)\(", path.read_text(), re.MULTILINE)}
+    assert len(compiled) > 30
+    for path in compiled:
+        sources = {Path(one) for one in source_stamps.sources_of(str(path))}
+        assert makers < sources
+        for source in sources - makers:
+            parts = source.relative_to(package.parent).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            missing = _imported_files(module, source) - sources
+            assert not missing, f"{source}, for {path}"
 
 
 def test_a_full_cache_costs_one_sentence(compiling: Compiling) -> None:

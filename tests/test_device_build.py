@@ -131,12 +131,21 @@ def _activation_error(run_program, cache):
     return sentence
 
 
-@pytest.fixture
-def built(run_program, tmp_path):
-    """A cache with a finished build in it: the folder of the build."""
-    done = run_program(_BUILD, XDG_CACHE_HOME=str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def built_once(run_program, tmp_path_factory):
+    """A cache with a finished build in it."""
+    cache = tmp_path_factory.mktemp("built") / "cache"
+    done = run_program("import os; os.umask(0o022)\n" + _BUILD, XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stderr
-    return Path(done.stdout.splitlines()[1])
+    return cache
+
+
+@pytest.fixture
+def built(built_once, tmp_path):
+    """A cache of the test's own with a finished build in it: the folder of the build."""
+    shutil.copytree(built_once, tmp_path / "cache")
+    (folder,) = (tmp_path / "cache" / "stalloc" / "virtual-gpu").iterdir()
+    return folder
 
 
 @needs_compiler

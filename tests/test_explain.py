@@ -196,7 +196,7 @@ def test_a_trace_without_segments_is_replayed_and_says_so(shared_traces, capsys)
     ("arguments", "sentence"),
     [
         (["--at", "17"], "has events 0 to 16: there is no event 17"),
-        (["--at", "sometime"], "give an event index, peak or oom"),
+        (["--at", "sometime"], "give peak, oom or the index of an event"),
         (["--at", "oom"], "no out-of-memory event"),
         (["--device", "3"], "no events of device 3"),
     ],

@@ -201,7 +201,7 @@ def test_tables_that_programs_could_not_do_in_any_order_are_refused() -> None:
 
 
 def test_any_overlap_is_found_and_nothing_else() -> None:
-    from stalloc.kernels.blocks import check_disjoint
+    from stalloc.kernels.block_columns import check_disjoint
 
     def clash(source: np.ndarray, target: np.ndarray, size: np.ndarray) -> bool:
         written = [set(range(t, t + n)) for t, n in zip(target, size, strict=True)]

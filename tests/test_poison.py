@@ -234,6 +234,80 @@ del inside, graph
     assert done.returncode == 1
 
 
+def test_many_blocks_freed_while_a_graph_is_captured_are_each_looked_at_and_filled(run_program: Any) -> None:
+    done = _run(
+        run_program,
+        """
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    before = [use(new(size)) for size in (4096, 3 * MIB)]
+before += [use(new(size)) for size in (512, 1000, 2 * MIB, 5 * MIB)]
+addresses, sizes = [one.data_ptr() for one in before], [one.numel() for one in before]
+for number in (0, 3):  # one on each stream
+    write(addresses[number] + sizes[number])
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    inside = use(new(MIB))
+    live = STATE.record.total.num_live
+    del before
+texts = found(stalloc.step)
+assert "past the end of a block of" in texts and "(1 more on standard error)" in texts, texts
+assert STATE.record.total.num_live == live - len(addresses)
+assert not found(stalloc.step)
+for address, size in zip(addresses, sizes):  # every byte of them holds the pattern of what nobody owns
+    assert ctypes.string_at(address, size) == bytes([0xFB]) * size, size
+write(addresses[4] + MIB)
+text = found(stalloc.step)
+assert "in what was last a block of 2,097,152 bytes" in text and "after it was freed" in text, text
+del inside, graph
+print("fine")
+""",
+    )
+    assert done.stdout == "fine\n", done.stderr
+    assert "past the end of a block of 4,096 bytes" in done.stderr
+    assert "past the end of a block of 1,000 bytes" in done.stderr
+    assert done.stderr.count("stalloc: memory corruption: 1 byte was") == 3
+    assert done.returncode == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("interpret", ["1", None])
+def test_fills_and_checks_of_a_gpu_leave_what_those_of_the_host_leave(run_program: Any, interpret: str | None) -> None:
+    """By the kernels, in Triton's interpreter, and one by one where no torch is at work."""
+    done = run_program(
+        """
+import ctypes, sys
+from stalloc.device import VirtualGPU, activate
+activate("virtual", gpu=VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None))
+import cupy
+import numpy as np
+from stalloc.runtime.poison_memory import GpuMemory, HostMemory
+if "TRITON_INTERPRET" in __import__("os").environ:
+    import torch
+    torch.cuda.init()
+memory = np.random.default_rng(1).integers(0, 256, 4 << 20).astype(np.uint8)
+expected = memory.copy()
+offsets, sizes = [0, 3, 1000, 70_001, 2 << 20], [1, 16, 60_000, 0, 1_999_999]
+ranges, same = ([(m.ctypes.data + o, n) for o, n in zip(offsets, sizes)] for m in (memory, expected))
+gpu, host = GpuMemory(0), HostMemory()
+for byte, some in ((0xFB, slice(None)), (0xFD, slice(1, 2)), (7, slice(3, 4))):
+    gpu.fill(ranges[some], byte, 0)
+    host.fill(same[some], byte, 0)
+    assert (memory == expected).all(), byte
+    memory[2000], memory[-(2 << 20) + 5] = 1, 2
+    expected[:] = memory
+    for stream in (0, None):
+        counts = gpu.mismatches(ranges, 0xFB, stream)
+        assert counts == host.mismatches(same, 0xFB, stream), counts
+        assert counts[2] == 1 and counts[4] == 1
+assert (gpu.read(*ranges[2]) == host.read(*same[2])).all()
+print("torch" in sys.modules, sum(counts))
+""",
+        TRITON_INTERPRET=interpret,
+    )
+    assert done.stdout == f"{interpret == '1'} 18\n", done.stderr
+
+
 def test_memory_that_a_plan_hands_from_stream_to_stream_is_no_finding(run_program: Any) -> None:
     done = _run(
         run_program,

@@ -152,7 +152,7 @@ def test_absurd_sizes_find_no_memory_and_break_nothing(size: int, lasting: bool)
     machine = Machine(lasting=lasting)
     kept = machine.allocate(4 * MIB)
     machine.free(machine.allocate(700))
-    assert machine._allocate(0, size, 0) == 0
+    assert machine.request(0, size, 0) == 0
     machine.check_counts()
     assert machine.allocate(4 * MIB) not in (0, kept)
     assert machine.allocate(600)
@@ -165,7 +165,7 @@ def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
     machine.state.install_tape(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
     base = machine.take(16 * MIB)
     machine.state.serve_arena(base, 16 * MIB)
-    assert machine._allocate(0, (1 << 54) + 4 * MIB, 0) == 0
+    assert machine.request(0, (1 << 54) + 4 * MIB, 0) == 0
     assert machine.state.record.arena_live == 0
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "scripts" / "bench"
-
-
-@pytest.mark.parametrize(
-    "name", ["capacity", "fidelity", "hostile", "kernels", "no_harm", "planner", "replay", "runtime", "soak", "values"]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PYTHON_SCRIPTS = sorted(
+    path.relative_to(SCRIPTS).as_posix()
+    for path in (*SCRIPTS.iterdir(), *(SCRIPTS / "bench").iterdir())
+    if path.is_file() and path.read_bytes().startswith(b"#!/usr/bin/env python3\n")
 )
-def test_a_bench_enters_the_environment_by_itself(name, tmp_path):
+
+
+@pytest.mark.parametrize("name", PYTHON_SCRIPTS)
+def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["STALLOC_PYTHON"] = sys.executable
-    done = subprocess.run([BENCH / name, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([SCRIPTS / name, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
+    assert done.stdout.startswith(f"usage: {Path(name).name} ")
+    assert ("--json" in done.stdout) == (name != "real_programs")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.analysis.moments import event_at, is_oom
 from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
 from stalloc.analysis.peaks import recorded, reserved_peak
 from stalloc.columns import Column
-from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.lifespans import fullest
 from stalloc.replay.model_events import events_of
@@ -98,38 +98,16 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         record_fragmentation=(
             fragmentation(told.allocated_peak_bytes, peak_bytes) if told.fragmentation is None else told.fragmentation
         ),
-        out_of_memory=out_of_memory(trace, blocks, live_of_segment, event, advise) if _is_oom(trace, event) else None,
+        out_of_memory=out_of_memory(trace, blocks, live_of_segment, event, advise) if is_oom(trace, event) else None,
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
 
 
-def _is_oom(trace: Trace, event: int) -> bool:
-    return 0 <= event < len(trace.action) and trace.action[event] == Action.OOM
-
-
-def _event(trace: Trace, at: int | str) -> int:
-    """The event that is meant, unless it is the peak."""
-    if at == "oom":
-        found = np.flatnonzero(trace.action == Action.OOM)
-        if not len(found):
-            raise BadInputError(
-                f"device {trace.device} has no out-of-memory event: use --at peak, or the index of an event."
-            )
-        return int(found[-1])
-    try:
-        event = int(at)
-    except ValueError:
-        raise BadInputError(f"--at is {at!r}: give an event index, peak or oom.") from None
-    if not 0 <= event < trace.num_events:
-        raise BadInputError(f"device {trace.device} has events 0 to {trace.num_events - 1}: there is no event {event}.")
-    return event
-
-
 def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
     """The blocks, the event, where they come from, and the reserved peak of the whole record."""
     peak = reserved_peak(trace, trace.size)
-    event = (peak.event if peak else -1) if at == "peak" else _event(trace, at)
+    event = (peak.event if peak else -1) if at == "peak" else event_at(trace, at, "peak")
     return recorded_blocks(trace, event), event, "record", peak.reserved_bytes if peak else 0
 
 
@@ -143,7 +121,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
         event = int(events.event[position]) if position >= before else -1
         stop = position + 1
     else:
-        event = _event(trace, at)
+        event = event_at(trace, at, "peak")
         stop = int(np.searchsorted(events.event, event, side="right"))
     model = make("torch", "", 0)
     model.feed(events._replace(kind=events.kind[:stop], request=events.request[:stop], event=events.event[:stop]))
@@ -153,7 +131,7 @@ def _replayed(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
 
 def _stream_at(trace: Trace, event: int) -> int:
     """The stream that asked last: what is free for it counts as free, what is free for others does not."""
-    if _is_oom(trace, event):
+    if is_oom(trace, event):
         return int(trace.event_stream[event])
     if len(trace.action):
         allocs = np.flatnonzero(trace.action[: event + 1] == Action.ALLOC)

@@ -44,7 +44,8 @@ def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
         return [(UNKNOWN,)] * len(rows)
     names: list[tuple[str, ...]] = []
     for number in range(sites.num_stacks):
-        frames = [site_name([frame]) for frame in user_frames(sites.stack(number))]
-        names.append(tuple(frames[::-1]) if is_python(user_frames(sites.stack(number))[0]) else tuple(frames[:1]))
+        frames = user_frames(sites.stack(number))
+        kept = frames[::-1] if is_python(frames[0]) else frames[:1]
+        names.append(tuple(site_name([frame]) for frame in kept))
     names.append((UNKNOWN,))
     return [names[number] for number in sites.site[rows].tolist()]

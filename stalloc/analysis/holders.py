@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_names
+from stalloc.analysis.moments import asked_by, event_at, is_oom, last_oom
 from stalloc.analysis.peaks import allocated_peak
 from stalloc.columns import Column
-from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.lifespans import find_step_period, sequence_rows
 from stalloc.lifespans.periods import TINY_BYTES
-from stalloc.trace import MARK_STEP, Action, Trace
+from stalloc.trace import MARK_STEP, Trace
 
 MOMENTS = ("peak", "oom", "end")
 _ALIGNMENT = 512
@@ -86,7 +86,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
     if event < 0:
         rows = np.flatnonzero(trace.start < 0)
     sites, reserved = site_keys(trace, rows), _reserved(trace, event)
-    failed = bool(len(trace.action)) and event >= 0 and trace.action[event] == int(Action.OOM)
+    failed = is_oom(trace, event)
     return Holders(
         device=trace.device,
         at=name,
@@ -95,7 +95,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
         reserved_bytes=reserved,
         requests=len(rows),
         wanted_bytes=int(trace.event_size[event]) if failed else None,
-        wanted_by=_wanted_by(trace, event) if failed else "",
+        wanted_by=asked_by(trace, event) if failed else "",
         has_sites=any(key != "unknown" for key in sites),
         by_site=_grouped(sites, size[rows], site_text),
         by_class=_grouped(class_keys(trace, rows), size[rows], str),
@@ -106,24 +106,13 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
 
 
 def _moment(trace: Trace, size: Column, at: int | str | None) -> tuple[str, int]:
-    errors = np.flatnonzero(trace.action == int(Action.OOM))
     if at is None:
-        at = "oom" if len(errors) else "peak"
+        at = "peak" if last_oom(trace) is None else "oom"
     if at == "peak":
         return "peak", allocated_peak(trace, size).event
-    if at == "oom":
-        if not len(errors):
-            raise BadInputError(f"device {trace.device} has no out-of-memory event: use --at peak, end or an event.")
-        return "oom", int(errors[-1])
     if at == "end":
         return "end", trace.num_events - 1
-    try:
-        event = int(at)
-    except ValueError:
-        raise BadInputError(f"--at is {at!r}: give peak, oom, end or the index of an event.") from None
-    if not 0 <= event < trace.num_events:
-        raise BadInputError(f"device {trace.device} has events 0 to {trace.num_events - 1}: there is no event {event}.")
-    return "event", event
+    return "oom" if at == "oom" else "event", event_at(trace, at, "peak, end")
 
 
 def _reserved(trace: Trace, event: int) -> int | None:
@@ -131,12 +120,6 @@ def _reserved(trace: Trace, event: int) -> int | None:
         return None
     reserved = int(trace.reserved_bytes()[event]) if event >= 0 else trace.reserved_start_bytes
     return reserved or None
-
-
-def _wanted_by(trace: Trace, event: int) -> str:
-    from stalloc.analysis.out_of_memory_event import asked_by
-
-    return asked_by(trace, event)
 
 
 def _grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stalloc.analysis.moments import asked_by
 from stalloc.columns import Column
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.protocol import BlockMap, Events, Kind
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, Simulated, run_one, with_request
 from stalloc.trace import Trace
-from stalloc.trace.sites import UNKNOWN, read_sites, site_name
+from stalloc.trace.sites import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,3 @@ def _held_at_the_end(events: Events) -> int:
     taken = events.request[events.kind == Kind.ALLOC]
     given_up = events.request[np.isin(events.kind, (Kind.FREE_REQUESTED, Kind.FREE_COMPLETED))]
     return int(events.size[np.setdiff1d(taken, given_up)].sum())
-
-
-def asked_by(trace: Trace, event: int) -> str:
-    """The call site of an event that asks for memory."""
-    sites = read_sites(trace)
-    if sites is None or sites.event_site[event] < 0:
-        return UNKNOWN
-    return site_name(sites.stack(int(sites.event_site[event])))

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stalloc.analysis.moments import last_oom
 from stalloc.columns import Column
 from stalloc.figures import fragmentation
 from stalloc.lifespans import fullest, load_curve
-from stalloc.trace import Action, Trace
+from stalloc.trace import Trace
 
 
 class AllocatedPeak(NamedTuple):
@@ -72,15 +73,15 @@ def recorded(trace: Trace, alignment: int = 512) -> Recorded:
     """The peaks that a trace records, with sizes rounded up to `alignment` bytes."""
     size, unseen = trace.aligned_size(alignment), unseen_bytes(trace)
     peak, reserved = allocated_peak(trace, size), reserved_peak(trace, size, unseen)
-    errors = np.flatnonzero(trace.action == int(Action.OOM))
+    error = last_oom(trace)
     return Recorded(
         reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
         reserved_peak_event=reserved.event if reserved else None,
         allocated_peak_bytes=peak.num_bytes,
         unseen_bytes=unseen,
         fragmentation=fragmentation(peak.num_bytes + unseen, reserved.reserved_bytes) if reserved else None,
-        out_of_memory_event=int(errors[-1]) if len(errors) else None,
-        out_of_memory_bytes=int(trace.event_size[errors[-1]]) if len(errors) else None,
+        out_of_memory_event=error,
+        out_of_memory_bytes=int(trace.event_size[error]) if error is not None else None,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from stalloc.errors import BadInputError, StallocError
+from stalloc.garbage import fewer_collections
 from stalloc.notices import say
 from stalloc.printable import MAX_SENTENCE, printable
 
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     failure = EXIT_OWN_FAILURE if argv[:1] and argv[0] in _OF_PROGRAM else EXIT_BAD_INPUT
     try:
-        code = _run(argv)
+        with fewer_collections():
+            code = _run(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.dryrun_report import allocator_name, print_needs
+from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
@@ -228,13 +228,10 @@ def _need(name: str, tried: dict[str, Any], replayed: dict[int, int], offered: i
             "taken_bytes": taken,
             "allocated_peak_bytes": device["allocated_peak_bytes"],
         }
-    largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in _FIGURES}
+    largest = {key: max((entry[key] for entry in devices.values()), default=0) for key in FIGURES}
     by = "replay" if replayed else "reserved"
     uses_torch = bool(tried.get("uses_torch", True))
     return Need(fits=tried["fits"], needed_by=by, uses_torch=uses_torch, devices=devices, **largest)
-
-
-_FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
 
 
 def _entry(need: Need) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_PLACES = 3  # of decisions, shown
 _ALLOCATORS = {"native": "PyTorch", "expandable": "PyTorch, expandable_segments:True", "stalloc": "stalloc"}
-_FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")
+FIGURES = ("needed_bytes", "taken_bytes", "allocated_peak_bytes")  #: of a Need, in the order of the table
 
 
 def allocator_name(name: str, *, uses_torch: bool = True) -> str:
@@ -33,7 +33,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         [
             allocator_name(key, uses_torch=need.uses_torch),
             "yes" if need.fits else "no",
-            *(human_bytes(getattr(need, figure)) for figure in _FIGURES),
+            *(human_bytes(getattr(need, figure)) for figure in FIGURES),
         ]
         for key, need in results.items()
     ]

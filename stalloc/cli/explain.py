@@ -23,12 +23,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.error_text import ErrorText
+from stalloc.analysis.moments import last_oom
 from stalloc.cli.error_log import error_entry, errors_of, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
@@ -45,7 +45,7 @@ from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import Action, Trace, load_traces
+from stalloc.trace import Trace, load_traces
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,15 +85,11 @@ def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[Trace, Exp
     traces = [trace for trace in load_traces(file) if args.device in (None, trace.device)]
     if not traces:
         raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
-    chosen = [trace for trace in traces if args.at != "oom" or _has_oom(trace)]
+    chosen = [trace for trace in traces if args.at != "oom" or last_oom(trace) is not None]
     if not chosen:
-        raise BadInputError(f"{file} has no out-of-memory event: use --at peak, or the index of an event.")
+        raise BadInputError(f"{file} has no out-of-memory event: use --at peak or the index of an event.")
     for trace in chosen:
-        yield trace, explain(trace, args.at or ("oom" if _has_oom(trace) else "peak"), top=args.top)
-
-
-def _has_oom(trace: Trace) -> bool:
-    return bool(np.any(trace.action == Action.OOM))
+        yield trace, explain(trace, args.at or ("oom" if last_oom(trace) is not None else "peak"), top=args.top)
 
 
 def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:

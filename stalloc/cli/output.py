@@ -5,17 +5,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.inputs import shown_name
-from stalloc.printable import MAX_SENTENCE, encodable, printable
+from stalloc.printable import MAX_SENTENCE, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MAX_NOTES = 20
 
@@ -57,22 +57,6 @@ def write_json(args: argparse.Namespace, result: dict[str, Any]) -> None:
     write_whole(args.json, text, "choose another file for --json")
 
 
-class _OurConsole(Console):
-    """Standard output, which shows escaped what would steer a terminal and what its encoding cannot hold."""
-
-    def on_broken_pipe(self) -> None:
-        """Nobody reads any more, which is no failure; the command line ends quietly."""
-        raise BrokenPipeError
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=self._shown(segment.text))
-
-    def _shown(self, text: str) -> str:
-        lines = (printable(line, len(line) + MAX_SENTENCE) for line in text.split("\n"))
-        return encodable("\n".join(lines), self.encoding)
-
-
 def command_text(*words: str) -> str:
     """Words of a command to copy, quoted for a shell; longer than a name may be."""
     return printable(shlex.join(words), MAX_SENTENCE)
@@ -98,13 +82,15 @@ def note_texts(notes: Sequence[object]) -> list[str]:
     return texts if len(notes) <= MAX_NOTES else [*texts, f"{len(notes) - MAX_NOTES:,} more notes"]
 
 
-def table_console() -> Console:
+def table_console() -> "Console":
     """Where tables for people go: rows are never wrapped, and a file or a pipe has no edge.
 
     Strings are no markup. What others wrote goes through `printable` before, so that a line stays one line.
     """
+    from stalloc.cli.console import OurConsole  # rich, which takes as long as all other imports of a verb
+
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # without any, no escape is written
-    console = _OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, color_system=colors)
+    console = OurConsole(soft_wrap=True, highlight=False, markup=False, emoji=False, color_system=colors)
     if not console.is_terminal:
         console.width = 200
     return console

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import gc
 import os
 import runpy
 import shlex
@@ -19,6 +18,7 @@ from stalloc.cli.output import memory_option
 from stalloc.device import VirtualGPU, find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
+from stalloc.garbage import collect_for_program
 from stalloc.notices import say
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
@@ -119,7 +119,7 @@ def run_program(command: list[str]) -> int:
         signal.signal(signal.SIGTERM, _end)
     module = command[0] == "-m"
     sys.argv = command[1:] if module else list(command)
-    gc.freeze()  # what was imported before stays: the collections of the program do not go through it again and again
+    collect_for_program()
     try:
         if module:
             sys.path.insert(0, os.getcwd())

@@ -38,7 +38,6 @@ from stalloc.cli.program import (
     program_output,
     run_program,
 )
-from stalloc.cli.run_report import print_report
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -202,10 +201,12 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:
-    console = table_console()
     if not result["devices"]:
-        console.print("stalloc: the program allocated no GPU memory.")
+        print("stalloc: the program allocated no GPU memory.")
         return
+    from stalloc.cli.run_report import print_report
+
+    console = table_console()
     for report in result["devices"]:
         print_report(console, report)
     if result["out_of_memory_errors"]:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis import Branch, Holder, Holders, holders
+from stalloc.analysis.moments import last_oom
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
@@ -37,7 +38,7 @@ from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import Action, Trace, load_traces
+from stalloc.trace import Trace, load_traces
 
 _MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
 _NO_SITES = (
@@ -76,7 +77,7 @@ def _at_error(args: argparse.Namespace, file: str, traces: list[Trace]) -> list[
     """With `--at oom` the devices that ran out of memory."""
     if args.at != "oom":
         return traces
-    failed = [trace for trace in traces if (trace.action == int(Action.OOM)).any()]
+    failed = [trace for trace in traces if last_oom(trace) is not None]
     if not failed:
         raise BadInputError(f"{file} has no out-of-memory event: use --at peak, end or the index of an event.")
     return failed

@@ -135,9 +135,11 @@ class DeviceState:
         self._previous_users = np.zeros(0, np.int64)
         self._last_tape: tuple[TapeTables | None, Words] = (None, self._previous_users)
         self._texts: list[np.ndarray] = []
-        for name, rows in vars(self.tables).items():
-            setattr(self.record, name, rows.ctypes.data)
         record = self.record
+        for name, rows in vars(self.tables).items():
+            setattr(record, name, rows.ctypes.data)
+        for name, value in self._text_fields("stalloc: out of memory").items():
+            setattr(record, name, value)
         record.slow_function = slow_function
         record.device = device
         # row 0 of blocks and segments means none; stream 0, the default stream, has index 0
@@ -149,7 +151,6 @@ class DeviceState:
         record.live_mask = _LIVE - 1
         record.max_live_mask = _MAX_LIVE - 1
         record.events_capacity = _EVENTS
-        self.set_out_of_memory_text("stalloc: out of memory")
 
     def malloc(self, requested_bytes: int, stream: int = 0) -> int:
         """Serve a request on a raw stream, as C code would be; its address, 0 if there is no memory."""
@@ -173,13 +174,16 @@ class DeviceState:
 
     def set_out_of_memory_text(self, text: str, driver_status: int = 0) -> None:
         """What the next out-of-memory error says; with a status of the driver it is no lack of memory."""
+        self.write(**self._text_fields(text), driver_error=driver_status)
+
+    def _text_fields(self, text: str) -> dict[str, int]:
         self.out_of_memory_text = text
         data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
         # of one size, so that a thread which reads an old address and a new length stays inside
         buffer = np.full(_TEXT_BYTES, ord(" "), np.uint8)
         buffer[: len(data)] = data
         self._texts = [*self._texts[-7:], buffer]  # another thread may still be reading one of the last few
-        self.write(oom_text=buffer.ctypes.data, oom_text_length=len(data), driver_error=driver_status)
+        return {"oom_text": buffer.ctypes.data, "oom_text_length": len(data)}
 
     def pool_kind(self, pool: int) -> int:
         """The kind of a pool: SMALL_KIND and so on."""

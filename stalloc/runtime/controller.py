@@ -31,8 +31,8 @@ from stalloc.runtime.watching import Watching
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
-    from stalloc.runtime import poison
     from stalloc.runtime.planning_job import Planner
+    from stalloc.runtime.poison_watch import Watch
 
 _SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
 
@@ -46,7 +46,7 @@ class Controller:
         source: Source,
         slow_function: int,
         settings: Settings,
-        watch: "poison.Watch | None" = None,
+        watch: "Watch | None" = None,
         planner: "Planner | None" = None,
     ) -> None:
         """`slow_function` is the address that the core enters Python by; `planner` stands in for `plan_tape`."""

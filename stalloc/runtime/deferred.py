@@ -32,7 +32,7 @@ class Deferred:
         self._state = state_address
         self._device = device
         self._streams: dict[int, set[int]] = {}  # live block -> other streams that use it
-        self.on_end: Callable[[int], None] | None = None  #: called before a block that waited is free
+        self.on_end: Callable[[list[int]], None] | None = None  #: called before blocks that waited are free
         self._waiting: dict[int, _Freed] = {}  # by address
 
     def __len__(self) -> int:
@@ -82,13 +82,14 @@ class Deferred:
 
     def poll(self) -> None:
         """Free the waiting blocks whose events are over; not while a graph is captured."""
-        for address, freed in list(self._waiting.items()):
-            if all(event.done for event in self._events(freed)):
-                if self.on_end is not None:
-                    self.on_end(address)
-                finish_deferred(self._state, address)
-                if self._waiting.get(address) is freed:
-                    del self._waiting[address]
+        waiting = list(self._waiting.items())
+        over = {address: freed for address, freed in waiting if all(event.done for event in self._events(freed))}
+        if over and self.on_end is not None:
+            self.on_end(list(over))
+        for address, freed in over.items():
+            finish_deferred(self._state, address)
+            if self._waiting.get(address) is freed:
+                del self._waiting[address]
 
     def wait(self) -> None:
         """Wait for all events, since memory has run out."""

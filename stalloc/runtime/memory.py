@@ -15,7 +15,7 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
-    from stalloc.runtime import poison
+    from stalloc.runtime.poison_watch import Watch
 
 
 class ArenaHolder(Protocol):
@@ -36,7 +36,7 @@ class ArenaHolder(Protocol):
 class DeviceMemory:
     """Segments of one device, from `source`."""
 
-    def __init__(self, device: Device, source: Source, slow_function: int, watch: "poison.Watch | None" = None) -> None:
+    def __init__(self, device: Device, source: Source, slow_function: int, watch: "Watch | None" = None) -> None:
         self.device, self.source = device, source
         self.state = DeviceState(device.index, slow_function)
         self.lock = threading.RLock()

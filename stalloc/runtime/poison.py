@@ -10,7 +10,6 @@ What is found is one sentence on standard error at once. It is raised as Corrupt
 at the next mark of a step, or allocation of CuPy; a free, and torch's C++ code, cannot.
 """
 
-import ctypes
 import os
 import sys
 import sysconfig
@@ -26,11 +25,10 @@ from stalloc.core.constants import ALIGNMENT, BLOCK_LIVE, PRIVATE_KINDS, SMALL_L
 from stalloc.core.snapshot import owner_of, segments
 from stalloc.errors import CorruptionError
 from stalloc.notices import say
-from stalloc.runtime.poison_memory import PoisonMemory, memory_of
+from stalloc.runtime.poison_memory import PoisonMemory
 
 if TYPE_CHECKING:
     from stalloc.core.state import DeviceState
-    from stalloc.device import Device
 
 FRESH, FREED, GUARD = 0xFF, 0xFB, 0xFD
 GUARD_BYTES = 16  # behind every block at least, whatever it asked for; rounding adds to that
@@ -50,6 +48,11 @@ class Owner(NamedTuple):
     rounded_bytes: int
     stream: int  #: raw handle
     place: str  #: the line of the program that allocated it; empty where no Python code did
+
+    @property
+    def guard(self) -> tuple[int, int]:
+        """Address and bytes of what lies behind it."""
+        return self.address + self.requested_bytes, self.rounded_bytes - self.requested_bytes
 
     def __str__(self) -> str:
         line = f", allocated at {self.place}" if self.place else ""
@@ -86,9 +89,9 @@ class Poison:
 
     def allocate(self, requested_bytes: int, stream: int) -> int:
         """Serve a request and get the block ready for its owner."""
+        self._free_waiting()
         if self._memory is None or requested_bytes <= 0:
             return self.state.malloc(requested_bytes, stream)
-        self._do(self._free_waiting)
         address = self.state.malloc(requested_bytes + GUARD_BYTES, stream)
         if address:
             self._do(self._begin, address, requested_bytes, _calling_line())
@@ -96,20 +99,28 @@ class Poison:
 
     def free(self, address: int) -> None:
         """Free a block; while a graph is captured, which must not learn of our fills, after the capture."""
+        self._free_waiting()
         block = self._owner(address) if address else None
         if self._memory is None or block is None or block.is_private:
             self.state.free(address)
         elif self.state.record.private_kind:
             self._waiting.append(address)
         else:
-            self._do(self._free_waiting)
-            if block.state == BLOCK_LIVE:
-                self._do(self._ending, address)
+            self._free([address])
+
+    def _free(self, addresses: list[int]) -> None:
+        owners = {address: self._owner(address) for address in addresses}
+        self.ending([address for address, owner in owners.items() if owner and owner.state == BLOCK_LIVE])
+        for address in addresses:
             self.state.free(address)  # shared with others: `ending` comes when those are done
 
-    def _free_waiting(self, memory: PoisonMemory) -> None:
-        while self._waiting and not self.state.record.private_kind:
-            self.free(self._waiting.pop())
+    def _free_waiting(self) -> None:
+        """Free what was freed while a graph was captured, if that is over: at once, and filled by one launch."""
+        if self._waiting and not self.state.record.private_kind:
+            addresses = []
+            while self._waiting:  # other threads may take some, or add
+                addresses.append(self._waiting.pop())
+            self._free(addresses)
 
     def _begin(self, memory: PoisonMemory, address: int, requested: int, place: str) -> None:
         block = self._owner(address)
@@ -118,28 +129,31 @@ class Poison:
         rounded, stream = block.size_bytes, block.raw_stream
         if memory.mismatches([(address, rounded)], FREED, stream)[0]:
             self._name_writer(memory, address, rounded, "when it was to be handed out again")
-        memory.fill(address, requested, FRESH, stream)
-        memory.fill(address + requested, rounded - requested, GUARD, stream)
-        self._live[address] = Owner(address, requested, rounded, stream, place)
+        owner = Owner(address, requested, rounded, stream, place)
+        memory.fill([(address, requested)], FRESH, stream)
+        memory.fill([owner.guard], GUARD, stream)
+        self._live[address] = owner
 
     # --- what the controller does
 
-    def _ending(self, memory: PoisonMemory, address: int) -> None:
-        """A block is about to be free, and nobody uses it any more."""
-        block, owner = self._owner(address), self._live.pop(address, None)
-        if block is None or block.is_private:
-            return
-        if owner is not None:
-            guard = owner.address + owner.requested_bytes
-            size = owner.rounded_bytes - owner.requested_bytes
-            if memory.mismatches([(guard, size)], GUARD, owner.stream)[0]:
-                self._name_owner(memory, owner, "when it was freed")
-            self._gone.append(owner)
-        memory.fill(address, int(block.size_bytes), FREED, int(block.raw_stream))
+    def ending(self, addresses: list[int]) -> None:
+        """Blocks that nobody uses any more, other streams neither, are about to be free."""
+        by_stream: dict[int, list[tuple[int, int]]] = {}
+        for address in addresses:
+            block = self._owner(address)
+            if block is not None and not block.is_private:
+                by_stream.setdefault(block.raw_stream, []).append((address, block.size_bytes))
+        for stream, blocks in by_stream.items():
+            self._do(self._ending, stream, blocks)
 
-    def ending(self, address: int) -> None:
-        """The other streams of a freed block are done: it is about to be free."""
-        self._do(self._ending, address)
+    def _ending(self, memory: PoisonMemory, stream: int, blocks: list[tuple[int, int]]) -> None:
+        owners = [owner for address, _ in blocks if (owner := self._live.pop(address, None)) is not None]
+        counts = memory.mismatches([owner.guard for owner in owners], GUARD, stream)
+        for owner, count in zip(owners, counts, strict=True):
+            if count:
+                self._name_owner(memory, owner, "when it was freed")
+        self._gone.extend(owners)
+        memory.fill(blocks, FREED, stream)
 
     def taken(self, base: int, size_bytes: int) -> None:
         """A segment or an arena came from the device; nobody has any of it yet."""
@@ -149,7 +163,7 @@ class Poison:
         if self.state.record.private_kind:
             self._of_graphs.add(base)
             return
-        memory.fill(base, size_bytes, FREED, 0)
+        memory.fill([(base, size_bytes)], FREED, 0)
         memory.mismatches([], FREED, None)  # streams that do not wait for the default one may be the first to use it
 
     def returned(self, base: int, size_bytes: int) -> None:
@@ -165,13 +179,13 @@ class Poison:
     def check(self) -> None:
         """Look at everything, with the controller's lock held, which keeps segments in place."""
         if not self.state.record.private_kind:
-            self._do(self._free_waiting)
+            self._free_waiting()
             self._do(self._check)
 
     def _check(self, memory: PoisonMemory) -> None:
         live = list(self._live.copy().values())
-        guards = [(one.address + one.requested_bytes, one.rounded_bytes - one.requested_bytes) for one in live]
-        for owner, count in zip(live, memory.mismatches(guards, GUARD, None), strict=True):
+        counts = memory.mismatches([owner.guard for owner in live], GUARD, None)
+        for owner, count in zip(live, counts, strict=True):
             # a block that another thread has freed meanwhile holds FREED; that was looked at then
             if count and self._live.get(owner.address) is owner:
                 self._name_owner(memory, owner, "at the end of a step")
@@ -196,8 +210,7 @@ class Poison:
     # --- sentences
 
     def _name_owner(self, memory: PoisonMemory, owner: Owner, when: str) -> None:
-        guard, size = owner.address + owner.requested_bytes, owner.rounded_bytes - owner.requested_bytes
-        what, _ = self._written(memory, guard, size, GUARD, owner.stream)
+        what, _ = self._written(memory, *owner.guard, GUARD, owner.stream)
         self._tell(
             f"{what} past the end of {owner}, as was found {when}: look for an index out of bounds in what works on it."
         )
@@ -219,7 +232,7 @@ class Poison:
         data = memory.read(address, size)
         changed = np.flatnonzero(data != byte)
         first, last = (int(changed[0]), int(changed[-1])) if len(changed) else (0, 0)
-        memory.fill(address, size, byte, stream)
+        memory.fill([(address, size)], byte, stream)
         shown = bytes(data[first : min(last + 1, first + 16)]).hex(" ")
         count = "1 byte was" if len(changed) == 1 else f"{len(changed):,} bytes were"
         return f"{count} written from {address + first:#x} on ({shown})", address + first
@@ -258,51 +271,3 @@ def _calling_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-
-class Watch:
-    """All devices of a process under poison: the entries that torch and CuPy get, and the program's end."""
-
-    def __init__(self) -> None:
-        self.devices: dict[int, Poison] = {}  #: by the address of the state
-        self._pid = os.getpid()
-
-    def add(self, device: "Device", state: "DeviceState") -> Poison | None:
-        """Watch a device; None, and a sentence, if its memory does not exist."""
-        memory = memory_of(device)
-        if memory is None:
-            say(
-                "STALLOC_POISON finds nothing on a virtual GPU, which keeps no bytes: use VirtualGPU(copy_limit_bytes="
-                "None), whose memory is real, or a real GPU."
-            )
-            return None
-        self.devices[state.address] = Poison(state, memory)
-        return self.devices[state.address]
-
-    def allocate(self, state: int, requested_bytes: int, stream: int) -> int:
-        """What the entries for allocations call."""
-        return self.devices[state].allocate(requested_bytes, stream)
-
-    def free(self, state: int, address: int, nothing: int) -> int:
-        """What the entries for frees call."""
-        self.devices[state].free(address)
-        return 0
-
-    def raise_found(self) -> None:
-        """Raise CorruptionError for what was found on any device since the last time."""
-        for poison in self.devices.values():
-            poison.raise_found()
-
-    def forked(self) -> None:
-        """In a child of fork nothing is looked at: its device may not answer."""
-        for poison in self.devices.values():
-            poison.stop("")
-
-    def at_exit(self) -> None:
-        """A program in which something was found does not end as if all were well."""
-        found = sum(len(poison.found) for poison in self.devices.values())
-        if found and os.getpid() == self._pid:
-            say(f"memory corruption: {found} findings: the program ends with exit code 1.")
-            sys.stdout.flush()
-            ctypes.CDLL(None).fflush(None)
-            os._exit(1)

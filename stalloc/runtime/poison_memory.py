@@ -1,20 +1,25 @@
 """How STALLOC_POISON writes and reads patterns: on a GPU, or where a virtual GPU's memory is plain host memory.
 
-Contract: nothing here takes memory from stalloc, which would call itself: fills are the driver's, and the little device
-memory that checks need is the driver's too. A fill is queued on the block's stream; a check waits for its result.
+Contract: nothing here takes memory from stalloc, which would call itself: the fill of one range is the driver's, and
+so is the little device memory that the kernels for many ranges need. A fill of one range is queued on the block's
+stream; a fill of several, and a check, waits until it is done.
 """
 
-import contextlib
-import ctypes
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from stalloc import kernels
 from stalloc.device import Device
+
+if TYPE_CHECKING:
+    from stalloc.kernels import Tables
+
+Ranges = Sequence[tuple[int, int]]  #: address and bytes of each
 
 _PER_THREAD = 2  # cudaStreamPerThread
 _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
@@ -23,11 +28,11 @@ _PIECE = 32 << 20  # bytes read to the host at a time where no kernel can look
 class PoisonMemory(Protocol):
     """Bytes of one device."""
 
-    def fill(self, address: int, size_bytes: int, byte: int, stream: int) -> None:
-        """Fill a range, in the order of a stream (raw handle)."""
+    def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
+        """Fill ranges that share no byte, in the order of a stream (raw handle)."""
 
-    def mismatches(self, ranges: Sequence[tuple[int, int]], byte: int, stream: int | None) -> list[int]:
-        """How many bytes of each range (address, bytes) differ; after what the stream (None: any) was given so far."""
+    def mismatches(self, ranges: Ranges, byte: int, stream: int | None) -> list[int]:
+        """How many bytes of each range differ; after what the stream (None: any) was given so far."""
 
     def read(self, address: int, size_bytes: int) -> np.ndarray:
         """A copy of the bytes of a range."""
@@ -44,53 +49,62 @@ def memory_of(device: Device) -> PoisonMemory | None:
 
 
 class HostMemory:
-    """A virtual GPU whose memory is plain memory of this process."""
+    """A virtual GPU whose memory is plain memory of this process: nothing runs beside the host."""
 
-    def fill(self, address: int, size_bytes: int, byte: int, stream: int) -> None:
-        """Fill a range at once: nothing runs beside the host."""
-        ctypes.memset(address, byte, size_bytes)
+    def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
+        """Fill ranges at once."""
+        kernels.host_fill(*_columns(ranges), byte)
 
-    def mismatches(self, ranges: Sequence[tuple[int, int]], byte: int, stream: int | None) -> list[int]:
+    def mismatches(self, ranges: Ranges, byte: int, stream: int | None) -> list[int]:
         """How many bytes of each range differ."""
-        return [int(np.count_nonzero(_bytes_at(*one) != byte)) if one[1] else 0 for one in ranges]
+        return [int(count) for count in kernels.host_mismatches(*_columns(ranges), byte)]
 
     def read(self, address: int, size_bytes: int) -> np.ndarray:
         """A copy of the bytes of a range."""
-        return _bytes_at(address, size_bytes).copy()
+        copy = np.empty(size_bytes, np.uint8)
+        kernels.host_copy([address], [copy.ctypes.data], [size_bytes])
+        return copy
 
 
 class GpuMemory:
-    """A device behind CuPy: fills by the driver, checks by the batched kernel, or through the host without one."""
+    """A device behind CuPy: one range by the driver, many by the batched kernels, or without them one by one."""
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._tables = threading.local()  # each thread's own, so that checks may run at the same time
+        self._of_thread = threading.local()  # each thread has tables of its own, so that launches may run side by side
 
-    def fill(self, address: int, size_bytes: int, byte: int, stream: int) -> None:
-        """Queue a fill on a stream."""
+    def fill(self, ranges: Ranges, byte: int, stream: int) -> None:
+        """Queue the fill of a range on a stream; several are filled by one launch, which is waited for."""
         import cupy
 
-        if size_bytes:
-            with cupy.cuda.Device(self._index):
-                handle = _handle(stream)
-                if handle is None:  # of another thread: nothing can be queued on it from here
-                    cupy.cuda.runtime.deviceSynchronize()
-                cupy.cuda.runtime.memsetAsync(address, byte, size_bytes, handle or 0)
-                if handle is None:
-                    cupy.cuda.runtime.deviceSynchronize()
+        ranges = [one for one in ranges if one[1]]
+        tables = self._tables() if len(ranges) > 1 else None
+        if tables is not None:
+            import torch
 
-    def mismatches(self, ranges: Sequence[tuple[int, int]], byte: int, stream: int | None) -> list[int]:
-        """How many bytes of each range differ; waits."""
-        import cupy
-
+            self._wait(stream)
+            with torch.cuda.device(self._index):
+                kernels.batched_fill(*_columns(ranges), byte, check=False, tables=tables)
+            return
         with cupy.cuda.Device(self._index):
-            handle = _handle(stream) if stream is not None else None
+            handle = _handle(stream)
+            if handle is None:  # of another thread: nothing can be queued on it from here
+                cupy.cuda.runtime.deviceSynchronize()
+            for address, size_bytes in ranges:
+                cupy.cuda.runtime.memsetAsync(address, byte, size_bytes, handle or 0)
             if handle is None:
                 cupy.cuda.runtime.deviceSynchronize()
-            else:
-                cupy.cuda.runtime.streamSynchronize(handle)
-        with self._check() as check:
-            return [int(count) for count in check([a for a, _ in ranges], [n for _, n in ranges], byte)]
+
+    def mismatches(self, ranges: Ranges, byte: int, stream: int | None) -> list[int]:
+        """How many bytes of each range differ; waits."""
+        self._wait(stream)
+        tables = self._tables()
+        if tables is None:
+            return [self._mismatches_through_host(*one, byte) for one in ranges]
+        import torch
+
+        with torch.cuda.device(self._index):
+            return [int(count) for count in kernels.batched_mismatches(*_columns(ranges), byte, tables=tables)]
 
     def read(self, address: int, size_bytes: int) -> np.ndarray:
         """A copy of the bytes of a range; waits for the device."""
@@ -102,26 +116,34 @@ class GpuMemory:
             cupy.cuda.runtime.memcpy(copy.ctypes.data, address, size_bytes, cupy.cuda.runtime.memcpyDeviceToHost)
         return copy
 
-    @contextlib.contextmanager
-    def _check(self) -> Iterator[Callable[[list[int], list[int], int], Any]]:
-        """The kernel where torch and Triton are there and at work; else a copy to the host."""
+    def _wait(self, stream: int | None) -> None:
+        """Until a stream (None: any) has done what it was given."""
+        import cupy
+
+        with cupy.cuda.Device(self._index):
+            handle = _handle(stream) if stream is not None else None
+            if handle is None:
+                cupy.cuda.runtime.deviceSynchronize()
+            else:
+                cupy.cuda.runtime.streamSynchronize(handle)
+
+    def _tables(self) -> "Tables | None":
+        """Where the tables of this thread's launches go; None unless torch and Triton are there and at work."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized() or importlib.util.find_spec("triton") is None:
-            yield self._through_host
-            return
-        from stalloc.kernels import Tables, batched_mismatches
+            return None
+        if not hasattr(self._of_thread, "tables"):
+            self._of_thread.tables = kernels.Tables()
+        return self._of_thread.tables
 
-        if not hasattr(self._tables, "own"):
-            self._tables.own = Tables()
-        with torch.cuda.device(self._index):
-            yield lambda low, size, byte: batched_mismatches(low, size, byte, tables=self._tables.own)
+    def _mismatches_through_host(self, address: int, size_bytes: int, byte: int) -> int:
+        pieces = [(address + at, min(_PIECE, size_bytes - at)) for at in range(0, size_bytes, _PIECE)]
+        return sum(int(np.count_nonzero(self.read(*piece) != byte)) for piece in pieces)
 
-    def _through_host(self, low: list[int], size: list[int], byte: int) -> list[int]:
-        counts = []
-        for address, count in zip(low, size, strict=True):
-            pieces = [(address + at, min(_PIECE, count - at)) for at in range(0, count, _PIECE)]
-            counts.append(sum(int(np.count_nonzero(self.read(*piece) != byte)) for piece in pieces))
-        return counts
+
+def _columns(ranges: Ranges) -> tuple[list[int], list[int]]:
+    """The addresses and the bytes of ranges, as the kernels take them."""
+    return [address for address, _ in ranges], [size_bytes for _, size_bytes in ranges]
 
 
 def _handle(stream: int) -> int | None:
@@ -132,7 +154,3 @@ def _handle(stream: int) -> int | None:
     if stream & 7 != _PER_THREAD:
         return stream
     return _PER_THREAD if stream >> 4 == threading.get_ident() else None
-
-
-def _bytes_at(address: int, count: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))

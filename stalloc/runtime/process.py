@@ -31,8 +31,8 @@ from stalloc.runtime.statistics import Report, report
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
-    from stalloc.runtime import poison
     from stalloc.runtime.planning_job import Planner
+    from stalloc.runtime.poison_watch import Watch
 
 _MAX_DEVICES = 128
 _FORKED = (
@@ -237,12 +237,12 @@ class Runtime:
         return [report(controller) for controller, one in zip(self.controllers, used, strict=True) if one]
 
 
-def _start_watch() -> "poison.Watch | None":
+def _start_watch() -> "Watch | None":
     if os.environ.get("STALLOC_POISON", "") in ("", "0"):
         return None
-    from stalloc.runtime import poison
+    from stalloc.runtime.poison_watch import Watch
 
-    watch = poison.Watch()
+    watch = Watch()
     atexit.register(watch.at_exit)  # before other handlers of ours, so that it runs after them
     return watch
 

@@ -100,9 +100,7 @@ class Watching:
         if self._status.effort.is_spent:
             return None
         if self._arenas.arena is not None and self._state.record.arena_live:
-            return (
-                None  # the last arena could not be dissolved: its tape cannot be replaced before its last block is gone
-            )
+            return None  # the last arena could not be dissolved: its tape stays until its last block is gone
         try:
             with self._status.effort.counted():
                 self._start_planning()
@@ -113,7 +111,10 @@ class Watching:
         return None
 
     def _start_planning(self) -> None:
-        if not self._may_recur():
+        if not self._recording.marks and not self._looking.may_find():
+            return
+        if self._recording.marks and not self._steps.recurring():
+            self._doubt_steps()
             return
         found = self._looking.find(self._status.settings)
         if found is None:
@@ -133,18 +134,13 @@ class Watching:
             self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
             self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
 
-    def _may_recur(self) -> bool:
-        """Whether anything in the record may recur; if nothing of its steps does, see whether a thread is to blame."""
-        if not self._recording.marks:
-            return self._looking.may_find()
-        if self._steps.recurring():
-            return True
+    def _doubt_steps(self) -> None:
+        """No marked step recurs: see whether a thread is to blame, or take what is held as held for good."""
         if self._recording.num_steps in _DOUBT_STEPS and not self._status.settings.keep_recording:
             if self._recording.leave_out_threads():
                 self._steps.forget()
         elif not self._looking.awaits_cycle:
             self._settle()
-        return False
 
     def _settle(self) -> None:
         if self._recording.num_steps >= _SETTLE_STEPS:

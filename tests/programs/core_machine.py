@@ -117,7 +117,7 @@ class Machine:
         self.state = DeviceState(0, slow_entry(self._help))
         self.states = np.array([self.state.address], np.int64)
         self.entries = cupy_entries(self.states.ctypes.data, core_entries())
-        self._allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
+        self.request = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[0])
         self._free = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)(self.entries[1])
         self.state.write(allocating_persistent=int(lasting))
 
@@ -183,7 +183,7 @@ class Machine:
 
     def allocate(self, size: int, stream: int = 0) -> int:
         """Allocate and check the address; 0 if there is no memory."""
-        address = self._allocate(stream, size, 0)
+        address = self.request(stream, size, 0)
         if address:
             rounded = -(-size // constants.ALIGNMENT) * constants.ALIGNMENT
             assert address % constants.ALIGNMENT == 0

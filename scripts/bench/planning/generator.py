@@ -217,7 +217,7 @@ def _weights(model: Model) -> Column:
     return 2 * np.array((attention + feed) * model.num_layers, np.int64)
 
 
-def _schedule(model: Model, microbatches: int) -> list[tuple[int, int, int]]:
+def schedule(model: Model, microbatches: int) -> list[tuple[int, int, int]]:
     """The passes of a step in order: (forward or backward, microbatch, chunk)."""
     ahead = model.num_stages - model.stage - 1
     if model.num_chunks == 1:
@@ -242,7 +242,7 @@ def _play(
 ) -> Stage:
     """The script for every microbatch and chunk of every step, each pass at its place in time."""
     rng = np.random.default_rng(seed)
-    passes = _schedule(model, microbatches)
+    passes = schedule(model, microbatches)
     length = np.array([(script.num_forward, script.num_backward)[kind] for kind, _, _ in passes], np.int64)
     standing = np.concatenate([weights, 2 * weights, 6 * weights // model.shards])  # weights, gradients, optimizer
     optimizer = np.tile([40_000_000, 20_000_000], model.num_layers)  # buckets: allocated in pairs, freed in pairs

@@ -87,7 +87,7 @@ def sited_malloc(
         "num_calls": ctypes.addressof(num_calls),
         "slow": slow_entry(name_stack),
     }
-    return link(__package__, "sites.ll", "malloc", set_to=set_to, libraries=(ctypes.pythonapi,))[0]
+    return link(__package__, "sites.ll", "malloc", set_to=set_to, libraries=(ctypes.pythonapi,), hot=True)[0]
 
 
 def free_by(slow: int) -> int:
@@ -137,7 +137,7 @@ def torch_entries(
     )
     error, set_to["construct_error"] = find(_ERROR, libraries)
     set_to["construct_string"] = find((_STRING[_ERROR.index(error)],), libraries)[1]
-    allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries)
+    allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries, hot=True)
     return allocate, release
 
 
@@ -148,7 +148,7 @@ def cupy_entries(states: int, entries: tuple[int, int] | None = None, malloc_wor
     """
     malloc, free = entries or core_entries()
     set_to = {"states": states, "core_malloc": malloc_word or word(malloc), "core_free": free}
-    allocate, release = link(__package__, "cupy.ll", "allocate", "free", set_to=set_to)
+    allocate, release = link(__package__, "cupy.ll", "allocate", "free", set_to=set_to, hot=True)
     return allocate, release
 
 

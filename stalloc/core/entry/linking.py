@@ -40,9 +40,14 @@ def find(names: tuple[str, ...], libraries: tuple[ctypes.CDLL, ...]) -> tuple[st
 
 
 def link(
-    package: str, file: str, *names: str, set_to: dict[str, int], libraries: tuple[ctypes.CDLL, ...] = ()
+    package: str,
+    file: str,
+    *names: str,
+    set_to: dict[str, int],
+    libraries: tuple[ctypes.CDLL, ...] = (),
+    hot: bool = False,
 ) -> list[int]:
-    """Compile a file of a package; the addresses of the functions named.
+    """Compile a file of a package, with care if its code is `hot`; the addresses of the functions named.
 
     `set_to` are addresses of what it declares, by name; the rest is looked up in `libraries`.
     """
@@ -52,7 +57,7 @@ def link(
     module.verify()
     # the large code model, as numba's: sections of a module may lie more than 2 GiB apart in a crowded address space,
     # and with 32-bit distances between them LLVM aborts the process then
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="large", jit=True)
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2 if hot else 0, codemodel="large", jit=True)
     engine = llvm.create_mcjit_compiler(module, machine)
     where = package, file
     engine.set_object_cache(lambda _, code: _compiled.setdefault(where, bytes(code)), lambda _: _compiled.get(where))

@@ -85,11 +85,11 @@ def scan(data: bytes) -> tuple[Verdict, list[tuple[int, int]], int]:
     found = np.full((MAX_GLOBALS, 2), -1, np.int64)
     room = 1 << 16
     while True:
-        state = np.zeros(1, _STATE)
+        so_far = np.zeros(1, _STATE)
         stack, memo = np.empty(room, np.int64), np.full(room, op.NOTHING, np.int64)
-        verdict = _scan(np.frombuffer(data, np.uint8), op.OPCODES, stack, memo, marks, containers, found, state)
+        verdict = _scan(np.frombuffer(data, np.uint8), op.OPCODES, stack, memo, marks, containers, found, so_far)
         if verdict != _NO_ROOM:
-            return Verdict(verdict), found[: state["num_globals"][0]].tolist(), int(state["estimate"][0])
+            return Verdict(verdict), found[: so_far["num_globals"][0]].tolist(), int(so_far["estimate"][0])
         room *= 8
 
 

@@ -1,0 +1,72 @@
+"""What compiled code of a source file may hold a part of: that file, and all that its imports lead to.
+
+Contract: equal stamps mean equal contents of all of them, wherever the package lies. Followed are imports that begin a
+line, of files in the same package or beside the file; what is imported in a function, or for type checkers only, is no
+part of compiled code (a test compares with Python's own parser). What makes compiled code is a part of every stamp.
+"""
+
+import hashlib
+import re
+from functools import cache
+from os.path import basename, dirname, isdir, isfile, join
+
+_HERE = dirname(__file__)
+_MAKERS = [join(_HERE, name) for name in ("compiled.py", "compiler.py", "kept_code.py")]
+_IMPORT = re.compile(rb"^(?:from +([\w.]+) +import +(\([^)]*\)|.*)|import +(.*))", re.MULTILINE)
+_NAME = re.compile(rb"[\w.]+")
+
+
+@cache
+def stamp_of(source: str) -> str:
+    """What changes when a file changes that compiled code of this one may hold a part of."""
+    digest = hashlib.sha256()
+    for path in sources_of(source):
+        digest.update(f"{basename(dirname(path))}/{basename(path)}\n".encode() + _read(path)[0])
+    return digest.hexdigest()
+
+
+def sources_of(source: str) -> list[str]:
+    """The file, the files that its imports lead to, and those that make compiled code, in order."""
+    found, rest = {source, *_MAKERS}, [source]
+    while rest:
+        for path in _read(rest.pop())[1]:
+            if path not in found:
+                found.add(path)
+                rest.append(path)
+    return sorted(found, key=lambda path: (basename(dirname(path)), basename(path)))
+
+
+@cache
+def _read(source: str) -> tuple[bytes, list[str]]:
+    """A digest of a file's content, and the files that it imports."""
+    with open(source, "rb") as file:
+        content = file.read()
+    imported = []
+    for module, names, modules in _IMPORT.findall(content):
+        if module:
+            imported += _files(source, module.decode(), _NAME.findall(names))
+        for name in _NAME.findall(modules):
+            imported += _files(source, name.decode(), [])
+    return hashlib.sha256(content).digest(), imported
+
+
+def _files(source: str, module: str, names: list[bytes]) -> list[str]:
+    """The files of a module that a file imports, and of those of its names that are modules; none of other packages."""
+    place, above = dirname(source), len(module) - len(module.lstrip("."))
+    if above == 0:
+        place = _root(place)
+    for _ in range(above - 1):
+        place = dirname(place)
+    place = join(place, *filter(None, module.split(".")))
+    places = [place]
+    if isdir(place):
+        places += [join(place, name.decode()) for name in names]
+    return [path for one in places for path in (one + ".py", join(one, "__init__.py")) if isfile(path)]
+
+
+@cache
+def _root(folder: str) -> str:
+    """The folder that a package lies in; a folder without packages is its own."""
+    while isfile(join(folder, "__init__.py")):
+        folder = dirname(folder)
+    return folder
