@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -485,15 +486,15 @@ def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() ->
         if len(kept) > 3:
             program.free(kept.pop(0))
 
-    def beside() -> None:
-        """As another thread, in the middle of a step."""
-        thread = threading.Thread(target=disturb)
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor(max_workers=1) as other:
 
-    for _ in range(9):
-        program.step(beside, lambda: program.train(2000), beside)
-    served = [program.step(beside, lambda: program.train(2000), beside) for _ in range(20)]
+        def beside() -> None:
+            """In the other thread, in the middle of a step."""
+            other.submit(disturb).result()
+
+        for _ in range(9):
+            program.step(beside, lambda: program.train(2000), beside)
+        served = [program.step(beside, lambda: program.train(2000), beside) for _ in range(20)]
     assert program.controller.status.phase is Phase.PLANNED
     assert sum(hits for hits, _ in served) > 0.6 * 20 * 37  # what is lent to the other takes places of the plan
 
