@@ -826,7 +826,7 @@ def test_a_pool_beside_stalloc_is_refused_in_one_sentence(run_checks: Any) -> No
 try:
     stalloc.mem_pool()
 except stalloc.SetupError as error:
-    show(str(error).startswith("torch's own allocator is not in charge"))
+    show(str(error).startswith("memory pools need torch's own allocator"))
 """
     ) == [True]
 
