@@ -393,18 +393,18 @@ base, rng = room.data_ptr(), random.Random(5)
 same, allocs = True, STATE.record.total.num_allocs
 for _ in range(20):
     at, size = base + rng.randrange(MIB), rng.randrange(1, 100_000)
-    gpu.fill(at, size, 0xFB, 0)
+    gpu.fill([(at, size)], 0xFB, 0)
     same &= host.mismatches([(at, size)], 0xFB, 0) == [0]
     for _ in range(rng.randrange(4)):
         write(at + rng.randrange(size))
     ranges = [(at, size), (at + size // 2, 0), (at + size // 3, size // 2)]
     same &= gpu.mismatches(ranges, 0xFB, 0) == host.mismatches(ranges, 0xFB, 0)
     same &= bool((gpu.read(at, size) == host.read(at, size)).all())
-host.fill(base, 8 * MIB, 0xFB, 0)
+host.fill([(base, 8 * MIB)], 0xFB, 0)
 write(base + 7 * MIB, 5)
 same &= gpu.mismatches([(base, 8 * MIB)], 0xFB, None) == [5]
 for owner in (threading.get_ident(), threading.get_ident() + 512):  # a thread's default stream, and another one's
-    gpu.fill(base, MIB, 0x11, owner << 4 | 2)
+    gpu.fill([(base, MIB)], 0x11, owner << 4 | 2)
     same &= gpu.mismatches([(base, MIB)], 0x11, owner << 4 | 2) == [0]
 print(json.dumps([same and STATE.record.total.num_allocs == allocs, "stalloc.kernels.launch" in sys.modules]))
 """,

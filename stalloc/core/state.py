@@ -473,6 +473,12 @@ class DeviceState:
             self.reuse_segment(address)
         return False
 
+    @property
+    def num_displaced(self) -> int:
+        """Requests of this pass over the plan that have a place and were served elsewhere."""
+        record = self.record
+        return int(record.conflicts - record.conflicts_before - record.step_unplanned)
+
     def take_peak_bytes(self) -> int:
         """What was allocated at most since this was asked last; while a plan is served, in this pass and the last."""
         return int(step_log.take_peak(self.address))

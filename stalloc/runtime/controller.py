@@ -158,7 +158,7 @@ class Controller:
                 self.status.effort.note_step()
                 self.watching.expects_marks = True
                 self._lasting.end()
-                if self.watching.doubts_unmarked():
+                if self.watching.leave_unmarked():
                     self._drop_plan("the first plan did not follow the steps that are marked now")
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:

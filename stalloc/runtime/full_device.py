@@ -31,17 +31,21 @@ class FullDevice:
 
     def knows_what_needs_most(self, arena_bytes: int) -> bool:
         """Whether a plan is of the steps that need most: what it and what lives hold is most of what steps needed."""
-        if not self._memory.source.paged or not self._memory.paging.fills_device():
+        return not self._is_full() or self._covers(arena_bytes)
+
+    def may_begin(self, arena_bytes: int) -> bool:
+        """The same, and whether it fits beside what lives, at the first request of its step."""
+        if not self._is_full():
             return True
+        held_bytes = self._state.record.total.allocated_bytes + arena_bytes
+        return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
+
+    def _is_full(self) -> bool:
+        return self._memory.source.paged and self._memory.paging.fills_device()
+
+    def _covers(self, arena_bytes: int) -> bool:
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes >= _COVERED * max(self._peaks, default=0)
-
-    def has_room(self, arena_bytes: int) -> bool:
-        """Whether a plan fits beside what lives, at the first request of its step."""
-        if not self._memory.source.paged or not self._memory.paging.fills_device():
-            return True
-        held_bytes = self._state.record.total.allocated_bytes + arena_bytes
-        return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -56,7 +60,6 @@ class FullDevice:
     def is_left(self) -> bool:
         """Whether the program does something else than the plan in force; to be asked when that needs more memory."""
         record = self._state.record
-        displaced = record.conflicts - record.conflicts_before - record.step_unplanned
-        if max(record.excess_misses, displaced) < _LOST or record.private_kind or not self._memory.source.paged:
+        if max(record.excess_misses, self._state.num_displaced) < _LOST or record.private_kind or self._moves:
             return False
-        return not self._moves and self._memory.paging.fills_device()
+        return self._is_full()

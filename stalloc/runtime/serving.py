@@ -82,9 +82,9 @@ class Serving:
             self._memory.release_unused()
 
     def _ask_for_arena(self, arena_bytes: int) -> bool:
-        """Whether an arena waits: for a mark at which there may be room, or for steps that it is enough for."""
+        """Whether an arena waits for a mark at which there may be room."""
         if self._memory.source.paged:
-            return not self.full_device.knows_what_needs_most(arena_bytes)
+            return False
         marked = bool(self._recording.marks or self._recording.step_times_ns)
         return self._shortage.ask_for_arena(arena_bytes, may_move=self.may_move and marked)
 
@@ -93,9 +93,7 @@ class Serving:
         tape, plan = job.admitted, job.plan
         if tape is None or plan is None:
             return Refusal(job.error or "planning failed")
-        if not (
-            self.full_device.has_room(tape.arena_bytes) and self.full_device.knows_what_needs_most(tape.arena_bytes)
-        ):
+        if not self.full_device.may_begin(tape.arena_bytes):
             self._state.record.ask_at_boundary = 1
             return Refusal("", for_now=True)
         self._status.steps_per_ring = job.periods
@@ -197,7 +195,8 @@ class Serving:
             return None
         self._steps.are_planned(search)
         self._release_unused()
-        if self._ask_for_arena(search.served.arena_bytes):
+        arena_bytes = search.served.arena_bytes
+        if not self.full_device.knows_what_needs_most(arena_bytes) or self._ask_for_arena(arena_bytes):
             self._steps.search = search  # the next mark tries again
             return None
         if self._status.phase is not Phase.PLANNED:

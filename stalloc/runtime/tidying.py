@@ -85,8 +85,12 @@ class Tidying:
         Whether it moved.
         """
         record = self._state.record
-        displaced = record.conflicts - record.conflicts_before - record.step_unplanned
-        if not displaced or record.steps_ever < self._move_after or record.private_kind or self._effort.is_spent:
+        if (
+            not self._state.num_displaced
+            or record.steps_ever < self._move_after
+            or record.private_kind
+            or self._effort.is_spent
+        ):
             return False
         soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
         self._move_wait = min(2 * self._move_wait, _MAX_QUIET_PASSES) if soon else 1

@@ -70,8 +70,8 @@ class Watching:
         if not self._recording.marks:
             self._looking.was_misled(is_part=is_part)
 
-    def doubts_unmarked(self) -> bool:
-        """At a mark: what was found before there were any goes if it is in the making; whether it goes if it serves."""
+    def leave_unmarked(self) -> bool:
+        """At a mark: leave a plan in the making that was found before there were any; whether one in force is to go."""
         status, record = self._status, self._state.record
         if self._recording.marks or not status.settings.plan:
             return False
