@@ -19,10 +19,7 @@ BELOW_ALL = ("device", "kernels")  #: the last rows
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 LONGER_FILES = {
-    "stalloc/core/arena.py",
     "stalloc/core/records.py",
-    "stalloc/core/requests.py",
-    "stalloc/core/state.py",
 }
 #: names that two modules may have, and why
 NAMED_TWICE = {

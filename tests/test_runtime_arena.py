@@ -77,8 +77,8 @@ def test_the_next_plan_takes_the_arena_over_around_what_still_lives_there(stream
         machine.check_counts()
         after.end()
         machine.check_counts()
-        machine.state.drop_tape()
-        assert machine.state.forget_arena() > 0, "nothing is left in it"
+        machine.state.arena.drop_tape()
+        assert machine.state.arena.forget() > 0, "nothing is left in it"
 
 
 def squeeze(machine: Machine, ring: Ring, bases: list[int]) -> None:
@@ -123,13 +123,13 @@ def test_a_fenced_arena_serves_nothing_and_goes_back_with_its_last_block(streams
     begin, end = bases[0], bases[-1] + dict(machine.segments.items())[bases[-1]]
     there = [address for address in machine.live.addresses() if begin <= address < end]
     assert there
-    assert machine.state.retire(bases)
+    assert machine.state.heap.retire(bases)
     later = Program(machine, program.ring, rng)
     later.one_pass()
     assert [address for address in machine.live.addresses() if begin <= address < end] == there
     program.end()
     for base in bases:
-        machine.state.reuse_segment(base)
+        machine.state.heap.reuse_segment(base)
     machine.give_back_segments()
     assert not set(bases) & set(machine.segments.addresses())
     machine.check_counts()

@@ -8,7 +8,7 @@ import pytest
 from programs.core_machine import Machine, Ring
 from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
-from stalloc.core import requests
+from stalloc.core import frees
 from stalloc.device.ordering import Ordering
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
@@ -94,12 +94,12 @@ class Checked(Machine):
         """Serve a ring from its plan, hand-overs secured."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
         arena_bytes = round_up(ring.peak)
-        self.state.install_tape(ring.tape())
+        self.state.arena.install(ring.tape())
         gives = np.unique(plan.handover_earlier)
-        self.state.share_cells(gives, self.driver.ordering, list(range(1, ring.length + 1)))
+        self.state.arena.share_cells(gives, self.driver.ordering, list(range(1, ring.length + 1)))
         base = self.take(arena_bytes)
-        self.state.count_arena(arena_bytes)
-        self.state.serve_arena(base, arena_bytes)
+        self.state.arena.count(arena_bytes)
+        self.state.arena.serve(base, arena_bytes)
 
 
 def shared_plan(ring: Ring) -> Plan:
@@ -192,13 +192,13 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     program.one_pass()
     live = [address for address, size in machine.live.items() if size > 512]
     for address in live:
-        assert requests.share(machine.state.address, address)
+        assert frees.share(machine.state.address, address)
     deferred = []
     machine.on_request[6] = lambda address: deferred.append(address) or 1  # DEFER
     program.one_pass()
     assert sorted(deferred) == sorted(live)
     for address in deferred:
-        requests.finish_deferred(machine.state.address, address)
+        frees.finish_deferred(machine.state.address, address)
     for _ in range(3):
         program.one_pass()
     machine.check_counts()
@@ -211,10 +211,10 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
     for _ in range(3):
         program.one_pass({5: INSERT, 20: LINGER})
     base = machine.state.record.arena
-    machine.state.drop_tape()
-    machine.state.end_sharing()
+    machine.state.arena.drop_tape()
+    machine.state.arena.end_sharing()
     machine.driver.synchronize()
-    bases = machine.state.dissolve_arena()
+    bases = machine.state.arena.dissolve()
     assert bases
     end = base + machine.segments.remove(base)
     for part, following in zip(bases, [*bases[1:], end], strict=True):

@@ -162,9 +162,9 @@ def test_an_absurd_size_is_not_taken_for_an_entry_of_the_plan() -> None:
     """Keys of the tape hold size and stream in one word: a size whose upper bits are cut off must not match."""
     machine = Machine()
     size, stream, offset = np.array([4 * MIB] * 4), np.zeros(4, np.int64), np.arange(4) * 4 * MIB
-    machine.state.install_tape(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
+    machine.state.arena.install(ArenaTape(arena_bytes=16 * MIB, size=size, stream=stream, offset=offset))
     base = machine.take(16 * MIB)
-    machine.state.serve_arena(base, 16 * MIB)
+    machine.state.arena.serve(base, 16 * MIB)
     assert machine.request(0, (1 << 54) + 4 * MIB, 0) == 0
     assert machine.state.record.arena_live == 0
 
@@ -249,7 +249,7 @@ def test_memory_of_a_capture_is_nobody_elses_until_the_graph_is_gone() -> None:
         assert all(other + size <= start or start + length <= other for start, length in ranges)
     for other in others:
         machine.free(other)
-    machine.state.unpin_pools(GRAPH)
+    machine.state.heap.unpin_pools(GRAPH)
     machine.give_back_segments()
     assert machine.taken == 0
 
@@ -273,5 +273,5 @@ def test_a_kind_of_pool_that_served_a_graph_before_is_private_again() -> None:
         machine.free(address)
         machine.state.record.private_kind = 0
         assert machine.give_back_segments() == 0, f"capture {i}"
-        machine.state.unpin_pools(GRAPH)
+        machine.state.heap.unpin_pools(GRAPH)
         assert machine.give_back_segments() == 1

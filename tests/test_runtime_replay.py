@@ -122,7 +122,9 @@ def test_a_block_that_lives_too_long_is_left_alone() -> None:
 def test_another_program_is_served_by_the_heap_and_the_plan_is_given_up() -> None:
     machine, program = start(4, length=50)
     asked: list[int] = []
-    machine.on_request[constants.STALE] = lambda argument: asked.append(argument) or machine.state.drop_tape() or 1
+    machine.on_request[constants.STALE] = lambda argument: (
+        asked.append(argument) or machine.state.arena.drop_tape() or 1
+    )
     machine.state.record.ask_after_misses = 300
     other = Program(machine, Ring(np.random.default_rng(99), 70), np.random.default_rng(99))
     program.one_pass()
@@ -130,13 +132,13 @@ def test_another_program_is_served_by_the_heap_and_the_plan_is_given_up() -> Non
         other.one_pass()
     assert len(asked) == 1
     hits = machine.state.record.hits
-    assert machine.state.forget_arena() == 0, "blocks of the first pass live there still"
+    assert machine.state.arena.forget() == 0, "blocks of the first pass live there still"
     program.one_pass()
     assert machine.state.record.hits == hits
     other.end()
     program.end()
     base, size = machine.state.record.arena, machine.state.record.arena_bytes
-    assert machine.state.forget_arena() == size > 0
+    assert machine.state.arena.forget() == size > 0
     machine.give_back(base)
     machine.give_back_segments()
     machine.check_counts()
@@ -148,7 +150,7 @@ def test_a_plan_that_no_longer_fits_half_of_the_step_is_given_up(deviation: int)
     machine, program = start(21, length=100)
     asked: list[int] = []
     machine.on_request[constants.STALE] = lambda argument: (
-        asked.append(program.position) or machine.state.drop_tape() or 1
+        asked.append(program.position) or machine.state.arena.drop_tape() or 1
     )
     machine.state.record.ask_after_misses = 5000
     for _ in range(30):
@@ -169,7 +171,7 @@ def test_one_extra_request_among_requests_that_are_all_alike_is_noticed() -> Non
     machine.install(ring)
     program, asked = Program(machine, ring, rng), []
     machine.on_request[constants.STALE] = lambda argument: (
-        asked.append(program.position) or machine.state.drop_tape() or 1
+        asked.append(program.position) or machine.state.arena.drop_tape() or 1
     )
     machine.state.record.ask_after_misses = 5000
     for _ in range(10):
@@ -255,8 +257,8 @@ def test_requests_without_a_place_on_the_plan_borrow_what_is_idle_and_soon_cost_
     assert machine.taken == taken
     program.end()
     machine.check_counts()
-    machine.state.drop_tape()
-    assert machine.state.forget_arena() > 0, "nothing is left in it"
+    machine.state.arena.drop_tape()
+    assert machine.state.arena.forget() > 0, "nothing is left in it"
 
 
 def test_requests_that_displace_each_other_from_step_to_step_are_healed_by_one_pass_that_takes_more() -> None:
@@ -294,10 +296,10 @@ def test_a_prologue_runs_once_and_then_the_ring_turns() -> None:
     offset = np.concatenate([offsets[:-1], ring.offset + offsets[-1]])
     arena_bytes = -(-(ring.peak + int(offsets[-1])) // (2 * MIB)) * 2 * MIB
     stream = np.zeros(40, np.int64)
-    machine.state.install_tape(
+    machine.state.arena.install(
         ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, num_prologue=10)
     )
-    machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
+    machine.state.arena.serve(machine.take(arena_bytes), arena_bytes)
     weights = [machine.allocate(size) for size in before]
     program = Program(machine, ring, rng)
     for _ in range(5):

@@ -124,11 +124,11 @@ def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generat
     begins = [0, *np.cumsum([ring.length for ring in rings])[:-1].tolist()]
     size, offset = (np.concatenate([getattr(ring, name) for ring in rings]) for name in ("size", "offset"))
     arena_bytes, stream = round_up(max(ring.peak for ring in rings)), np.zeros(len(size), np.int64)
-    machine.state.install_tape(
+    machine.state.arena.install(
         ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=tuple(begins))
     )
-    machine.state.count_arena(arena_bytes)
-    machine.state.serve_arena(machine.take(arena_bytes), arena_bytes)
+    machine.state.arena.count(arena_bytes)
+    machine.state.arena.serve(machine.take(arena_bytes), arena_bytes)
     return machine, rings, rng
 
 
@@ -171,8 +171,8 @@ def test_unknown_and_shortened_steps_between_them_are_safe_and_soon_over(seed: i
         assert machine.state.record.hits - hits == rings[1].length
     machine.check_counts()
     assert machine.state.record.total.num_live == machine.state.record.total.allocated_bytes == 0
-    machine.state.drop_tape()
-    assert machine.state.forget_arena()
+    machine.state.arena.drop_tape()
+    assert machine.state.arena.forget()
 
 
 def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
@@ -186,10 +186,10 @@ def test_steps_that_begin_alike_are_told_apart_where_they_part() -> None:
     peak = max(int(ring.offset[-1] + ring.size[-1]) for ring in (first, second))
     size, offset = np.concatenate([first.size, second.size]), np.concatenate([first.offset, second.offset])
     stream = np.zeros(80, np.int64)
-    machine.state.install_tape(
+    machine.state.arena.install(
         ArenaTape(arena_bytes=round_up(peak), size=size, stream=stream, offset=offset, begins=(0, 40))
     )
-    machine.state.serve_arena(machine.take(round_up(peak)), round_up(peak))
+    machine.state.arena.serve(machine.take(round_up(peak)), round_up(peak))
     for ring in (first, second, second, first, second):
         one_pass(machine, ring, ring.size)
     assert machine.state.record.hits == 5 * 40

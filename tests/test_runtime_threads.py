@@ -87,9 +87,9 @@ def test_plans_come_and_go_while_threads_run(machine: Machine) -> None:
             machine.install(ring)
             switches += 1
         else:
-            machine.state.drop_tape()
+            machine.state.arena.drop_tape()
             base = machine.state.record.arena
-            if machine.state.forget_arena():
+            if machine.state.arena.forget():
                 machine.give_back(base)
         machine.give_back_segments()
     enough.set()

@@ -107,7 +107,7 @@ def _words(rows: np.ndarray) -> Words:
 
 def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
     """The record and five tables of a device, as they were at one moment."""
-    sources = [state.memory, *tables]
+    sources = [state.tables.memory, *tables]
     copies = [np.empty(len(source), source.dtype) for source in sources]
     _copy(state.address, *(_words(rows) for pair in zip(sources, copies, strict=True) for rows in pair))
     return copies
@@ -115,13 +115,13 @@ def _copies(state: DeviceState, tables: list[np.ndarray]) -> list[np.ndarray]:
 
 def segments(state: DeviceState) -> list[HeapSegment]:
     """Every segment of a device with its blocks, as they were at one moment; the arena of a plan is one of them."""
-    record, tables, tape = state.record, state.tables, state.tape
+    record, tables, tape = state.record, state.tables, state.arena.tape
     has_arena = record.arena_bytes > 0 and tape is not None
     slots: np.ndarray = tape.slots if tape is not None and has_arena else table(Slot, 0)
     entries: np.ndarray = tape.entries if tape is not None and has_arena else table(TapeEntry, 0)
     used_segments, used_blocks = record.segments_used + _SLACK, record.blocks_used + _SLACK
     memory, rows, pools, blocks, slots, pages = _copies(
-        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena_pages]
+        state, [tables.segments[:used_segments], tables.pools, tables.blocks[:used_blocks], slots, state.arena.pages]
     )
     raw_streams = tables.streams["value"].tolist()
     found, leased = [], []  # what the arena lends to the heap is shown as part of the arena
@@ -209,7 +209,7 @@ def counts(state: DeviceState) -> State:
     """The record of a device as it was at one moment."""
     copy = structure(State)()
     words = np.frombuffer(copy, np.int64)  # type: ignore[call-overload]
-    _copy_words(state.address, _words(state.memory), words)
+    _copy_words(state.address, _words(state.tables.memory), words)
     return copy  # type: ignore[return-value]
 
 

@@ -46,7 +46,7 @@ class TapeTables:
 
 
 def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | None) -> TapeTables:
-    """The tables of a tape; the arguments are those of `DeviceState.install_tape`."""
+    """The tables of a tape; the arguments are those of `DeviceArena.install`."""
     stream, offset = tape.stream, tape.offset
     rounded = (tape.size + (ALIGNMENT - 1)) & -ALIGNMENT
     planned = offset >= 0

@@ -158,6 +158,6 @@ def serve_recording(controller: Controller, size: Column, stream: Column, offset
         controller.status.phase = Phase.RESTING
         return False
     controller.status.phase = Phase.PLANNED
-    controller.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
+    controller.state.arena.install(ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset))
     controller.arenas.serve_from(memory, arena_bytes)
     return True

@@ -65,7 +65,7 @@ class Arenas:
             if memory is None:
                 return False
         elif self.arena is not None and (shared or not self._fits_arena(tape)):
-            state.drop_tape()
+            state.arena.drop_tape()
             self.memory.release_unused()
         self.drop_tape()
         if self.arena is not None:  # it could not be dissolved
@@ -78,7 +78,7 @@ class Arenas:
             memory = memory if memory is not None else self.memory.malloc(arena_bytes)
             if memory is None:
                 return False
-            state.install_tape(tape)
+            state.arena.install(tape)
             if shared:
                 self.order_handovers(tape.gives)
             self.serve_from(memory, arena_bytes)
@@ -88,8 +88,8 @@ class Arenas:
     def serve_from(self, memory: Any, arena_bytes: int) -> None:
         """Serve the tape that was just installed from fresh memory."""
         self.arena = memory
-        self.state.count_arena(arena_bytes)
-        self.state.serve_arena(memory.ptr, arena_bytes)
+        self.state.arena.count(arena_bytes)
+        self.state.arena.serve(memory.ptr, arena_bytes)
 
     def holds_twice(self, tape: ArenaTape) -> bool:
         """Whether a tape could be put in force now only with a new arena beside the one in place."""
@@ -97,7 +97,7 @@ class Arenas:
         if self.arena is None or fits or self.memory.source.paged:
             return False
         room = self.memory.source.free_bytes() + self.state.record.arena_bytes >= tape.arena_bytes
-        return not (room and self.state.arena_is_idle())
+        return not (room and self.state.arena.is_idle())
 
     def takes_over_bytes(self, tape: ArenaTape) -> int:
         """Bytes of the last plan's arena if a tape can be served from there, else 0."""
@@ -107,13 +107,13 @@ class Arenas:
 
     def _fits_arena(self, tape: ArenaTape) -> bool:
         """Whether the arena in place can become that of a tape."""
-        return moved_into(self.state.arena_regions(), tape.size, tape.stream, tape.offset) is not None
+        return moved_into(self.state.arena.regions(), tape.size, tape.stream, tape.offset) is not None
 
     def _take_over(self, tape: ArenaTape) -> bool:
         """Make the arena of the last plan the arena again, around what still lives there; False if that cannot be."""
         bases, arena_bytes = self.old_arena, tape.arena_bytes
         regions, self.old_arena = self.old_regions(), []
-        if not regions or not self.state.take_over_segments(bases, tape):
+        if not regions or not self.state.arena.take_over_segments(bases, tape):
             return False
         for base in bases:  # parts of one piece of memory
             self.arena = self.memory.segments.pop(base)
@@ -125,22 +125,22 @@ class Arenas:
         """Get ready to secure the hand-overs of the tape that was just installed."""
         import cupy
 
-        functions, tables = ordering(), self.state.tape
+        functions, tables = ordering(), self.state.arena.tape
         assert functions is not None
         assert tables is not None
         with cupy.cuda.Device(self.memory.device.index):
             while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
-        self.state.share_cells(gives, functions, [event.ptr for event in self._events])
+        self.state.arena.share_cells(gives, functions, [event.ptr for event in self._events])
 
     # --- giving up
 
     def drop_tape(self) -> None:
         """Serve nothing from the plan any more; its arena becomes an ordinary segment: what is free in it is usable."""
-        self.state.drop_tape()
+        self.state.arena.drop_tape()
         if self.arena is None or not self._end_sharing():
             return
-        bases = self.state.dissolve_arena()
+        bases = self.state.arena.dissolve()
         for base in bases:
             self.memory.segments[base] = self.arena  # the memory goes back to the device with the last of them
         if bases:
@@ -155,7 +155,7 @@ class Arenas:
             return False  # a capture must not wait for the device
         import cupy
 
-        self.state.end_sharing()
+        self.state.arena.end_sharing()
         with cupy.cuda.Device(self.memory.device.index) as device:
             device.synchronize()
         return True
@@ -168,7 +168,7 @@ class Arenas:
 
     def before_release(self) -> None:
         """Give back the arena if nothing is served from it and nothing lives in it."""
-        arena_bytes = self.state.forget_arena() if self.arena is not None else 0
+        arena_bytes = self.state.arena.forget() if self.arena is not None else 0
         if arena_bytes:
             memory, self.arena = self.arena, None
             if self.memory.poison is not None:
@@ -181,9 +181,9 @@ class Arenas:
     def match(self) -> None:
         """Make the memory that is held agree with the core's tables after an interrupted call."""
         state = self.state
-        bases, sizes = (column.tolist() for column in state.segments())
+        bases, sizes = (column.tolist() for column in state.heap.segments())
         for base in bases:
-            state.reuse_segment(base)  # nothing is being taken over any more
+            state.heap.reuse_segment(base)  # nothing is being taken over any more
         if state.record.arena_bytes and self.arena is None:
             self.arena = self.memory.segments.get(state.record.arena)
         held = {base: self.memory.segments.get(base, self.arena) for base in bases}
@@ -192,7 +192,7 @@ class Arenas:
             self.arena = None
         if self.memory.source.paged:
             self.memory.paging.match()
-        state.count_arena(sum(sizes) + state.record.arena_mapped_bytes - state.record.reserved_bytes)
+        state.arena.count(sum(sizes) + state.record.arena_mapped_bytes - state.record.reserved_bytes)
 
     def forked(self) -> None:
         """This process is a fork: the arena is used as long as anything lives in it, and never given back."""
@@ -203,7 +203,7 @@ class Arenas:
     def old_regions(self) -> "list[Region]":
         """The regions of the arena of the last plan, if it is still there to be taken over."""
         there = all(base in self.memory.segments for base in self.old_arena)
-        return self.state.segment_regions(self.old_arena) if there else []
+        return self.state.heap.segment_regions(self.old_arena) if there else []
 
     def add_old(self, pool: int, size_bytes: int) -> None:
         """Take one segment for a pool, to be taken over by a plan as an old arena is."""
@@ -212,25 +212,25 @@ class Arenas:
             return
         self.memory.segments[memory.ptr] = memory
         self.old_arena = [memory.ptr]
-        if not self.state.give_segment(pool, memory.ptr, size_bytes):
+        if not self.state.heap.give_segment(pool, memory.ptr, size_bytes):
             del self.memory.segments[memory.ptr]
 
     def _retire(self, bases: list[int]) -> None:
         """Serve nothing more from the segments of an old arena, so that they go back with the last block there."""
-        self._retired = bases if self.state.retire(bases) else []
+        self._retired = bases if self.state.heap.retire(bases) else []
 
     def use_retired(self) -> bool:
         """Serve from an old arena again; whether there is one."""
         bases, self._retired = self._retired, []
         for base in bases:
-            self.state.reuse_segment(base)
+            self.state.heap.reuse_segment(base)
         return bool(bases)
 
     def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
         """Take every segment without live blocks out of the core's tables: base -> bytes."""
         retired = self._retired
         self.use_retired()
-        taken = self.state.remove_free_segments(idle_passes)
+        taken = self.state.heap.remove_free_segments(idle_passes)
         if retired and retired[0] not in taken:  # all of them go, or none
             self._retire(retired)
         return taken
@@ -255,11 +255,11 @@ class Arenas:
         False if there is none any more, since somebody else took its memory.
         """
         state, plan = self.state, self._too_large
-        if plan is None or self.arena is None or not state.arena_is_idle():
+        if plan is None or self.arena is None or not state.arena.is_idle():
             return True
         begin, end, cursor = state.record.ring_start, state.record.ring_end, state.record.cursor
         ask_after = state.record.ask_after_misses
-        state.drop_tape()
+        state.arena.drop_tape()
         self.memory.release_unused()
         if self.arena is not None:  # another thread was quicker: something lives there now
             state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
@@ -268,8 +268,8 @@ class Arenas:
         memory = self.memory.malloc(plan.arena_bytes)
         if memory is None:
             return False
-        state.install_tape(plan, cursor)
-        state.begin_step(begin, end, cursor)
+        state.arena.install(plan, cursor)
+        state.arena.begin_step(begin, end, cursor)
         self.serve_from(memory, plan.arena_bytes)
         state.write(ask_after_misses=ask_after)
         return True

@@ -48,7 +48,7 @@ class Captures:
                 if users > 1:
                     self.pools[graph_pool] = kind, users - 1
                 elif users == 1:
-                    self._state.unpin_pools(kind)
+                    self._state.heap.unpin_pools(kind)
                     del self.pools[graph_pool]
                     self._spare_kinds += (kind,)
                 self._counted[me] = True

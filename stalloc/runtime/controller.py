@@ -139,7 +139,7 @@ class Controller:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
         passes = is_interruption(error) or isinstance(error, RecursionError)
         goes_on = passes and self.status.phase is not Phase.RESTING
-        self.state.drop_tape()
+        self.state.arena.drop_tape()
         self.watching.job = None
         self.steps.forget()
         self.arenas.match()
@@ -193,7 +193,7 @@ class Controller:
         self.memory.forked()
         self.arenas.forked()
         self.lock, self.watching.job = self.memory.lock, None
-        self.state.drop_tape()
+        self.state.arena.drop_tape()
         self.state.write(recording=0, check_at=0, allocating_persistent=0)
         self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stalloc.core.constants import BLOCK_DEFERRED, BLOCK_FREE, BLOCK_SHARED
-from stalloc.core.requests import finish_deferred, share
+from stalloc.core.frees import finish_deferred, share
 from stalloc.core.snapshot import owner_of
 
 

@@ -90,7 +90,7 @@ class DeviceMemory:
         if memory is None:
             return False
         self.segments[memory.ptr] = memory
-        if self.state.give_segment(pool, memory.ptr, size_bytes):
+        if self.state.heap.give_segment(pool, memory.ptr, size_bytes):
             return True
         del self.segments[memory.ptr]
         return False
@@ -157,5 +157,7 @@ class DeviceMemory:
         self.lock = threading.RLock()
         self._inherited = [self.segments, self.kept]
         self.source.forked()
-        self.state.keep_ranges()
-        self.segments = dict.fromkeys(self.state.segments()[0].tolist())  # threads that are gone may have left others
+        self.state.heap.keep_ranges()
+        self.segments = dict.fromkeys(
+            self.state.heap.segments()[0].tolist()
+        )  # threads that are gone may have left others

@@ -39,31 +39,31 @@ def move(arenas: "Arenas") -> bool:
     """
     state, record, tape = arenas.state, arenas.state.record, arenas.tape
     memory = arenas.memory.source.reserve(arenas.arena.size_bytes) if tape is not None else None
-    if tape is None or memory is None or state.tape is None:
+    if tape is None or memory is None or state.arena.tape is None:
         return False
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
-    learnt = state.tape.lifespans
+    learnt = state.arena.tape.lifespans
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
         return False
     _serve_on(arenas, memory, tape, cursor, anew=False)
-    state.tape.lifespans[:] = learnt
-    state.begin_step(begin, end, cursor)
+    state.arena.tape.lifespans[:] = learnt
+    state.arena.begin_step(begin, end, cursor)
     state.write(ask_after_misses=ask_after)
     return True
 
 
 def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
-    arenas.state.install_tape(tape, cursor)
+    arenas.state.arena.install(tape, cursor)
     if tape.cross_streams:
         arenas.order_handovers(tape.gives)
     arenas.arena, arenas.tape = memory, tape
-    arenas.state.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
+    arenas.state.arena.serve_pages(memory.ptr, memory.size_bytes, anew=anew)
 
 
 def back(arenas: "Arenas", position: int) -> None:
     """Map what the place of a tape's entry lacks, if there is memory for it."""
     if arenas.arena is not None and arenas.memory.source.paged:
-        begin, end = arenas.state.planned_place(position)
+        begin, end = arenas.state.arena.planned_place(position)
         arenas.memory.paging.back(begin, end)

@@ -46,11 +46,11 @@ class Paging:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
         self.num_growths += 1
         for _ in range(2):  # somebody else may take what the device was taken to have
-            ranges, place = self._state.find_growth(pool, size_bytes)
+            ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self._add_range(pool, size_bytes):
                     return False
-                ranges, place = self._state.find_growth(pool, size_bytes)
+                ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(sum(size for _, size in ranges), size_bytes, place):
                 return False
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
@@ -63,7 +63,7 @@ class Paging:
         memory = self._range_of(address)
         if not self._map(memory, address, size_bytes):
             return False
-        if self._state.use_pages(address, size_bytes):
+        if self._state.heap.use_pages(address, size_bytes):
             return True
         memory.unmap(address, size_bytes)
         return False
@@ -74,7 +74,7 @@ class Paging:
         if memory is None:
             return False
         self._memory.segments[memory.ptr] = memory
-        if self._state.give_range(pool, memory.ptr, memory.size_bytes):
+        if self._state.heap.give_range(pool, memory.ptr, memory.size_bytes):
             return True
         del self._memory.segments[memory.ptr]
         return False
@@ -89,15 +89,15 @@ class Paging:
         for address, size_bytes in memory.lacking(begin, end):  # some of it may have been what made room
             if not self._map(memory, address, size_bytes):
                 return
-            self._state.use_arena_pages(address - memory.ptr, address - memory.ptr + size_bytes)
+            self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
 
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
         if self._state.record.private_kind:
             return
-        while ranges := self._state.leave_pages(_ALL):
+        while ranges := self._state.heap.leave_pages(_ALL):
             self._unmap(ranges)
-        for base in self._state.remove_empty_ranges():
+        for base in self._state.heap.remove_empty_ranges():
             del self._memory.segments[base]
         self.sweep()
         self._source.collect()
@@ -153,7 +153,7 @@ class Paging:
             excess = 0
         if excess > 0:
             self.num_moves += 1
-            ranges = self._state.leave_pages(round_up(excess), between)
+            ranges = self._state.heap.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
         if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
@@ -169,7 +169,7 @@ class Paging:
         self._state.write(memory_is_short=1)
         self._memory.find_deferred()
         self._memory.deferred.wait()
-        self._unmap(self._state.leave_pages(_ALL, between))
+        self._unmap(self._state.heap.leave_pages(_ALL, between))
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
             self._unmap_arena(round_up(lacking), anything=True)
@@ -180,7 +180,7 @@ class Paging:
         """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
         if self._arena is None:
             return 0
-        ranges = self._state.leave_arena_pages(size_bytes, anything=anything)
+        ranges = self._state.arena.leave_pages(size_bytes, anything=anything)
         self._unmap([(self._arena.ptr + begin, size) for begin, size in ranges])
         return sum(size for _, size in ranges)
 

@@ -161,7 +161,7 @@ class Recording:
 
         state, tags = self._state, events["action"]
         raw = state.tables.streams["value"][: state.record.num_streams].tolist()
-        bases, sizes = state.segments()
+        bases, sizes = state.heap.segments()
         return from_recorded(
             self._device.index,
             tags & 0xFF,

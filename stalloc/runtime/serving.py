@@ -112,7 +112,7 @@ class Serving:
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
             self._separate = job.tape if job.may_share else None
             begin, end = self._state.record.ring_start, self._state.record.ring_end
-            self._state.begin_step(begin, end, begin + begun % (end - begin))
+            self._state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self._recording.step_times_ns:
                 self._state.record.doubt_at = self._state.record.total.num_allocs + _DOUBT_PASSES * (end - begin)
             return None

@@ -28,7 +28,7 @@ class Shortage:
         What a plan does not serve is the exception: it gets no more than it needs.
         """
         state, memory = self._state, self._memory
-        kind = state.pool_kind(pool)
+        kind = state.heap.pool_kind(pool)
         if memory.source.paged and kind < constants.PRIVATE_KINDS:
             return self._add_pages(pool, size_bytes)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
@@ -42,7 +42,7 @@ class Shortage:
             return True
         if self._arenas.use_retired() or self._arenas.lend_again():
             return True  # the core asks again if that did not help
-        full = state.full_table()
+        full = state.heap.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too
             if memory.take_segment(pool, least):
@@ -65,7 +65,7 @@ class Shortage:
             return True
         if self._collects(size_bytes) and memory.paging.grow(pool, size_bytes):
             return True
-        return self._refuse(state.full_table(), size_bytes)
+        return self._refuse(state.heap.full_table(), size_bytes)
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
@@ -75,7 +75,7 @@ class Shortage:
 
     def _collects(self, size_bytes: int) -> bool:
         """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""
-        if self._state.largest_free_bytes() >= size_bytes:
+        if self._state.heap.largest_free_bytes() >= size_bytes:
             return False  # the core finds that block
         if self._memory.source.free_bytes() + self._state.record.reserved_bytes < size_bytes:
             return False  # were all of it free

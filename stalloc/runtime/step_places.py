@@ -66,7 +66,7 @@ class StepPlaces:
         self._followers[self._order[-2:]] = followed
         self._order = (*self._order[1 - _ORDER :], followed)
         expected = self._followers.get(self._order[-2:], followed)
-        self._state.begin_step(self._begins[expected], self._ends[expected], self._begins[expected])
+        self._state.arena.begin_step(self._begins[expected], self._ends[expected], self._begins[expected])
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
         """The position next to the cursor; the one after the last where there is none near."""
@@ -76,9 +76,9 @@ class StepPlaces:
         nearest = min(around, key=around.__getitem__)
         if around[nearest] > _NEAR:
             nearest = (self._current + 1) % len(self._positions)
-            self._state.begin_step(begin, end, begin + self._positions[nearest])
+            self._state.arena.begin_step(begin, end, begin + self._positions[nearest])
         elif around[nearest] == 0:
-            self._state.begin_step(begin, end, cursor)
+            self._state.arena.begin_step(begin, end, cursor)
         self._current = nearest
 
     def _apart(self, index: int, at: int, length: int) -> int:

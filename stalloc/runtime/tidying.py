@@ -121,7 +121,7 @@ class Tidying:
         by_stream = np.bincount(tags[allocs] >> 8, weights=events["requested_bytes"][allocs], minlength=1)
         state.write(allocating_persistent=0)
         arenas.memory.release_unused()
-        pool = state.general_pool(int(by_stream.argmax()))
+        pool = state.heap.general_pool(int(by_stream.argmax()))
         size_bytes = round_up(max(0, state.allocated_peak_bytes - state.record.total.allocated_bytes))
         if size_bytes and pool >= 0:
             arenas.add_old(pool, size_bytes)

@@ -153,7 +153,7 @@ class Watching:
         tape, ring = job.tape, slice(job.tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
         self._state.write(check_at=0)
-        self._state.install_tape(
+        self._state.arena.install(
             ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
         self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)

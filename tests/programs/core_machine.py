@@ -128,11 +128,11 @@ class Machine:
             action = self.on_request.get(reason)
             return int(action(argument)) if callable(action) else 1
         pool = request >> constants.REASON_BITS
-        size = segment_bytes(self.state.pool_kind(pool), argument)
+        size = segment_bytes(self.state.heap.pool_kind(pool), argument)
         for segment in (size, round_up(argument)):
             base = self.take(segment)
             if base:
-                assert self.state.give_segment(pool, base, segment)
+                assert self.state.heap.give_segment(pool, base, segment)
                 return 1
         return 0
 
@@ -176,7 +176,7 @@ class Machine:
 
     def give_back_segments(self) -> int:
         """Take free segments from the core, as when memory is released; how many."""
-        bases = self.state.remove_free_segments()
+        bases = self.state.heap.remove_free_segments()
         for base in bases:
             self.give_back(base)
         return len(bases)
@@ -205,19 +205,19 @@ class Machine:
     def install(self, program: "Ring", *, serve: bool = True) -> int:
         """Follow a ring from its first request and serve it from an arena; the arena's base."""
         arena_bytes = round_up(program.peak)
-        self.state.install_tape(program.tape())
+        self.state.arena.install(program.tape())
         if not serve:
             return 0
         base = self.take(arena_bytes)
-        self.state.count_arena(arena_bytes)
-        self.state.serve_arena(base, arena_bytes)
+        self.state.arena.count(arena_bytes)
+        self.state.arena.serve(base, arena_bytes)
         return base
 
     def dissolve(self) -> list[int]:
         """Give the plan up and make ordinary segments of its arena; their bases."""
         base = self.state.record.arena
-        self.state.drop_tape()
-        bases = self.state.dissolve_arena()
+        self.state.arena.drop_tape()
+        bases = self.state.arena.dissolve()
         if bases:
             end = base + self.segments.remove(base)
             for part, following in zip(bases, [*bases[1:], end], strict=True):
@@ -226,7 +226,7 @@ class Machine:
 
     def take_over(self, program: "Ring", bases: list[int]) -> bool:
         """Serve a ring from the segments that were an arena before; False if that cannot be."""
-        if not self.state.take_over_segments(bases, program.tape()):
+        if not self.state.arena.take_over_segments(bases, program.tape()):
             return False
         size = sum(self.segments.remove(base) for base in bases)
         self.segments.add(bases[0], size)

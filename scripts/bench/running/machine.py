@@ -14,8 +14,9 @@ from planning.generator import Column
 from running.programs import Step
 from stalloc.compiled import njit
 from stalloc.core.constants import TINY
+from stalloc.core.frees import free
 from stalloc.core.records import state_at
-from stalloc.core.requests import free, malloc
+from stalloc.core.requests import malloc
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP
 from stalloc.runtime.runtime_settings import Phase, Settings

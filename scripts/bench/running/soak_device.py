@@ -296,8 +296,16 @@ class Soak:
             problems.append("the soak itself lost blocks")
         if state.record.mode == constants.MODE_REPLAY and state.record.arena_bytes:
             arena.arena_is_idle(state.address)  # no lease is left
-            leases = state.tape.cells["lease"][: state.record.num_cells] if state.tape is not None else np.zeros(0)
-            taken = int(np.bitwise_count(state.tape.bits.view(np.uint64)).sum()) if state.tape is not None else 0
+            leases = (
+                state.arena.tape.cells["lease"][: state.record.num_cells]
+                if state.arena.tape is not None
+                else np.zeros(0)
+            )
+            taken = (
+                int(np.bitwise_count(state.arena.tape.bits.view(np.uint64)).sum())
+                if state.arena.tape is not None
+                else 0
+            )
             if taken != int((leases == constants.UNMAPPED).sum()):
                 problems.append("cells are taken though nothing lives")
         if state.record.mode == constants.MODE_REPLAY:

@@ -135,10 +135,10 @@ class Device:
         if request & ((1 << constants.REASON_BITS) - 1) != constants.NEED_SEGMENT:
             return 1
         pool = request >> constants.REASON_BITS
-        size = segment_bytes(self.state.pool_kind(pool), argument)
+        size = segment_bytes(self.state.heap.pool_kind(pool), argument)
         base = self.take(size)
         self.parts[base] = base
-        return int(self.state.give_segment(pool, base, size))
+        return int(self.state.heap.give_segment(pool, base, size))
 
     def take(self, size: int) -> int:
         """Addresses from the device."""
@@ -149,7 +149,7 @@ class Device:
 
     def give_back(self) -> None:
         """Take free segments from the core."""
-        for base in self.state.remove_free_segments():
+        for base in self.state.heap.remove_free_segments():
             piece = self.parts.pop(base)
             if piece not in self.parts.values():
                 del self.pieces[piece]
@@ -165,16 +165,16 @@ class Device:
     def serve(self, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> None:
         """Serve a tape from a fresh arena."""
         arena_bytes = round_up(peak_bytes)
-        self.state.install_tape(_arena_tape(tape, begins, peak_bytes))
+        self.state.arena.install(_arena_tape(tape, begins, peak_bytes))
         base = self.take(arena_bytes)
-        self.state.count_arena(arena_bytes)
-        self.state.serve_arena(base, arena_bytes)
+        self.state.arena.count(arena_bytes)
+        self.state.arena.serve(base, arena_bytes)
 
     def dissolve(self) -> bool:
         """Give the plan up and make segments of its arena; False if it has to stay."""
         arena = self.state.record.arena
-        self.state.drop_tape()
-        parts = self.state.dissolve_arena()
+        self.state.arena.drop_tape()
+        parts = self.state.arena.dissolve()
         for part in parts:
             self.parts[part] = arena
         return bool(parts)
@@ -183,7 +183,7 @@ class Device:
         """Serve a tape from a segment that was an arena; False if that cannot be."""
         if self.parts.get(base) != base or self.pieces[base] < peak_bytes:
             return False
-        if not self.state.take_over_segments([base], _arena_tape(tape, begins, peak_bytes)):
+        if not self.state.arena.take_over_segments([base], _arena_tape(tape, begins, peak_bytes)):
             return False
         del self.parts[base]
         return True
@@ -311,7 +311,7 @@ def one_program(device: Device, seed: int) -> Outcome:
         if program.marked:
             expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.rings)))
             begin = program.begins[expected]
-            state.begin_step(begin, begin + len(program.rings[expected]), begin)
+            state.arena.begin_step(begin, begin + len(program.rings[expected]), begin)
         before = state.record.misses, state.record.conflicts
         first, end = program.bounds[index], program.bounds[index + 1]
         middle = int(rng.integers(first, end + 1)) if index == program.gives_up else end

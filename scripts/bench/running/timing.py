@@ -35,8 +35,8 @@ class Device:
 
     def _help(self, device: int, request: int, argument: int) -> int:
         pool = request >> constants.REASON_BITS
-        size = segment_bytes(self.state.pool_kind(pool), argument)
-        return int(self.state.give_segment(pool, self.take(size), size))
+        size = segment_bytes(self.state.heap.pool_kind(pool), argument)
+        return int(self.state.heap.give_segment(pool, self.take(size), size))
 
     def take(self, size: int) -> int:
         """Addresses from the device."""
@@ -74,9 +74,11 @@ class Ring:
         """Serve this ring on a device, from an arena with `room` bytes beyond the plan."""
         arena_bytes = round_up(self.peak + room)
         stream = np.zeros(LENGTH, np.int64)
-        device.state.install_tape(ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset))
-        device.state.count_arena(arena_bytes)
-        device.state.serve_arena(device.take(arena_bytes), arena_bytes)
+        device.state.arena.install(
+            ArenaTape(arena_bytes=arena_bytes, size=self.size, stream=stream, offset=self.offset)
+        )
+        device.state.arena.count(arena_bytes)
+        device.state.arena.serve(device.take(arena_bytes), arena_bytes)
 
 
 @njit(nogil=True)

@@ -1,0 +1,298 @@
+"""An arena becomes segments of the heap, and segments an arena.
+
+Contract: the lock is held; what lives in the arena or in a segment stays where it is, whichever it becomes. All of a
+segment is of one stream, so cells that several streams use have to be parted first (handovers.py).
+"""
+
+from stalloc.compiled import inner, njit
+from stalloc.core.arena import begin_serving, clear, end_at
+from stalloc.core.cells import cells_empty, find_cell, has_page, region_end
+from stalloc.core.constants import (
+    BLOCK_FREE,
+    BLOCK_UNMAPPED,
+    GENERAL_KIND,
+    GRANULE,
+    LEASED_KIND,
+    MODE_REPLAY,
+    NO_STREAM,
+    STREAM_BITS,
+    UNMAPPED,
+)
+from stalloc.core.counters import count_joined, count_parted
+from stalloc.core.free_lists import remove_free
+from stalloc.core.hash_table import add_live
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.leases import begin_lease, end_lease, note_death, revoke_all
+from stalloc.core.pages import put_on, take_off
+from stalloc.core.pools import find_pool
+from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
+from stalloc.core.segments import (
+    allocate_block_row,
+    allocate_segment_row,
+    find_segment,
+    release_block_row,
+    release_segment_row,
+    set_up_block,
+)
+from stalloc.core.slots import find_slot
+
+
+@njit()
+def dissolve_arena(device, addresses):
+    """Make ordinary segments of an arena that is no longer served; writes where they begin, returns how many.
+
+    What lives there keeps its place, what is free can be used at once. The segments came from the device as one and go
+    back as one. 0: the arena has to stay, since streams share a part of it, or the tables are full. For Python.
+    """
+    state = locked(device)
+    regions = 0
+    if state.mode != MODE_REPLAY and state.arena_bytes > 0:
+        revoke_all(state)
+        regions = _num_regions(state)
+        if regions > len(addresses):
+            regions = 0
+    arena, first = state.arena, 0
+    for i in range(regions):
+        end = region_end(state, first)
+        addresses[i] = arena + cell_at(state, first).offset
+        _dissolve_region(state, first, end, arena if regions > 1 else 0)
+        first = end
+    if regions > 0:
+        count_parted(state, regions)
+        clear(state)
+    unlock(state)
+    return regions
+
+
+@njit()
+def serve_segments(device, addresses, size):
+    """Serve the tape from retired segments as the arena; False if what lives there does not fit between the cells.
+
+    For Python.
+    """
+    state = locked(device)
+    arena = addresses[0]
+    state.arena = arena
+    end_at(state, size)
+    runs = 0
+    for i in range(len(addresses)):
+        row = find_segment(state, addresses[i])
+        more = _num_runs(state, segment_at(state, row), arena) if row != 0 else -1
+        runs = runs + more if runs >= 0 and more >= 0 else -1
+    done = runs >= 0 and state.segments_capacity - state.segments_used > runs
+    if done:
+        begin_serving(state, arena, size, True)
+        state.arena_mapped_bytes = size
+        for i in range(len(addresses)):
+            _take_over(state, find_segment(state, addresses[i]), arena)
+        count_joined(state, len(addresses))
+    else:
+        state.arena = 0
+    unlock(state)
+    return done
+
+
+@inner()
+def _link(state, segment, previous, row):
+    """Let a block follow another in a segment; previous 0: it is the first."""
+    block_at(state, row).previous = previous
+    if previous != 0:
+        block_at(state, previous).next = row
+    else:
+        segment_at(state, segment).first = row
+
+
+@inner()
+def _append(state, segment, previous, address, size, status):
+    """Append a block to a segment that is being made, or let the one before it grow if it is as free; the last row."""
+    if status in (BLOCK_FREE, BLOCK_UNMAPPED) and previous != 0 and block_at(state, previous).state == status:
+        take_off(state, previous)
+        block_at(state, previous).size_bytes += size
+        put_on(state, previous, status)
+        return previous
+    row = allocate_block_row(state)
+    set_up_block(state, row, address, size, segment, status)
+    _link(state, segment, previous, row)
+    if status in (BLOCK_FREE, BLOCK_UNMAPPED):
+        put_on(state, row, status)
+    return row
+
+
+@inner()
+def _append_pages(state, segment, previous, begin, end):
+    """Append the bytes [begin, end) of the arena, of which some have no memory and none is used; the last row."""
+    while begin < end:
+        page = begin // GRANULE
+        following = min(end, (page + 1) * GRANULE)
+        status = BLOCK_FREE if has_page(state, page) else BLOCK_UNMAPPED
+        if status == BLOCK_UNMAPPED:
+            segment_at(state, segment).mapped_bytes -= following - begin
+        previous = _append(state, segment, previous, state.arena + begin, following - begin, status)
+        begin = following
+    return previous
+
+
+@inner()
+def _append_lease(state, segment, previous, lease):
+    """Move the blocks of a lease to a segment that is being made, and end the lease; the last block's row."""
+    row = segment_at(state, lease).first
+    while row != 0:
+        block = block_at(state, row)
+        following = block.next
+        if block.state in (BLOCK_FREE, BLOCK_UNMAPPED):
+            begin = block.address - state.arena
+            end = begin + block.size_bytes
+            take_off(state, row)
+            release_block_row(state, row)
+            previous = _append_pages(state, segment, previous, begin, end)
+        else:
+            if block.born >= 0:
+                note_death(state, row)  # so long it has lived already
+            block.segment = segment
+            block.next = 0
+            _link(state, segment, previous, row)
+            previous = row
+        row = following
+    end_lease(state, lease)
+    return previous
+
+
+@inner()
+def _append_planned(state, segment, previous, slot):
+    """Append what lives in a slot to a segment that is being made; its block's row."""
+    planned = slot_at(state, slot)
+    address, size = state.arena + planned.offset, entry_at(state, planned.entry).key >> STREAM_BITS
+    row = _append(state, segment, previous, address, size, planned.state)
+    block_at(state, row).requested_bytes = planned.requested_bytes
+    add_live(state, address, row)
+    return row
+
+
+@inner()
+def _num_regions(state):
+    """How many segments the arena makes: 0 if a cell is of several streams, or the tables have too little room."""
+    regions = 0
+    i = 0
+    while i < state.num_cells:
+        stream = cell_at(state, i).stream
+        if stream == NO_STREAM or find_pool(state, stream, GENERAL_KIND, True) < 0:
+            return 0
+        regions += 1
+        i = region_end(state, i)
+    rows = 2 * state.arena_live + 2 * state.num_leases + regions + 1
+    if state.arena_pages != 0:
+        rows += state.arena_bytes // GRANULE + 1
+    if state.blocks_capacity - state.blocks_used < rows:
+        return 0
+    if state.segments_capacity - state.segments_used < regions:
+        return 0
+    return regions if 2 * (state.live_count + state.arena_live) < state.max_live_mask else 0
+
+
+@inner()
+def _dissolve_region(state, first, end, group):
+    """Make a segment of the cells [first, end), which are of one stream: what lives there stays, the rest is free."""
+    arena, begin = state.arena, cell_at(state, first).offset
+    pool = find_pool(state, cell_at(state, first).stream, GENERAL_KIND, True)
+    segment = allocate_segment_row(state, pool, arena + begin, cell_at(state, end).offset - begin, 0)
+    previous, gap, live, i = 0, begin, 0, first
+    while i <= end:
+        offset = cell_at(state, i).offset
+        if i < end and cells_empty(state.cell_bits, i, i + 1):
+            i += 1
+            continue
+        if offset > gap:
+            previous = _append(state, segment, previous, arena + gap, offset - gap, BLOCK_FREE)
+        if i == end:
+            break
+        lease = cell_at(state, i).lease
+        if lease == UNMAPPED:
+            i += 1
+            previous = _append_pages(state, segment, previous, offset, cell_at(state, i).offset)
+        elif lease != 0:
+            i, live = segment_at(state, lease).cell_high, live + segment_at(state, lease).num_live
+            previous = _append_lease(state, segment, previous, lease)
+        else:
+            slot = find_slot(state, arena + offset)
+            previous = _append_planned(state, segment, previous, slot)
+            i, live = entry_at(state, slot_at(state, slot).entry).cell_high, live + 1
+        gap = cell_at(state, i).offset
+    made = segment_at(state, segment)
+    made.num_live = live
+    made.is_paged = state.arena_pages != 0
+    made.group = group if made.is_paged == 0 else 0
+
+
+@inner()
+def _run_end(state, row):
+    """The last of the blocks from this one on that live side by side."""
+    while True:
+        following = block_at(state, row).next
+        if following == 0 or block_at(state, following).state == BLOCK_FREE:
+            return row
+        row = following
+
+
+@inner()
+def _num_runs(state, segment, arena):
+    """How many leases keep what lives in a retired segment, of the cells that are in place now.
+
+    -1 if that cannot be: its blocks do not end where cells do, or its cells are another stream's.
+    """
+    stream = pool_at(state, segment.pool).stream
+    if find_pool(state, stream, LEASED_KIND, True) < 0:
+        return -1
+    low = find_cell(state, segment.address - arena)
+    high = find_cell(state, segment.address + segment.size_bytes - arena)
+    if low < 0 or high < 0:
+        return -1
+    for i in range(low, high):
+        if cell_at(state, i).stream != stream:
+            return -1
+    runs, row = 0, segment.first
+    while row != 0:
+        if block_at(state, row).state != BLOCK_FREE:
+            begin = block_at(state, row).address - arena
+            row = _run_end(state, row)
+            end = block_at(state, row).address + block_at(state, row).size_bytes - arena
+            if find_cell(state, begin) < 0 or find_cell(state, end) < 0:
+                return -1
+            runs += 1
+        row = block_at(state, row).next
+    return runs
+
+
+@inner()
+def _keep_run(state, pool, first, last, arena):
+    """Keep the blocks from one to another, which live, in a lease."""
+    begin = block_at(state, first).address
+    end = block_at(state, last).address + block_at(state, last).size_bytes
+    lease = allocate_segment_row(state, pool, begin, end - begin, first)
+    block_at(state, first).previous = 0
+    block_at(state, last).next = 0
+    live, row = 0, first
+    while row != 0:
+        block_at(state, row).segment = lease
+        live += 1
+        row = block_at(state, row).next
+    segment_at(state, lease).num_live = live
+    begin_lease(state, lease, find_cell(state, begin - arena), find_cell(state, end - arena), 0)
+
+
+@inner()
+def _take_over(state, segment, arena):
+    """Turn a retired segment into the arena: what lives there is kept in leases, the rest belongs to the plan."""
+    stream = pool_at(state, segment_at(state, segment).pool).stream
+    pool = find_pool(state, stream, LEASED_KIND, True)
+    row = segment_at(state, segment).first
+    while row != 0:
+        if block_at(state, row).state == BLOCK_FREE:
+            following = block_at(state, row).next
+            remove_free(state, row)
+            release_block_row(state, row)
+        else:
+            last = _run_end(state, row)
+            following = block_at(state, last).next
+            _keep_run(state, pool, row, last, arena)
+        row = following
+    release_segment_row(state, segment)

@@ -1,0 +1,122 @@
+"""The heap of one device as Python sees it: segments and pages come and go, and what is free in them."""
+
+import numpy as np
+
+from stalloc.core import growth, pages, pools, segments
+from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
+from stalloc.core.record_types import Words
+from stalloc.core.regions import Region
+
+
+class DeviceHeap:
+    """The heap's segments and pools. Addresses and sizes are in bytes; a pool and a stream are indices."""
+
+    def __init__(self, tables: DeviceTables) -> None:
+        self._tables = tables
+
+    def pool_kind(self, pool: int) -> int:
+        """The kind of a pool: SMALL_KIND and so on."""
+        return int(self._tables.pools["kind"][pool])
+
+    def general_pool(self, stream: int) -> int:
+        """The pool of a stream (index) whose segments are split; -1 if the table is full."""
+        return int(pools.general_pool(self._tables.address, stream))
+
+    def unpin_pools(self, kind: int) -> None:
+        """The graphs that a private kind of pool served are gone: its free segments may go back."""
+        pools.unpin_pools(self._tables.address, kind)
+
+    def full_table(self) -> str:
+        """The table whose being full keeps the heap from taking a segment; empty if there is room."""
+        record = self._tables.record
+        if not record.free_block_row and record.blocks_used >= record.blocks_capacity:
+            return "blocks"
+        if not record.free_segment_row and record.segments_used >= record.segments_capacity:
+            return "segments"
+        return ""
+
+    def give_segment(self, pool: int, address: int, size_bytes: int) -> bool:
+        """Add a segment; False if the tables are full."""
+        return bool(segments.give_segment(self._tables.address, pool, address, size_bytes))
+
+    def remove_free_segments(self, idle_passes: int = 0) -> dict[int, int]:
+        """Take every segment without live blocks, not used in the last `idle_passes`, out: address -> bytes."""
+        removed: dict[int, int] = {}
+        addresses, sizes = np.zeros((2, 4096), np.int64)  # not shared: a finaliser may come here in the middle
+        while True:
+            count = segments.remove_free_segments(self._tables.address, addresses, sizes, idle_passes)
+            removed.update(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
+            if count < len(addresses):
+                return removed
+
+    def give_range(self, pool: int, address: int, size_bytes: int) -> bool:
+        """Add a segment that is addresses without memory; False if the tables are full."""
+        return bool(pages.give_range(self._tables.address, pool, address, size_bytes))
+
+    def find_growth(self, pool: int, size_bytes: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Where pages are best mapped for a request of a pool: (address, bytes) of each range; none: nowhere.
+
+        And the place of the request then, [begin, end), of which other parts have memory and are free.
+        """
+        addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
+        count, begin, end = growth.find_growth(self._tables.address, pool, size_bytes, addresses, sizes)
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True)), (int(begin), int(end))
+
+    def use_pages(self, address: int, size_bytes: int) -> bool:
+        """Serve from pages of a segment that have memory now; False if the tables are full."""
+        return bool(pages.use_pages(self._tables.address, address, size_bytes))
+
+    def leave_pages(self, wanted_bytes: int, between: tuple[int, int] = (0, 0)) -> list[tuple[int, int]]:
+        """Serve no more from so many bytes of free pages, if there are: their (address, bytes).
+
+        What is free `between` two addresses stays as it is: memory is to come there.
+        """
+        addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
+        count = growth.leave_pages(self._tables.address, wanted_bytes, *between, addresses, sizes)
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
+
+    def remove_empty_ranges(self) -> list[int]:
+        """Take segments without any memory out of the tables: where they began."""
+        addresses = np.zeros(MAX_RANGES, np.int64)
+        return [int(address) for address in addresses[: pages.remove_empty_ranges(self._tables.address, addresses)]]
+
+    def keep_ranges(self) -> None:
+        """Leave what has its memory by pages as it is for good: they are a parent's of this process."""
+        pages.keep_ranges(self._tables.address)
+
+    def segments(self) -> tuple[Words, Words]:
+        """Where the heap's segments begin, and how many bytes of them have memory, by address."""
+        rows = self._segment_rows()
+        return rows["address"].copy(), rows["mapped_bytes"].copy()
+
+    def _segment_rows(self) -> np.ndarray:
+        """The rows of segments that are no leases, by address."""
+        rows: np.ndarray = self._tables.segments[1 : self._tables.record.segments_used].copy()
+        rows = rows[(rows["address"] != 0) & (rows["cell_high"] == 0)]
+        return rows[np.argsort(rows["address"])]
+
+    def segment_regions(self, addresses: list[int]) -> list[Region]:
+        """What `DeviceArena.dissolve` made of an arena, or one segment; none if a part of it is gone."""
+        rows = self._segment_rows()
+        rows = rows[np.isin(rows["address"], addresses)]
+        if not addresses or rows["address"].tolist() != addresses:
+            return []
+        columns = addresses, rows["size_bytes"].tolist(), self._tables.pools["stream"][rows["pool"]].tolist()
+        return [Region(address - addresses[0], size, stream) for address, size, stream in zip(*columns, strict=True)]
+
+    def retire(self, addresses: list[int]) -> bool:
+        """Serve nothing more from segments that `DeviceArena.dissolve` made; False if that cannot be."""
+        offsets = np.zeros(MAX_KEPT, np.int64)
+        retired = segments.retire_segments(self._tables.address, np.array(addresses, np.int64), offsets) >= 0
+        if not retired:
+            for address in addresses:
+                self.reuse_segment(address)
+        return bool(retired)
+
+    def reuse_segment(self, address: int) -> None:
+        """Serve from a segment again, if it is retired."""
+        segments.reuse_segment(self._tables.address, address)
+
+    def largest_free_bytes(self) -> int:
+        """The largest free block of the heap."""
+        return int(pools.largest_free(self._tables.address))
