@@ -57,7 +57,9 @@ def test_every_shared_trace_is_in_the_table(shared_traces):
     assert {path.name for path in shared_traces.glob("*.gz")} == set(EVERY)
 
 
-@pytest.mark.parametrize("name", SNAPSHOTS.split(" "))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(_LARGE)) for name in SNAPSHOTS.split(" ")]
+)
 def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
     source = shared_traces / f"{name}.pickle.gz"
     told = convert(source, tmp_path / "s.pickle.gz")

@@ -46,6 +46,7 @@ def test_the_program_sees_the_card_that_was_named(tmp_path: Path) -> None:
         assert (name, multiprocessors, capability) == ("NVIDIA L4", 58, [8, 9])
 
 
+@pytest.mark.slow
 def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     program = tmp_path / "guesses.py"
     program.write_text(_GUESSES)

@@ -175,6 +175,7 @@ def test_logs_that_move_a_tensor_to_another_storage_are_read(tmp_path: Path, cap
     assert (tmp_path / "out.csv").read_text().splitlines()[1:] == ["0,0,2,1024", "1,1,3,2048"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 @pytest.mark.usefixtures("cupy_installed", "cuda_torch")
 def test_without_a_home_and_beside_read_only_packages_everything_works() -> None:

@@ -83,6 +83,7 @@ print(json.dumps([codes, [STATE.record.total.allocated_bytes, STATE.record.total
     assert end == [0, 0, 0, 0], "the parent goes on as if nothing had been"
 
 
+@pytest.mark.slow
 def test_a_child_of_a_process_that_compiles_in_another_thread_can_compile_too(run_checks: Any) -> None:
     """The planner compiles in a thread of its own."""
     (codes,) = run_checks(

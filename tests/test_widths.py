@@ -151,7 +151,6 @@ def _without_seconds(text: str) -> str:
     [
         ("run --compare-native --device virtual", _WIDTHS),
         ("record --device virtual -o OUT", _WIDTHS),
-        ("dryrun", (None, 60)),
         pytest.param("dryrun", _WIDTHS, marks=pytest.mark.slow),
     ],
 )
