@@ -31,6 +31,7 @@ VERBS = (
     "diff",
     "simulate",
     "explain",
+    "report",
     "info",
     "bench",
 )

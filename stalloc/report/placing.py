@@ -47,7 +47,7 @@ def places_of(trace: Trace) -> Places:
                 segments_recorded=True,
                 notes=(),
             )
-        begin, size = _covered(address, np.maximum(trace.size, 1))
+        begin, size = covered_ranges(address, np.maximum(trace.size, 1))
         notes = ["segments are not in the source: they are made up to cover its addresses, so reserved means nothing"]
     else:
         offset, peak_bytes, said = _offsets(trace)
@@ -122,7 +122,7 @@ def _inside_segments(trace: Trace, address: Column) -> bool:
     return int(reserved[-1]) == int(trace.segment_size.sum()) and bool(np.all(live <= reserved))
 
 
-def _covered(address: Column, size: Column) -> tuple[Column, Column]:
+def covered_ranges(address: Column, size: Column) -> tuple[Column, Column]:
     """The ranges [begin, begin + size) that cover all addresses ever used, in blocks of 512 bytes, the longest ones."""
     align = np.uint64(ALIGN_BYTES)
     begin = address // align * align

@@ -1,0 +1,105 @@
+"""Addresses over time for a picture: what was never reserved is left out, so that segments lie side by side."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.planner import plan
+from stalloc.report.placing import covered_ranges, recorded_addresses
+from stalloc.trace import Action, Trace
+
+UNIT_BYTES = 512
+_MAX_SEARCHED = 200_000  # requests; a plan of more takes one order of them, and no search
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AddressMap:
+    """Where each request lives, in units of 512 bytes from the bottom of the picture."""
+
+    name: str
+    place: Column
+    """(n,) the lowest unit of each request."""
+    height: int
+    """Units in all."""
+    segments: Column
+    """(s, 4) moment at which a segment begins and ends, lowest and highest unit; moment 0 is before the first event."""
+    note: str = ""
+
+
+def recorded_map(trace: Trace) -> AddressMap | None:
+    """The addresses of the record, None if it has none."""
+    address = recorded_addresses(trace)
+    if address is None:
+        return None
+    low, high, begin, end = _segments(trace)
+    covered, size = covered_ranges(
+        np.concatenate([address, low]), np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
+    )
+    bottom = np.cumsum(size) - size
+
+    def unit(at: Column) -> Column:
+        row = np.searchsorted(covered, at, side="right") - 1
+        return (bottom[row] + (at - covered[row]).astype(np.int64)) // UNIT_BYTES
+
+    top = unit(high - np.uint64(1)) + 1 if len(high) else np.zeros(0, np.int64)
+    segments = np.stack([begin, end, unit(low), top], axis=1) if len(low) else np.zeros((0, 4), np.int64)
+    note = "" if len(low) else "segments are not in the file"
+    return AddressMap(
+        name="as recorded", place=unit(address), height=int(size.sum()) // UNIT_BYTES, segments=segments, note=note
+    )
+
+
+def planned_map(trace: Trace) -> AddressMap:
+    """A plan of the whole record by stalloc, all streams in one arena."""
+    method = "auto" if trace.num_requests <= _MAX_SEARCHED else "greedy"
+    lifespans = trace.start, trace.end, np.maximum(trace.size, 1)
+    made = plan(lifespans, alignment=UNIT_BYTES, method=method, time_budget_seconds=10.0)
+    height = max(-(-made.peak_bytes // UNIT_BYTES), 1)
+    arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
+    return AddressMap(name="stalloc's plan", place=made.offset // UNIT_BYTES, height=height, segments=arena)
+
+
+def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
+    """Address ranges [low, high) (uint64) that were reserved in the moments [begin, end)."""
+    grows = np.isin(trace.action, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP))
+    rows = np.flatnonzero(grows | np.isin(trace.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
+    low = np.concatenate([trace.address[rows], trace.segment_address])
+    size = np.concatenate([trace.event_size[rows], trace.segment_size])
+    high = low + size.astype(np.uint64)
+    edges = np.unique(np.concatenate([low, high]))
+    first, last = np.searchsorted(edges, low), np.searchsorted(edges, high)
+    cells = max(len(edges) - 1, 0)
+    since = np.full(cells, _UNSEEN)
+    found: list[tuple[int, int, int, int]] = []
+    breaks = np.zeros(cells + 1, bool)
+    breaks[np.searchsorted(edges, trace.segment_address)] = True
+
+    def close(begin: int, end: int, event: int) -> None:
+        """What is reserved of the cells [begin, end) goes at an event."""
+        at = begin
+        while at < end:
+            until = at + 1
+            while until < end and since[until] == since[at] and not breaks[until]:
+                until += 1
+            if since[at] != _GONE:
+                found.append((at, until, max(int(since[at]) + 1, 0), event + 1))
+            at = until
+
+    for number, row in enumerate(rows.tolist()):
+        cell_begin, cell_end = int(first[number]), int(last[number])
+        if grows[row]:
+            since[cell_begin:cell_end] = row
+        else:
+            close(cell_begin, cell_end, row)
+            since[cell_begin:cell_end] = _GONE
+    held = np.zeros(cells, bool)  # at the end
+    for begin, end in zip(first[len(rows) :].tolist(), last[len(rows) :].tolist(), strict=True):
+        held[begin:end] = True
+    since[~held & (since == _UNSEEN)] = _GONE
+    close(0, cells, trace.num_events)
+    columns = np.array(found, np.int64).reshape(-1, 4).T
+    return edges[columns[0]], edges[columns[1]], columns[2], columns[3]
+
+
+_UNSEEN, _GONE = -1, -2

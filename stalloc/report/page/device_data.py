@@ -1,0 +1,148 @@
+"""What the page knows of one device: a header of words and figures, and columns of 32-bit numbers, compressed.
+
+The figures are those of `stats`, `explain` and `top`. The columns are sorted by level of detail, most shown first, and
+by start within a level; `page.js` reads them in the order of COLUMNS.
+"""
+
+import base64
+import dataclasses
+import gzip
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stalloc.analysis import Explanation, explain, holders, summarize
+from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_names
+from stalloc.analysis.moments import last_oom
+from stalloc.columns import Column
+from stalloc.printable import printable
+from stalloc.report.page.address_map import AddressMap, planned_map, recorded_map
+from stalloc.report.page.detail import detail_levels
+from stalloc.report.page.story import headline, remarks
+from stalloc.trace import MARK_STEP, Action, Trace
+from stalloc.trace.sites import read_sites
+
+COLUMNS = ("start", "duration", "size", "kind", "stream", "stack")
+_ALIGNMENT = 512
+_MAX_MARKS = 2000
+
+
+@dataclass(frozen=True)
+class DeviceData:
+    """One device as it stands in the page."""
+
+    header: dict[str, Any]
+    """JSON-able; strings may hold anything that a stranger wrote."""
+    packed: str
+    """Base64 of gzip of the columns, one behind the other."""
+
+
+def device_data(trace: Trace) -> DeviceData:
+    """Everything that the page shows of a device. Raises BadInputError as `explain` and `plan` do."""
+    told = explain(trace, "oom" if last_oom(trace) is not None else "peak")
+    held = holders(trace)
+    summary = summarize(trace)
+    rows = np.arange(trace.num_requests)
+    kinds, kind = _numbered(class_keys(trace, rows))
+    sites, stacks, stack = _sites(trace)
+    size = trace.aligned_size(_ALIGNMENT)
+    level = detail_levels(trace.start, trace.end, size)
+    order = np.lexsort((trace.start, -level.astype(np.int64)))
+    maps = [made for made in (recorded_map(trace), planned_map(trace)) if made is not None]
+    start = trace.start + 1  # 0: before the first event
+    columns = {
+        "start": start,
+        "duration": trace.end + 1 - start,
+        "size": size // _ALIGNMENT,
+        "kind": kind,
+        "stream": trace.stream,
+        "stack": stack,
+    }
+    levels, counts = np.unique(level[order], return_counts=True)
+    header = {
+        "device": trace.device,
+        "source": printable(str(trace.info.get("source", ""))),
+        "headline": headline(told, held, summary),
+        "remarks": remarks(trace, told),
+        "summary": dataclasses.asdict(summary),
+        "explanation": _explanation(told),
+        "moment": {"event": held.event, "at": held.at},
+        "growth": [dataclasses.asdict(growth) for growth in held.growth],
+        "num_requests": trace.num_requests,
+        "num_events": max(trace.num_events, 1),
+        "levels": [[int(one), int(count)] for one, count in zip(levels[::-1], counts[::-1], strict=True)],
+        "kinds": kinds,
+        "streams": [str(stream) for stream in trace.streams],
+        "sites": sites,
+        "stacks": stacks,
+        "marks": _marks(trace),
+        "errors": np.flatnonzero(trace.action == Action.OOM)[:_MAX_MARKS].tolist(),
+        "reserved": _reserved(trace),
+        "maps": [_map_header(made) for made in maps],
+    }
+    parts = [columns[name][order] for name in COLUMNS]
+    parts += [made.place[order] for made in maps]
+    parts += [made.segments.reshape(-1) for made in maps]
+    return DeviceData(header, _packed(parts))
+
+
+def _packed(parts: Sequence[Column]) -> str:
+    raw = b"".join(np.ascontiguousarray(part, dtype="<u4").tobytes() for part in parts)
+    return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode("ascii")
+
+
+def _map_header(made: AddressMap) -> dict[str, Any]:
+    return {"name": made.name, "height": made.height, "segments": len(made.segments), "note": made.note}
+
+
+def _explanation(told: Explanation) -> dict[str, Any]:
+    entry = dataclasses.asdict(told)
+    entry["out_of_memory"] = entry["out_of_memory"] and {
+        name: value for name, value in entry["out_of_memory"].items() if name != "avoided_by"
+    }
+    return entry
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[list[str], Column]:
+    """The distinct keys, and which of them each is."""
+    numbers: dict[Hashable, int] = {}
+    column = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    return [printable(str(key)) for key in numbers], column
+
+
+def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:
+    """The names of call sites; of each distinct stack its site and frames, outermost first; the stack of each row."""
+    read = read_sites(trace)
+    number = np.zeros(trace.num_requests, np.int64) if read is None else read.site.astype(np.int64)
+    _, rows, column = np.unique(number, return_index=True, return_inverse=True)
+    names, site = _numbered([site_text(key) for key in site_keys(trace, rows)])
+    frames = [[printable(name) for name in stack] for stack in stack_names(trace, rows)]
+    return names, [[int(one), *stack] for one, stack in zip(site, frames, strict=True)], column
+
+
+def _marks(trace: Trace) -> list[list[Any]]:
+    """Event, whether it is a step, and name of each mark; few enough to be drawn."""
+    every = max(1, -(-len(trace.mark_event) // _MAX_MARKS))
+    rows = range(0, len(trace.mark_event), every)
+    return [
+        [
+            int(trace.mark_event[row]),
+            bool(trace.mark_kind[row] == MARK_STEP),
+            printable(trace.names[int(trace.mark_name[row])]),
+        ]
+        for row in rows
+    ]
+
+
+def _reserved(trace: Trace) -> list[list[int]]:
+    """Event and bytes reserved from there on, where that changes."""
+    if not len(trace.action):
+        return []
+    reserved = trace.reserved_bytes()
+    before = np.concatenate([[trace.reserved_start_bytes], reserved[:-1]])
+    changed = np.flatnonzero(reserved != before)
+    if not len(changed) and not trace.reserved_start_bytes:
+        return []
+    return [[0, trace.reserved_start_bytes], *([int(row) + 1, int(reserved[row])] for row in changed)]

@@ -1,0 +1,75 @@
+"""The page as one file: markup, style, scripts and data, under a policy that lets nothing else in and nothing out.
+
+Contract: strings of a trace stand only in JSON, in which nothing can end the element that holds it, and the scripts
+set them as text. The policy allows the style and the script of the page by their hashes, and no request at all.
+"""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+from stalloc.printable import printable
+from stalloc.report.page.device_data import DeviceData, device_data
+from stalloc.report.writing import write_chunks
+from stalloc.trace import Trace
+
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = ("uPlot.iife.min.js", "data.js", "colors.js", "holders.js", "map.js", "chart.js", "page.js")
+
+
+def write_page(
+    path: Path, traces: Sequence[tuple[str, Trace]], progress: Callable[[str], None] = lambda said: None
+) -> None:
+    """Write the page of these traces, each with the name of its file.
+
+    Raises BadInputError for a trace that cannot be explained and for a file that cannot be written; then what was there
+    before is still there.
+    """
+    devices = []
+    for name, trace in traces:
+        progress(f"device {trace.device} of {name}")
+        devices.append((name, device_data(trace)))
+    write_chunks(path, _chunks(devices))
+
+
+def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
+    style, script = _joined(STYLES), _joined(SCRIPTS)
+    title = html.escape(printable(", ".join(dict.fromkeys(name for name, _ in devices))))
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        f"img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}: GPU memory</title>\n<style>{style}</style>\n</head>\n<body>\n{_asset('page.html')}\n"
+    )
+    yield head.encode()
+    headers = [{"file": printable(name), **made.header} for name, made in devices]
+    yield f'<script type="application/json" id="headers">{_json(headers)}</script>\n'.encode()
+    for number, (_, made) in enumerate(devices):
+        yield f'<script type="application/octet-stream" id="columns-{number}">{made.packed}</script>\n'.encode()
+    yield f"<script>{script}</script>\n</body>\n</html>\n".encode()
+
+
+def _json(value: object) -> str:
+    """JSON that may stand inside a script element, whatever its strings hold."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "\n".join(_asset(name) for name in names)
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
