@@ -10,6 +10,7 @@ from stalloc.report.placing import covered_ranges, recorded_addresses
 from stalloc.trace import Action, Trace
 
 UNIT_BYTES = 512
+_MAX_SECONDS = 5.0
 _MAX_SEARCHED = 200_000  # requests; a plan of more takes one order of them, and no search
 
 
@@ -54,7 +55,7 @@ def planned_map(trace: Trace) -> AddressMap:
     """A plan of the whole record by stalloc, all streams in one arena."""
     method = "auto" if trace.num_requests <= _MAX_SEARCHED else "greedy"
     lifespans = trace.start, trace.end, np.maximum(trace.size, 1)
-    made = plan(lifespans, alignment=UNIT_BYTES, method=method, time_budget_seconds=10.0)
+    made = plan(lifespans, alignment=UNIT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
     height = max(-(-made.peak_bytes // UNIT_BYTES), 1)
     arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
     return AddressMap(name="stalloc's plan", place=made.offset // UNIT_BYTES, height=height, segments=arena)
@@ -72,8 +73,7 @@ def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
     cells = max(len(edges) - 1, 0)
     since = np.full(cells, _UNSEEN)
     found: list[tuple[int, int, int, int]] = []
-    breaks = np.zeros(cells + 1, bool)
-    breaks[np.searchsorted(edges, trace.segment_address)] = True
+    breaks = np.zeros(cells + 1, bool)  # where another segment begins, though it was reserved as early
 
     def close(begin: int, end: int, event: int) -> None:
         """What is reserved of the cells [begin, end) goes at an event."""
@@ -97,6 +97,7 @@ def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
     for begin, end in zip(first[len(rows) :].tolist(), last[len(rows) :].tolist(), strict=True):
         held[begin:end] = True
     since[~held & (since == _UNSEEN)] = _GONE
+    breaks[first[len(rows) :]] = True
     close(0, cells, trace.num_events)
     columns = np.array(found, np.int64).reshape(-1, 4).T
     return edges[columns[0]], edges[columns[1]], columns[2], columns[3]

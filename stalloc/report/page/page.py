@@ -38,7 +38,7 @@ def write_page(
 
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
     style, script = _joined(STYLES), _joined(SCRIPTS)
-    title = html.escape(printable(", ".join(dict.fromkeys(name for name, _ in devices))))
+    title = html.escape(", ".join(dict.fromkeys(_short(name) for name, _ in devices)))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
         f"img-src data:; base-uri 'none'; form-action 'none'"
@@ -50,7 +50,7 @@ def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
         f"<title>{title}: GPU memory</title>\n<style>{style}</style>\n</head>\n<body>\n{_asset('page.html')}\n"
     )
     yield head.encode()
-    headers = [{"file": printable(name), **made.header} for name, made in devices]
+    headers = [{"file": _short(name), **made.header} for name, made in devices]
     yield f'<script type="application/json" id="headers">{_json(headers)}</script>\n'.encode()
     for number, (_, made) in enumerate(devices):
         yield f'<script type="application/octet-stream" id="columns-{number}">{made.packed}</script>\n'.encode()
@@ -73,3 +73,8 @@ def _joined(names: Sequence[str]) -> str:
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _short(name: str) -> str:
+    """The name of a file without its folders, which are nobody's business where the page is passed on."""
+    return printable(Path(name).name)

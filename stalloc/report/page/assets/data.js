@@ -67,41 +67,69 @@ function lowerBound(column, value, first, last) {
   return first;
 }
 
-// Bytes by group after the events of [begin, end], at most `points` of them: the highest moment of each stretch.
-function curves(device, group, numGroups, begin, end, points) {
-  const { size, changes } = device, { born, dead } = changes;
-  const now = new Float64Array(numGroups);
-  let total = 0, next = 0;
-  const apply = (event) => {
-    for (let i = dead.begins[event]; i < dead.begins[event + 1]; i++) {
-      const row = dead.rows[i], bytes = size[row] * UNIT;
-      now[group[row]] -= bytes;
-      total -= bytes;
-    }
-    for (let i = born.begins[event]; i < born.begins[event + 1]; i++) {
-      const row = born.rows[i], bytes = size[row] * UNIT;
-      now[group[row]] += bytes;
-      total += bytes;
-    }
-  };
-  for (; next < begin; next++) apply(next);
-  const stretch = Math.max(1, (end - begin) / points), x = [], series = Array.from({ length: numGroups }, () => []);
-  for (let edge = begin; edge < end; edge += stretch) {
-    const until = Math.min(end, edge + stretch);
-    let most = -1, at = next, best = null;
-    for (; next < until; next++) {
-      apply(next);
-      if (total > most) {
-        most = total;
-        at = next;
-        best = now.slice();
+// Bytes by group as events pass, one after the other.
+class Load {
+  constructor(device, group, numGroups) {
+    Object.assign(this, { device, group, now: new Float64Array(numGroups), total: 0 });
+  }
+
+  apply(event) {
+    const { size, changes } = this.device, { born, dead } = changes;
+    for (let i = dead.begins[event]; i < dead.begins[event + 1]; i++) this.add(dead.rows[i], -size[dead.rows[i]] * UNIT);
+    for (let i = born.begins[event]; i < born.begins[event + 1]; i++) this.add(born.rows[i], size[born.rows[i]] * UNIT);
+  }
+
+  add(row, bytes) {
+    this.now[this.group[row]] += bytes;
+    this.total += bytes;
+  }
+
+  // Passes the events [begin, end); the moment at which most is allocated, and what each group has then.
+  highest(begin, end) {
+    const best = { at: begin, total: -1, bytes: new Float64Array(this.now.length) };
+    for (let event = begin; event < end; event++) {
+      this.apply(event);
+      if (this.total > best.total) {
+        Object.assign(best, { at: event, total: this.total });
+        best.bytes.set(this.now);
       }
     }
-    if (best === null) continue;
-    x.push(at);
-    best.forEach((bytes, number) => series[number].push(bytes));
+    return best;
   }
-  return { x, series };
+}
+
+const STRETCHES = 4096; // of the whole record, each with its highest moment, and what was allocated before it
+const profiles = new WeakMap();
+
+function profileOf(device, group, numGroups) {
+  if (!profiles.has(group)) {
+    const load = new Load(device, group, numGroups), every = Math.ceil(device.events / STRETCHES), stretches = [];
+    for (let begin = 0; begin < device.events; begin += every) {
+      const before = load.now.slice();
+      stretches.push({ before, ...load.highest(begin, Math.min(device.events, begin + every)) });
+    }
+    profiles.set(group, { every, stretches });
+  }
+  return profiles.get(group);
+}
+
+// The highest moments of about `points` stretches of [begin, end): where they are, and bytes by group.
+function curves(device, group, numGroups, begin, end, points) {
+  const { every, stretches } = profileOf(device, group, numGroups), width = Math.max(1, Math.floor((end - begin) / points));
+  const first = Math.floor(begin / every), last = Math.min(stretches.length, Math.ceil(end / every)), moments = [];
+  if (width >= every) {
+    const together = Math.floor(width / every);
+    for (let at = first; at < last; at += together) {
+      moments.push(stretches.slice(at, Math.min(last, at + together)).reduce((one, other) => (other.total > one.total ? other : one)));
+    }
+  } else {
+    const load = new Load(device, group, numGroups);
+    load.now.set(stretches[first].before);
+    load.total = load.now.reduce((so, bytes) => so + bytes, 0);
+    for (let at = first * every; at < end; at += width) moments.push(load.highest(at, Math.min(device.events, at + width)));
+  }
+  const x = moments.map((moment) => moment.at);
+  return { x, series: Array.from({ length: numGroups }, (_, number) => moments.map((moment) => moment.bytes[number])) };
 }
 
 // What was reserved at each of some events.

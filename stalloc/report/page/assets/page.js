@@ -221,13 +221,15 @@ function press(key, map) {
 
 function showDevices() {
   const worst = (header) => header.explanation.reserved_bytes - header.explanation.allocated_bytes;
-  devices.order = [...devices.keys()].sort((one, other) => worst(devices[other].header) - worst(devices[one].header));
+  const failed = (header) => Number(header.errors.length > 0);
+  const badness = (one, other) => failed(other) - failed(one) || worst(other) - worst(one);
+  devices.order = [...devices.keys()].sort((one, other) => badness(devices[one].header, devices[other].header));
   if (devices.length < 2) return;
   byId("devices").hidden = false;
   byId("devices").replaceChildren(...devices.order.map((number) => {
     const { header } = devices[number], button = document.createElement("button"), canvas = document.createElement("canvas");
     const said = document.createElement("span");
-    said.textContent = `device ${header.device}: ${humanBytes(header.explanation.allocated_bytes)} allocated, ${humanBytes(worst(header))} more reserved`;
+    said.textContent = `${devices.some(({ header: other }) => other.file !== header.file) ? header.file + ", " : ""}device ${header.device}${failed(header) ? ", out of memory" : ""}: ${humanBytes(header.explanation.allocated_bytes)} allocated, ${humanBytes(worst(header))} more reserved`;
     button.append(canvas, said);
     button.addEventListener("click", () => choose(number).then(recolor));
     requestAnimationFrame(() => sparkline(canvas, header.reserved, header.num_events));
@@ -254,9 +256,8 @@ async function begin() {
     byId(id).value = value;
   };
   showDevices();
-  const wanted = Number(new URLSearchParams(location.hash.slice(1)).get("device"));
-  const hash = location.hash;
-  await choose(devices[wanted] ? wanted : devices.order[0]);
+  const hash = location.hash, wanted = new URLSearchParams(hash.slice(1)).get("device");
+  await choose(wanted in devices ? Number(wanted) : devices.order[0]);
   if (hash) readLink();
   options("grouping", GROUPINGS, view.by);
   options("holders", ["call site", "class", "size", "stream"], "call site");

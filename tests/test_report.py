@@ -1,0 +1,156 @@
+"""`stalloc report`: a page of one file whose figures are those of the other verbs, whatever the trace holds."""
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_top import write_leak
+
+from stalloc.cli import main
+from stalloc.report.page.detail import LARGEST_IN_COLUMN, detail_levels
+
+QUICK = ("llm_quantize_sqattn.pickle.gz", "gnn_llm_3gpu_expandable_oom.pickle.gz", "somas_resnet50.csv.gz")
+OTHERS = (
+    *("cnn_counterfactuals.pickle.gz", "ddp_sgd_v100_kineto.json.gz", "dtr_resnet32.log.gz", "dtr_transformer.log.gz"),
+    *("llama3_8b_fsdp4_oom_rank0.pickle.gz", "llama_offload_10streams.pickle.gz", "lm27b_compiled_fwd.pickle.gz"),
+    *(
+        "lm27b_ctx128_fullstep.pickle.gz",
+        "lm_fb_ctx200.pickle.gz",
+        "lm_fwd_ctx200.pickle.gz",
+        "lm_step_steady.pickle.gz",
+    ),
+    *("octree_nca_train.pickle.gz", "qwen05b_h100.json.gz", "resnet18_zdevito.html.gz"),
+    *("resnet50_pytorch_blog.pickle.gz", "resnet50_v100_kineto_nw0.json.gz", "resnet_adam_npu_expandable.pickle.gz"),
+    *("resnet_timeline_hta.json.gz", "tiny_transformer.pickle.gz"),
+)
+
+
+def page_of(tmp_path: Path, *files: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text of the page of some files, and what it knows of each device."""
+    page = tmp_path / "report.html"
+    assert main(["report", *files, "-o", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    (headers,) = re.findall(r'<script type="application/json" id="headers">(.*?)</script>', text)
+    return text, json.loads(headers)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    """What a verb says of each device, as JSON."""
+    capsys.readouterr()
+    assert main([*words, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)["devices"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_the_figures_are_those_of_the_other_verbs(
+    shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = str(shared_traces / name)
+    text, devices = page_of(tmp_path, file)
+    of = {verb: told(capsys, verb, file) for verb in ("stats", "explain", "top")}
+    assert len(devices) == len(of["stats"])
+    for number, device in enumerate(devices):
+        stats, explained, top = (of[verb][number] for verb in ("stats", "explain", "top"))
+        assert device["summary"]["allocated_peak_bytes"] == stats["allocated_peak_bytes"]
+        assert device["summary"]["reserved_peak_bytes"] == stats["reserved_peak_bytes"]
+        assert device["summary"]["lower_bound_bytes"] == stats["lower_bound_bytes"]
+        assert device["summary"]["fragmentation"] == stats["fragmentation"]
+        assert device["explanation"]["causes"] == explained["causes"]
+        assert device["explanation"]["event"] == explained["event"]
+        assert device["moment"]["event"] == top["event"]
+        held = held_at(text, device, number, top["event"] + 1)
+        assert held == {entry["name"]: entry["held_bytes"] for entry in top["by_site"]}
+
+
+def held_at(text: str, device: dict[str, Any], number: int, moment: int) -> dict[str, int]:
+    """Bytes by call site at a moment, from the columns that the page draws."""
+    (packed,) = re.findall(rf'<script type="application/octet-stream" id="columns-{number}">(.*?)</script>', text)
+    words = np.frombuffer(gzip.decompress(base64.b64decode(packed)), "<u4").astype(np.int64)
+    columns = words[: 6 * device["num_requests"]].reshape(6, -1)
+    start, duration, size, _, _, stack = columns
+    live = (start <= moment) & (moment < start + duration)
+    held: dict[str, int] = {}
+    for one, units in zip(stack[live].tolist(), size[live].tolist(), strict=True):
+        name = device["sites"][device["stacks"][one][0]]
+        held[name] = held.get(name, 0) + 512 * units
+    return held
+
+
+def test_blocks_lie_inside_segments_and_never_over_one_another(shared_traces: Path, tmp_path: Path) -> None:
+    text, (device,) = page_of(tmp_path, str(shared_traces / "llm_quantize_sqattn.pickle.gz"))
+    (packed,) = re.findall(r'<script type="application/octet-stream" id="columns-0">(.*?)</script>', text)
+    words = np.frombuffer(gzip.decompress(base64.b64decode(packed)), "<u4").astype(np.int64)
+    count = device["num_requests"]
+    start, duration, size = words[: 3 * count].reshape(3, -1)
+    at = 6 * count
+    assert [made["name"] for made in device["maps"]] == ["as recorded", "stalloc's plan"]
+    places = [words[at + number * count : at + (number + 1) * count] for number in range(2)]
+    segments = words[at + 2 * count : at + 2 * count + 4 * device["maps"][0]["segments"]].reshape(-1, 4)
+    for place, made in zip(places, device["maps"], strict=True):
+        assert (place + size).max() <= made["height"]
+        for moment in range(1, device["num_events"] + 1, 97):
+            live = (start <= moment) & (moment < start + duration)
+            order = np.argsort(place[live])
+            bottom, top = place[live][order], (place + size)[live][order]
+            assert (bottom[1:] >= top[:-1]).all()
+    for moment in range(1, device["num_events"] + 1, 97):
+        live = np.flatnonzero((start <= moment) & (moment < start + duration))
+        there = segments[(segments[:, 0] <= moment) & (moment < segments[:, 1])]
+        inside = (there[:, 2] <= places[0][live, None]) & (places[0][live, None] + size[live, None] <= there[:, 3])
+        assert inside.any(axis=1).all()
+
+
+def test_what_strangers_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
+    file = Path(write_leak(tmp_path / "leak.pickle"))
+    (tmp_path / "<img src=x>.pickle").write_bytes(file.read_bytes().replace(b"forward", b"for<b>d"))
+    text, (device,) = page_of(tmp_path, str(tmp_path / "<img src=x>.pickle"))
+    assert "<img" not in text
+    assert "for<b>d" not in text
+    assert any("for<b>d" in name for name in device["sites"])
+    assert text.count("</script") == 3, "what is known, its columns, and the script"
+
+
+def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
+    text, _ = page_of(tmp_path, write_leak(tmp_path / "leak.pickle"))
+    assert "default-src 'none'" in text
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text) == []
+
+
+def test_it_begins_with_what_is_wrong(tmp_path: Path) -> None:
+    _, (device,) = page_of(tmp_path, write_leak(tmp_path / "leak.pickle", oom=True))
+    assert device["headline"][0].startswith("Out of memory by capacity: ")
+    assert any("grows 32.00 MiB a step at leak.py:6 step" in sentence for sentence in device["headline"])
+
+
+def test_levels_of_detail_keep_what_can_be_seen() -> None:
+    rng = np.random.default_rng(3)
+    start = np.sort(rng.integers(-1, 50_000, 20_000))
+    end = np.maximum(start, 0) + 1 + (rng.pareto(1.0, 20_000) * 10).astype(int)
+    size = rng.integers(0, 1 << 24, 20_000)
+    level = detail_levels(start, end, size).astype(int)
+    for zoom in range(0, 15, 3):
+        long = (end - start) >= 2**zoom
+        assert (level[long] >= zoom).all()
+        column = np.maximum(start, 0) >> zoom
+        shown = (level >= zoom) & ~long
+        assert np.bincount(column[shown], minlength=1).max() <= LARGEST_IN_COLUMN
+        for one in np.unique(column)[::50]:
+            inside = (column == one) & (size > 0)
+            largest = np.sort(size[inside])[::-1][:LARGEST_IN_COLUMN].min()
+            assert (level[inside & (size > largest)] >= zoom).all()
+
+
+def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path / "nothing.pickle")]) == 2
+    assert "nothing.pickle" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_leak(tmp_path / "leak.pickle")
+    assert main(["report", file, "-o", str(tmp_path / "no" / "report.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
