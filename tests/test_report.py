@@ -154,3 +154,36 @@ def test_a_page_that_cannot_be_written_loses_nothing(tmp_path: Path, capsys: pyt
     file = write_leak(tmp_path / "leak.pickle")
     assert main(["report", file, "-o", str(tmp_path / "no" / "report.html")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_markdown_shows_the_figures_and_strangers_text_as_text(tmp_path: Path) -> None:
+    file = Path(write_leak(tmp_path / "leak.pickle", oom=True))
+    file.write_bytes(file.read_bytes().replace(b"__init__", b"|<b>`xy`"))
+    assert main(["report", str(file), "-o", str(tmp_path / "out.md")]) == 0
+    text = (tmp_path / "out.md").read_text(encoding="utf-8")
+    assert "**Out of memory by capacity: " in text
+    assert "32.00 MiB a step at leak.py:6 step" in text
+    assert "\\|\\<b\\>\\`xy\\`" in text
+    assert "| call site | held | requests |" in text
+
+
+@pytest.mark.parametrize(("form", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_pictures_are_drawn_by_matplotlib(shared_traces: Path, tmp_path: Path, form: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra report)")
+    out = tmp_path / f"out.{form}"
+    assert main(["report", str(shared_traces / "llm_quantize_sqattn.pickle.gz"), "-o", str(out)]) == 0
+    assert out.read_bytes().startswith(begins)
+
+
+def test_without_matplotlib_a_picture_is_one_sentence(run_program: Any, tmp_path: Path) -> None:
+    file = write_leak(tmp_path / "leak.pickle")
+    hide = "import sys; sys.modules['matplotlib'] = None; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_program(hide, "report", file, "-o", str(tmp_path / "out.png"))
+    assert done.returncode == 2
+    assert "pip install 'stalloc[report]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_ending_that_is_none_of_a_report_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", write_leak(tmp_path / "leak.pickle"), "-o", str(tmp_path / "out.docx")]) == 2
+    assert ".html, .md, .png, .svg or .pdf" in capsys.readouterr().err

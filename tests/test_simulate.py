@@ -131,11 +131,12 @@ def test_more_than_any_device_holds_is_one_sentence_and_not_mapped_page_by_page(
     assert said.count("\n") == 1
 
 
-def test_claims_beyond_every_gpu_fit_on_no_device_of_ours(tmp_path, capsys):
-    """A file that claims terabytes is not counted page by page."""
+@pytest.mark.parametrize("capacity", [(), ("--capacity", "64TiB")])
+def test_claims_beyond_every_gpu_fit_on_no_device_of_ours(tmp_path, capsys, capacity):
+    """A file that claims terabytes is not counted page by page, nor a device that has as many."""
     file = tmp_path / "claims.csv"
     file.write_text(f"id,lower,upper,size\na,0,3,1048576\nb,1,3,{30 << 40}\n")
-    (device,) = simulated(capsys, str(file), "--allocator", "stalloc")["devices"]
+    (device,) = simulated(capsys, str(file), "--allocator", "stalloc", *capacity)["devices"]
     (result,) = device["results"]
     assert not result["fits"]
     assert result["device_allocs"] < 1_000

@@ -18,7 +18,7 @@ from stalloc.runtime.controller import Controller
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.segment_sizes import round_up
 
-_MAX_BYTES = 1 << 40  # of a device without a capacity: more than any GPU has; each of its pages is counted
+_MAX_BYTES = 1 << 40  # of any device: more than any GPU has; each of its pages is counted
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class NumbersDevice:
         self.index = index
         self.paged = paged
         self.ranges: list[PageRange] = []
-        self.total_bytes = capacity_bytes or _MAX_BYTES
+        self.total_bytes = min(capacity_bytes or _MAX_BYTES, _MAX_BYTES)
         self.taken = 0
         self.num_allocs = self.num_frees = 0
         self._next = FIRST_ADDRESS
@@ -130,7 +130,7 @@ def _help(device: int, request: int, argument: int) -> int:
 
 
 def make_controller(capacity_bytes: int, settings: Settings) -> Controller:
-    """A controller over a device of numbers, which has `capacity_bytes`, or 0 for more than any GPU."""
+    """A controller over a device of numbers of `capacity_bytes`; 0, or more than any GPU has: a tebibyte."""
     global _entry
     with _lock:
         if _entry == 0:

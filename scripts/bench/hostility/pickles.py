@@ -5,14 +5,13 @@ import pickle
 import pickletools
 import random
 from functools import lru_cache
-from itertools import groupby
 
 from .texts import mutate_bytes
 from .trees import mutate_tree
 
 _FRAME = 0x95
 _NEVER_LOADED = b"R2cibobPQ\x81\x82\x83\x84\x93"  # of a mutation: what calls, and what doubles
-_TUPLES, _MAX_DEPTH = b"t\x85\x86\x87", 1000  # the stock unpickler hashes tuples in tuples without a limit
+_TUPLES, _MAX_TUPLES = b"t\x85\x86\x87", 1000  # the stock unpickler hashes tuples in tuples without a limit
 _VALUES = tuple(b"KMJNIX\x8c]})"[number : number + 1] for number in range(10))
 _GLOBALS = (
     b"cos\nsystem\n",
@@ -57,8 +56,9 @@ def _values(rng: random.Random, data: bytes) -> bytes | None:
 @lru_cache(maxsize=2048)
 def _is_plain(data: bytes) -> bool:
     parts = _parsed(data)
-    runs = (len(list(run)) for tuples, run in groupby(parts, lambda part: part[:1] in _TUPLES) if tuples)
-    return not any(part[:1] in _NEVER_LOADED for part in parts) and max(runs, default=0) < _MAX_DEPTH
+    if any(part[:1] in _NEVER_LOADED for part in parts):
+        return False
+    return sum(part[:1] in _TUPLES for part in parts) <= _MAX_TUPLES
 
 
 def opcodes(data: bytes) -> tuple[bytes, ...]:

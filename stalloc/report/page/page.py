@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from stalloc.printable import printable
+from stalloc.report import palettes
 from stalloc.report.page.device_data import DeviceData, device_data
 from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
@@ -37,7 +38,7 @@ def write_page(
 
 
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
-    style, script = _joined(STYLES), _joined(SCRIPTS)
+    style, script = _joined(STYLES), f"const PALETTES = {_json(_palettes())};\n{_joined(SCRIPTS)}"
     title = html.escape(", ".join(dict.fromkeys(_short(name) for name, _ in devices)))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -55,6 +56,11 @@ def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
     for number, (_, made) in enumerate(devices):
         yield f'<script type="application/octet-stream" id="columns-{number}">{made.packed}</script>\n'.encode()
     yield f"<script>{script}</script>\n</body>\n</html>\n".encode()
+
+
+def _palettes() -> dict[str, object]:
+    names = ("OKABE_ITO", "TOL_MUTED", "REST", "SIZES")
+    return {name: getattr(palettes, name) for name in names}
 
 
 def _json(value: object) -> str:

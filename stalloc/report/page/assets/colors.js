@@ -1,11 +1,7 @@
 "use strict";
-// Colours of groups. Two palettes that people with any kind of colour vision can tell apart, and a scale of lightness.
+// Colours of groups; PALETTES stands before the scripts, from palettes.py.
 
-const OKABE_ITO = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800"];
-const TOL_MUTED = ["#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255", "#aa4499"];
-const REST = "#9a9a9a";
-const SIZES = [["below 1 MiB", 2 ** 20, "#fde333"], ["1 to 16 MiB", 2 ** 24, "#a69d75"], ["16 to 128 MiB", 2 ** 27, "#66696f"],
-  ["128 MiB to 1 GiB", 2 ** 30, "#31446b"], ["1 GiB and more", Infinity, "#00204d"]];
+const { OKABE_ITO, TOL_MUTED, REST, SIZES } = PALETTES;
 const GROUPINGS = ["class", "call site", "size", "stream"];
 
 // The group of each row, and names and colours of the groups; what holds most at the chosen moment gets a colour.

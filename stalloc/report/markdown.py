@@ -1,0 +1,57 @@
+"""A summary in Markdown, for the page of a CI job or an issue: what is wrong, the figures, who holds memory, causes."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from stalloc.analysis import explain, holders, summarize
+from stalloc.analysis.moments import last_oom
+from stalloc.figures import human_bytes
+from stalloc.printable import printable
+from stalloc.report.page.story import headline, remarks
+from stalloc.report.writing import write_chunks
+from stalloc.trace import Trace
+
+_ROWS = 8
+
+
+def write_markdown(path: Path, traces: Sequence[tuple[str, Trace]]) -> None:
+    """Write a section a device. Raises BadInputError for a file that cannot be written."""
+    write_chunks(path, ["\n".join(_section(name, trace)).encode() + b"\n" for name, trace in traces])
+
+
+def _section(name: str, trace: Trace) -> list[str]:
+    told = explain(trace, "oom" if last_oom(trace) is not None else "peak", advise=False)
+    held, summary = holders(trace), summarize(trace)
+    first, *others = headline(told, held, summary)
+    figures = {
+        "allocated peak": summary.allocated_peak_bytes,
+        "reserved peak": summary.reserved_peak_bytes,
+        "least memory that any plan needs": summary.lower_bound_bytes,
+    }
+    lines = [f"## {_escaped(Path(name).name)}, device {trace.device}", "", f"**{_escaped(first)}**", ""]
+    lines += [line for other in others for line in (_escaped(other), "")]
+    lines += _table(("", ""), ((label, human_bytes(value)) for label, value in figures.items() if value is not None))
+    shown = held.by_site[:_ROWS] if held.has_sites else held.by_class[:_ROWS]
+    rows = ((entry.name, human_bytes(entry.held_bytes), f"{entry.requests:,}") for entry in shown)
+    moment = f"after event {held.event:,}" if held.event >= 0 else "before the first event"
+    lines += [f"Who holds {human_bytes(held.allocated_bytes)} {moment}:", ""]
+    lines += _table(("call site" if held.has_sites else "class", "held", "requests"), rows)
+    causes = sorted(((size, cause) for cause, size in told.causes.items() if size), reverse=True)
+    if causes:
+        lines += ["Reserved but not allocated:", ""]
+        lines += _table(("cause", "bytes"), ((cause.replace("_", " "), human_bytes(size)) for size, cause in causes))
+    return [*lines, *(f"- {_escaped(remark)}" for remark in remarks(trace, told))]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
+
+    rule = "|---|" + "---:|" * (len(heads) - 1)
+    return [line(heads), rule, *map(line, rows), ""]
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: names of files and functions may hold anything."""
+    marked = "".join("\\" + char if char in "\\`*_[]<>|#~$" else char for char in printable(text))
+    return marked.replace("&", "&amp;")

@@ -1,0 +1,101 @@
+"""Load and map of a device as a picture for papers and CI: PNG, SVG or PDF, by matplotlib, in the page's colours."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalloc.analysis.grouping import class_keys
+from stalloc.columns import Column
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
+from stalloc.files import whole
+from stalloc.report.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
+from stalloc.report.page.detail import detail_levels
+from stalloc.report.palettes import FRAME, HOLE, INK, OKABE_ITO
+from stalloc.trace import Trace
+
+FORMATS = ("png", "svg", "pdf")
+_COLUMNS = 1200  # of detail: stretches of events that are told apart
+_GIB = 1 << 30
+
+
+def write_picture(path: Path, trace: Trace, form: str) -> None:
+    """Draw a device: what is allocated by lifespan class, what is reserved, and where it lives.
+
+    `form` is one of FORMATS. Raises BadInputError without matplotlib, and for a file that cannot be written; then what
+    was there before is still there.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadInputError(
+            "pictures are drawn by matplotlib: pip install 'stalloc[report]', or write a page or Markdown."
+        ) from error
+    maps = [made for made in (recorded_map(trace), planned_map(trace)) if made is not None]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[2, 3])
+    classes = class_keys(trace, np.arange(trace.num_requests))
+    names = list(dict.fromkeys(str(key) for key in classes))
+    kind = np.array([names.index(str(key)) for key in classes], np.int64)
+    _load(upper.subplots(), trace, names, kind)
+    for axes, made in zip(np.atleast_1d(lower.subplots(1, len(maps))), maps, strict=True):
+        _map(axes, trace, made, kind)
+    with whole(path) as file:
+        figure.savefig(file, format=form, dpi=160, metadata={"Date": None} if form == "svg" else None)
+
+
+def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
+    size, events = trace.aligned_size(UNIT_BYTES), max(trace.num_events, 1)
+    at = _highest(_live(trace, size))
+    series = [_live(trace, np.where(kind == number, size, 0))[at] / _GIB for number in range(len(names))]
+    if series:
+        colors = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(len(names))]
+        axes.stackplot(at, *series, labels=names, colors=colors, linewidth=0)
+    if len(trace.action) and trace.reserved_bytes().max(initial=0):
+        axes.step(at, trace.reserved_bytes()[at] / _GIB, where="post", color=INK, linewidth=1, label="reserved")
+    axes.set(xlim=(0, events), ylim=(0, None), xlabel="event", ylabel="GiB")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=6)
+
+
+def _highest(total: Column) -> Column:
+    """The event at which most lives in each of _COLUMNS stretches."""
+    every = -(-len(total) // _COLUMNS)
+    padded = np.pad(total, (0, -len(total) % every), constant_values=-1)
+    highest: Column = np.argmax(padded.reshape(-1, every), axis=1) + np.arange(0, len(padded), every)
+    return highest
+
+
+def _live(trace: Trace, size: Column) -> Column:
+    """(m,) bytes that live after each event."""
+    events = max(trace.num_events, 1)
+    delta = np.bincount(np.maximum(trace.start, 0), weights=size, minlength=events + 1)
+    delta -= np.bincount(np.minimum(trace.end, events), weights=size, minlength=events + 1)
+    live: Column = np.cumsum(delta)[:events]
+    return live
+
+
+def _map(axes: Any, trace: Trace, made: AddressMap, kind: Column) -> None:
+    from matplotlib.collections import PolyCollection
+
+    def boxes(left: Column, right: Column, bottom: Column, top: Column) -> Column:
+        corners = [(left, bottom), (left, top), (right, top), (right, bottom)]
+        return np.stack([np.stack([x, y * UNIT_BYTES / _GIB], axis=1) for x, y in corners], axis=1)
+
+    size = trace.aligned_size(UNIT_BYTES)
+    zoom = max(0, (max(trace.num_events, 1) // _COLUMNS).bit_length())
+    rows = np.flatnonzero(detail_levels(trace.start, trace.end, size) >= zoom)
+    begin, end, low, high = made.segments.T
+    held = PolyCollection(boxes(begin, end, low, high), facecolors=HOLE, edgecolors=FRAME, linewidths=0.3)
+    place = made.place[rows]
+    blocks = PolyCollection(
+        boxes(trace.start[rows] + 1, trace.end[rows] + 1, place, place + size[rows] // UNIT_BYTES),
+        facecolors=np.array(OKABE_ITO)[kind[rows] % len(OKABE_ITO)],
+        edgecolors="none",
+    )
+    for collection in (held, blocks):
+        collection.set_rasterized(True)  # a vector drawing of every block would be larger than the trace
+        axes.add_collection(collection)
+    height = made.height * UNIT_BYTES
+    axes.set(xlim=(0, max(trace.num_events, 1)), ylim=(0, height / _GIB), xlabel="event", ylabel="GiB of addresses")
+    axes.set_title(f"{made.name}: {human_bytes(height)}", fontsize=10)
