@@ -8,6 +8,8 @@ two; and what keeps memory reserved that nobody uses.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
+
+JSON: `output`, `format`, `bytes` of what was written, and `file` and `device` of each of `devices` in it.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stalloc.cli.convert import of_device
-from stalloc.cli.output import file_label
+from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to show")
     parser.add_argument("-o", "--output", default=None, metavar="PAGE", help="what to write (report.html)")
     parser.add_argument("--format", choices=_FORMATS, help="what it is, where its name does not say so")
+    add_json_argument(parser)
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
 
 
@@ -45,8 +48,11 @@ def run(args: argparse.Namespace) -> int:
             traces += [(file, trace) for trace in of_device(file, load_traces(file), args.device)]
     with working(f"drawing {file_label(str(path))}"):
         _write(path, form, traces)
-    opened = "open it in a browser" if form == "html" else form
-    print(f"{file_label(str(path))}: {human_bytes(path.stat().st_size)}, {opened}")
+    size, devices = path.stat().st_size, [{"file": file, "device": trace.device} for file, trace in traces]
+    write_json(args, {"output": str(path), "format": form, "bytes": size, "devices": devices})
+    if wants_text(args):
+        opened = ", open it in a browser" if form == "html" else ""
+        print(f"{file_label(str(path))}: {human_bytes(size)}{opened}")
     return 0
 
 
