@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy
 import pytest
 
 import stalloc
@@ -85,6 +86,7 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     with zipfile.ZipFile(made) as archive:
         archive.extractall(installed)
         assert f"Tag: {made.stem.partition('-1-')[2]}\n" in archive.read("stalloc-1.dist-info/WHEEL").decode()
+    (installed / "numpy").symlink_to(Path(numpy.__file__).parent)  # as packages lie beside each other where pip puts them
     snapshot, kept = tmp_path / "small.pickle", tmp_path / "kept"
     snapshot.write_bytes(pickle.dumps(small_snapshot()))
     environment = {**os.environ, "PYTHONPATH": str(installed), "NUMBA_CACHE_DIR": str(kept)}
@@ -298,6 +300,22 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
     for changed, source, result, hits in CHANGES:
         (folder / changed).write_text(source)
         assert run() == [result, hits], changed
+
+
+def test_packages_in_the_same_folder_are_no_part_of_a_stamp(tmp_path: Path) -> None:
+    """Whoever installs stalloc has numpy beside it, and whoever builds a wheel of it may not."""
+    for package in ("made_up_package", "beside"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    source = tmp_path / "made_up_package" / "top.py"
+    source.write_text("import beside\nfrom beside import other\nfrom made_up_package import near\n")
+    near, other = source.with_name("near.py"), tmp_path / "beside" / "other.py"
+    near.write_text("")
+    before = source_stamps.sources_of(str(source))
+    assert str(near) in before
+    other.write_text("")
+    assert source_stamps.sources_of(str(source)) == before
+    assert not [one for one in before if "beside" in one]
 
 
 def _module_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
