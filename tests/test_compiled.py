@@ -9,6 +9,7 @@ import os
 import pickle
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -86,7 +87,7 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     with zipfile.ZipFile(made) as archive:
         archive.extractall(installed)
         assert f"Tag: {made.stem.partition('-1-')[2]}\n" in archive.read("stalloc-1.dist-info/WHEEL").decode()
-    (installed / "numpy").symlink_to(Path(numpy.__file__).parent)  # as packages lie beside each other where pip puts them
+    (installed / "numpy").symlink_to(Path(numpy.__file__).parent)  # beside it, where pip puts packages
     snapshot, kept = tmp_path / "small.pickle", tmp_path / "kept"
     snapshot.write_bytes(pickle.dumps(small_snapshot()))
     environment = {**os.environ, "PYTHONPATH": str(installed), "NUMBA_CACHE_DIR": str(kept)}
@@ -102,6 +103,31 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     said, num_compiled = explain()
     assert said.startswith("stalloc: compiling")
     assert num_compiled > 0
+
+
+@pytest.mark.slow
+def test_an_editable_install_compiles_ahead(tmp_path: Path) -> None:
+    root, sources = Path(stalloc.__file__).resolve().parent, tmp_path / "sources"
+    shutil.copytree(root, sources / "stalloc", ignore=shutil.ignore_patterns("__pycache__"))
+    ahead = (
+        "import pathlib, sys; from stalloc.integrations import build_backend\n"
+        "build_backend.compile_ahead(pathlib.Path(sys.argv[1]))\n"
+    )
+    snapshot = tmp_path / "small.pickle"
+    snapshot.write_bytes(pickle.dumps(small_snapshot()))
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+
+    def python(*arguments: str) -> str:
+        command, variables = [sys.executable, "-P", *arguments], environment | {"PYTHONPATH": str(sources)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    python("-c", ahead, str(sources))
+    before = set(sources.rglob("*.compiled"))
+    assert before
+    assert python("-m", "stalloc", "explain", str(snapshot)) == ""
+    assert set(sources.rglob("*.compiled")) == before
 
 
 class Compiling:

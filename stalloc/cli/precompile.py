@@ -1,8 +1,9 @@
 """Compile what the verbs use, by using them on a small program: for the wheel, which carries the result.
 
 Contract: run as `python -m stalloc.cli.precompile FOLDER`; what is compiled lies below FOLDER afterwards, and nothing
-else is left. The code is made for every processor of this kind, not just for this one. It is not all that there is:
-what the small program does not reach is compiled where it is used, and kept there.
+else is left. The code is made for every processor of this kind, not just for this one. Without FOLDER it is made for
+this processor, and kept where any first use keeps it. It is not all that there is: what the small program does not
+reach is compiled where it is used, and kept there.
 """
 
 import contextlib
@@ -59,9 +60,10 @@ def _event(action: str, address: int, size: int, stream: int) -> dict[str, Any]:
     return {"action": action, "addr": address, "size": size, "stream": int(stream), "frames": frames, "time_us": 0}
 
 
-def precompile(folder: Path) -> None:
-    """Use the verbs on the small program, in this process, and keep what that compiles below a folder."""
-    os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+def precompile(folder: Path | None) -> None:
+    """Use the verbs on the small program, in this process, and keep what that compiles below a folder, if given."""
+    if folder is not None:
+        os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     from stalloc.cli import main
 
     with tempfile.TemporaryDirectory() as name:
@@ -100,4 +102,4 @@ def plan_at_random() -> None:
 
 
 if __name__ == "__main__":
-    precompile(Path(sys.argv[1]))
+    precompile(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
