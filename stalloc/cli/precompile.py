@@ -60,6 +60,17 @@ def _event(action: str, address: int, size: int, stream: int) -> dict[str, Any]:
     return {"action": action, "addr": address, "size": size, "stream": int(stream), "frames": frames, "time_us": 0}
 
 
+def irregular_lifespans() -> str:
+    """Lifespans without steps, as planning CSV: what never repeats is served, and given back, without a plan."""
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    start, size = random.integers(0, 2000, 400), np.exp2(random.uniform(9, 28, 400)).astype(np.int64)
+    end = start + random.integers(1, 200, 400)
+    rows = [",".join(map(str, row)) for row in zip(range(400), start, end, size, strict=True)]
+    return "\n".join(["id,lower,upper,size", *rows, ""])
+
+
 def precompile(folder: Path | None) -> None:
     """Use the verbs on the small program, in this process, and keep what that compiles below a folder, if given."""
     if folder is not None:
@@ -70,6 +81,8 @@ def precompile(folder: Path | None) -> None:
         snapshot, plan = str(Path(name) / "small.pickle"), str(Path(name) / "small.plan.npz")
         csv, timeline = str(Path(name) / "small.csv"), str(Path(name) / "small.json")
         Path(snapshot).write_bytes(pickle.dumps(small_snapshot(), protocol=4))
+        irregular = str(Path(name) / "irregular.csv")
+        Path(irregular).write_text(irregular_lifespans(), encoding="utf-8")
         for arguments in (
             ["stats", snapshot],
             ["top", snapshot],
@@ -82,6 +95,7 @@ def precompile(folder: Path | None) -> None:
             ["explain", csv],
             ["simulate", "--all", snapshot],
             ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", snapshot],
+            ["simulate", "--allocator", "stalloc", irregular],
         ):
             with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
                 if code := main(arguments):
