@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.cli.output import command_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
-from stalloc.device.known_gpus import shown_name
+from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
@@ -26,11 +26,10 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
     """Print the table of a dry run, what its words mean, and its doubts."""
     offered = result["memory_bytes"] - result["headroom_bytes"]
     console = table_console()
-    name, memory = shown_name("virtual", printable(gpu.name)), human_bytes(gpu.total_bytes)
+    name = shown_with_memory("virtual", printable(gpu.name), gpu.total_bytes)
     headroom = human_bytes(result["headroom_bytes"])
     kept = f", {headroom} for the CUDA context and NCCL" if result["headroom_bytes"] else ""
-    whose = name if memory in name else f"{name}, {memory}"
-    console.print(f"{whose}: {human_bytes(offered)} for the program{kept}")
+    console.print(f"{name}: {human_bytes(offered)} for the program{kept}")
     rows = [
         [
             allocator_name(key, uses_torch=need.uses_torch),
