@@ -27,7 +27,7 @@ _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
 _CONDITIONS = (
     *("shape", "cudnn_from", "cudnn_below", "architecture_from", "architecture_below", "element_bytes"),
-    *("layout", "direction", "window", "stride", "groups"),
+    *("layout", "direction", "window", "stride", "groups", "batch"),
 )
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 
