@@ -9,6 +9,7 @@ import os
 import pickle
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy
 import pytest
 
 import stalloc
@@ -85,6 +87,7 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     with zipfile.ZipFile(made) as archive:
         archive.extractall(installed)
         assert f"Tag: {made.stem.partition('-1-')[2]}\n" in archive.read("stalloc-1.dist-info/WHEEL").decode()
+    (installed / "numpy").symlink_to(Path(numpy.__file__).parent)  # beside it, where pip puts packages
     snapshot, kept = tmp_path / "small.pickle", tmp_path / "kept"
     snapshot.write_bytes(pickle.dumps(small_snapshot()))
     environment = {**os.environ, "PYTHONPATH": str(installed), "NUMBA_CACHE_DIR": str(kept)}
@@ -100,6 +103,31 @@ def test_a_wheel_brings_compiled_code_that_is_used_until_a_source_changes(tmp_pa
     said, num_compiled = explain()
     assert said.startswith("stalloc: compiling")
     assert num_compiled > 0
+
+
+@pytest.mark.slow
+def test_an_editable_install_compiles_ahead(tmp_path: Path) -> None:
+    root, sources = Path(stalloc.__file__).resolve().parent, tmp_path / "sources"
+    shutil.copytree(root, sources / "stalloc", ignore=shutil.ignore_patterns("__pycache__"))
+    ahead = (
+        "import pathlib, sys; from stalloc.integrations import build_backend\n"
+        "build_backend.compile_ahead(pathlib.Path(sys.argv[1]))\n"
+    )
+    snapshot = tmp_path / "small.pickle"
+    snapshot.write_bytes(pickle.dumps(small_snapshot()))
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+
+    def python(*arguments: str) -> str:
+        command, variables = [sys.executable, "-P", *arguments], environment | {"PYTHONPATH": str(sources)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    python("-c", ahead, str(sources))
+    before = set(sources.rglob("*.compiled"))
+    assert before
+    assert python("-m", "stalloc", "explain", str(snapshot)) == ""
+    assert set(sources.rglob("*.compiled")) == before
 
 
 class Compiling:
@@ -298,6 +326,22 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
     for changed, source, result, hits in CHANGES:
         (folder / changed).write_text(source)
         assert run() == [result, hits], changed
+
+
+def test_packages_in_the_same_folder_are_no_part_of_a_stamp(tmp_path: Path) -> None:
+    """Whoever installs stalloc has numpy beside it, and whoever builds a wheel of it may not."""
+    for package in ("made_up_package", "beside"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    source = tmp_path / "made_up_package" / "top.py"
+    source.write_text("import beside\nfrom beside import other\nfrom made_up_package import near\n")
+    near, other = source.with_name("near.py"), tmp_path / "beside" / "other.py"
+    near.write_text("")
+    before = source_stamps.sources_of(str(source))
+    assert str(near) in before
+    other.write_text("")
+    assert source_stamps.sources_of(str(source)) == before
+    assert not [one for one in before if "beside" in one]
 
 
 def _module_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -1,5 +1,6 @@
 """cuDNN on the virtual GPU: torch takes its usual path, and the work spaces are those of the table."""
 
+import json
 from typing import Any
 
 import pytest
@@ -92,6 +93,55 @@ def test_weights_of_recurrent_networks_lie_in_one_buffer_without_gaps(on_h100: A
 def test_attention_goes_to_cudnn_where_torch_prefers_it(run_checks: Any, gpu: str, cudnn: bool) -> None:
     choice = run_checks(_PROGRAM, gpu)["attention"]
     assert (choice == 3) is cudnn  # SDPBackend.CUDNN_ATTENTION
+
+
+_ANSWERS = """
+import json, sys
+from stalloc.device import activate, find_gpu, virtual
+activate("virtual", find_gpu(sys.argv[1]))
+print(json.dumps({"bytes": [virtual.table_workspace(*one) for one in json.loads(sys.argv[2])]}))
+"""
+
+
+def _winograd_4x4(images: int, channels: int, side: int) -> int:
+    """Filter, input and output, transformed by cuDNN's Winograd algorithm that is not fused; as many channels out."""
+    tiles = images * (side // 4 + bool(side % 4)) ** 2
+    return 6 * 6 * 4 * (channels * channels + tiles * 2 * channels)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cudnn", "expected"),
+    [
+        (
+            "A100-40GB",
+            8902,
+            [
+                ("forward", (1, 64, 56, 56), (256, 64, 1, 1), 1, 1 << 27),
+                ("forward", (8, 64, 56, 56), (256, 64, 1, 1), 1, 0),
+                ("filter", (8, 512, 7, 7), (2048, 512, 1, 1), 1, 4 * 8 * 7 * 7 * (512 + 2048) + 16),
+                ("forward", (32, 64, 56, 56), (64, 64, 3, 3), 1, 4 * (32 * 64 * 56 * 56 + 64 * 64 * 9) + 16),
+            ],
+        ),
+        ("RTX-3090", 8902, [("forward", (4, 64, 32, 32), (128, 64, 3, 3), 1, 4 * 128 * 64 * 5 * 5)]),
+        (
+            "V100-32GB",
+            8902,
+            [
+                ("forward", (32, 256, 14, 14), (256, 256, 3, 3), 1, _winograd_4x4(32, 256, 14)),
+                ("data", (32, 128, 28, 28), (128, 128, 3, 3), 1, _winograd_4x4(32, 128, 28)),
+                ("filter", (32, 512, 7, 7), (512, 512, 3, 3), 1, _winograd_4x4(32, 512, 7)),
+            ],
+        ),
+        (
+            "H100",
+            91900,
+            [("forward", (2, 3, 32, 32), (16, 3, 3, 3), 2, 4 * (8 * 32**2 + 64 * 9 + 2 * 16**3) + 16)],
+        ),
+    ],
+)
+def test_work_spaces_of_the_table(run_checks: Any, gpu: str, cudnn: int, expected: list[Any]) -> None:
+    asked = json.dumps([(*convolution, cudnn) for *convolution, _ in expected])
+    assert run_checks(_ANSWERS, gpu, asked)["bytes"] == [space for *_, space in expected]
 
 
 def test_every_row_of_the_table_has_its_source() -> None:

@@ -55,7 +55,7 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     assert "cuDNN's workspace is a guess for 2 of 2 convolutions" in text
     assert "3 decisions depended on values that the virtual GPU does not compute: " in text.replace("\n", " ")
     result = json.loads(file.read_text())
-    assert re.search(r"beside them: CUDA context, NCCL +512\.00 MiB +512\.00 MiB", text)
+    assert re.search(r"CUDA context and NCCL +512\.00 MiB +512\.00 MiB", text)
     assert result["headroom_bytes"] == 512 << 20
     assert result["headroom_source"] in " ".join(text.split())
     convolutions = result["uncertain"]["convolutions"]

@@ -93,9 +93,30 @@ def test_what_other_processes_hold_is_said(tmp_path, capsys):
 def test_old_and_other_texts_say_what_they_can(tmp_path, capsys):
     (error,), _ = explained(tmp_path, capsys, AT_1_0)
     assert (error["device"], error["wanted_bytes"]) == (2, 20 * MIB)
+    assert error["unallocated_bytes"] == pytest.approx(14.44 * MIB, abs=2), "cached is not what is allocated"
+    parts = [error[name] for name in ("allocated_bytes", "unallocated_bytes", "others_bytes", "free_bytes")]
+    assert sum(parts) == error["total_bytes"]
+    assert error["verdict"] == "fragmentation"
     (error,), shown = explained(tmp_path, capsys, CUPY)
     assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CuPy", 8_000_000_000, "unknown")
     assert "does not say how much was free" in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cupy_backends.cuda.api.driver.CUDADriverError: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ],
+)
+def test_an_error_of_cuda_itself_has_no_figures(tmp_path, capsys, text):
+    (error,), shown = explained(tmp_path, capsys, text)
+    assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CUDA", None, "unknown")
+    assert ": out of memory in CUDA\n" in shown
+    assert "nvidia-smi" in shown
+    (error,), _ = explained(tmp_path, capsys, f"{SINCE_2_1}\n{text}")
+    assert error["library"] == "PyTorch", "what has figures says more"
 
 
 def test_ranks_that_fail_alike_are_told_once(tmp_path, capsys):

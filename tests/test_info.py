@@ -28,7 +28,12 @@ def test_table_of_work_spaces_is_shown_with_its_sources(capsys):
     assert main(["info", "--cudnn-table"]) == 0
     text = capsys.readouterr().out
     assert "vision transformers" in text
-    assert "1 x inputs + 1 x filters + 1 x outputs + 512" in text
+    lines = text.splitlines()
+    (on_h100,) = [line for line in lines if "profiles of three vision transformers" in line]
+    assert "cuDNN 9 or later, architecture 9.0 to below 10.0, 16 bits, channels first, forward" in on_h100
+    assert "input + filter + output with channels padded to 8 + 512" in on_h100
+    assert any("32x64x56x56 by 64x64x3x3 stride 1x1, cuDNN 8, architecture 8.0, 32 bits" in line for line in lines)
+    assert any("1x1, stride 1, several images" in line for line in lines)
 
 
 def test_text_shows_settings_as_they_are_and_ends_with_the_next_command(capsys, monkeypatch):

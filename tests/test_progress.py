@@ -60,6 +60,20 @@ def test_a_verb_that_takes_long_says_what_it_is_at(files: dict[str, str], words:
     assert verb.returncode == 0
 
 
+def test_no_color_means_no_escapes_here_either(files: dict[str, str]) -> None:
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "stalloc", "stats", "-"]
+    environment = os.environ | {"NO_COLOR": "1"}
+    verb = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=its_end, env=environment)
+    shown = heard(terminal, b"describing")
+    verb.communicate(CSV.encode(), timeout=PATIENCE)
+    os.write(its_end, b"|")
+    shown += heard(terminal, b"|")
+    os.close(its_end)
+    os.close(terminal)
+    assert shown == b"describing 1 file\r\n|"
+
+
 def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None) -> None:
     gate, program = tmp_path / "gate", tmp_path / "waits.py"
     os.mkfifo(gate)

@@ -293,12 +293,14 @@ def test_out_of_memory_in_a_program_says_what_it_needs(tmp_path: Path) -> None:
     assert "stalloc: out of memory on device 0" in done.stderr
     assert "OutOfMemoryError" in done.stderr
     text = done.stderr[done.stderr.index("stalloc: out of memory") :]
-    for part in ("MiB on the device", "too little, whatever the allocator does", "Next: `stalloc dryrun SCRIPT`"):
+    next_verb = "Next: `stalloc record -o run.trace.npz SCRIPT`"
+    for part in ("MiB on the device", "too little, whatever the allocator does", next_verb):
         assert part in text
     assert "0.00 GiB" not in text
     lines = done.stdout.splitlines()
     (begin,) = [number for number, line in enumerate(lines) if line.startswith("device 0: virtual GPU of 1.00 MiB")]
     assert lines[begin + 1].strip().startswith("out of memory  1 time"), "the report says so first"
+    assert lines[-1] == f"next: stalloc record -o run.trace.npz {LOOP}"
 
 
 def test_usage_errors_are_one_sentence(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The text of an out-of-memory error, as a log holds it: what it says, and what can be said from it.
 
 Contract: figures are those of the text, which rounds them to two decimals of its unit; what it does not say is None.
-PyTorch's wordings since 1.0, for CUDA and HIP, and CuPy's are known; anything else is not taken for one.
+PyTorch's wordings since 1.0, for CUDA and HIP, and CuPy's are known, and the names that CUDA and its libraries give the
+error, which come without figures and count only where no other is in the text; anything else is not taken for one.
 """
 
 import re
@@ -16,6 +17,10 @@ _NEW = re.compile(rf"GPU\s+(\d+) has a total capac(?:i)?ty of\s+{_SIZE}\s+of whi
 _CUPY = re.compile(
     r"Out of memory allocating ([\d,]+) bytes \(allocated so far: ([\d,]+) bytes(?:, limit set to: ([\d,]+) bytes)?\)"
 )
+_WITHOUT_FIGURES = re.compile(
+    r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+    r"|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"
+)
 _REACH = 2000  # characters that one error takes at most
 _MAX_ERRORS = 1000
 
@@ -25,9 +30,10 @@ class ErrorText:
     """One out-of-memory error."""
 
     library: str
-    """PyTorch or CuPy."""
+    """PyTorch, CuPy or CUDA."""
     device: int | None
-    wanted_bytes: int
+    wanted_bytes: int | None
+    """None: the text has no figures."""
     total_bytes: int | None
     free_bytes: int | None
     """On the device."""
@@ -78,7 +84,7 @@ class ErrorText:
     def verdict(self) -> str:
         """ "fragmentation" if so much was free together, "capacity" if not, "unknown" if the text does not say."""
         obtainable = self.obtainable_bytes
-        if obtainable is None:
+        if obtainable is None or self.wanted_bytes is None:
             return "unknown"
         return "fragmentation" if obtainable >= self.wanted_bytes else "capacity"
 
@@ -101,14 +107,20 @@ def _errors(text: str) -> Iterator[ErrorText]:
     for cupy in _CUPY.finditer(text):
         wanted, allocated, limit = (int(group.replace(",", "")) if group else None for group in cupy.groups())
         yield _error("CuPy", wanted or 0, allocated_bytes=allocated, limit_bytes=limit)
+    if not matches and not _CUPY.search(text):
+        for _ in _WITHOUT_FIGURES.finditer(text):
+            yield _error("CUDA", None)
 
 
 def _torch(wanted: str, rest: str) -> ErrorText:
     """An error of PyTorch, from what follows the size that it asked for."""
     size = 1 << 60 if wanted.startswith("more") else _bytes(wanted)
     if old := _OLD.search(rest):
-        reserved = _named(r"(?:reserved in total by PyTorch|cached)", old[3])
-        told = {"allocated_bytes": _named("already allocated", old[3]), "reserved_bytes": reserved}
+        allocated, reserved = _named("already allocated", old[3]), _named("reserved in total by PyTorch", old[3])
+        cached = _named("cached", old[3])  # until 1.3, which called so what is reserved and not allocated
+        if allocated is not None and cached is not None:
+            reserved = allocated + cached
+        told = {"allocated_bytes": allocated, "reserved_bytes": reserved}
         return _error(
             "PyTorch", size, device=int(old[1]), total_bytes=_bytes(old[2]), free_bytes=_named("free", old[3]), **told
         )
@@ -129,7 +141,7 @@ def _torch(wanted: str, rest: str) -> ErrorText:
     )
 
 
-def _error(library: str, wanted: int, **told: int | None) -> ErrorText:
+def _error(library: str, wanted: int | None, **told: int | None) -> ErrorText:
     return ErrorText(
         library=library,
         wanted_bytes=wanted,

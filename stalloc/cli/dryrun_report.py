@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.cli.output import command_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
-from stalloc.device.known_gpus import shown_name
+from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
@@ -26,9 +26,10 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
     """Print the table of a dry run, what its words mean, and its doubts."""
     offered = result["memory_bytes"] - result["headroom_bytes"]
     console = table_console()
-    name = shown_name("virtual", printable(gpu.name))
+    name = shown_with_memory("virtual", printable(gpu.name), gpu.total_bytes)
     headroom = human_bytes(result["headroom_bytes"])
-    console.print(f"{name}: {human_bytes(offered)} of {human_bytes(gpu.total_bytes)} for the program")
+    kept = f", {headroom} for the CUDA context and NCCL" if result["headroom_bytes"] else ""
+    console.print(f"{name}: {human_bytes(offered)} for the program{kept}")
     rows = [
         [
             allocator_name(key, uses_torch=need.uses_torch),
@@ -38,7 +39,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         for key, need in results.items()
     ]
     if result["headroom_bytes"]:
-        rows.append(["beside them: CUDA context, NCCL", "", headroom, headroom, ""])
+        rows.append(["CUDA context and NCCL", "", headroom, headroom, ""])
     print_table(console, ("", "fits", "needs", "takes given plenty", "allocated"), rows, text_columns=2, indent="  ")
     if any(need.needed_by == "reserved" for need in results.values()):
         meant = "needs: at most this much, which was reserved; nothing less was tried"
@@ -48,7 +49,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         )
     print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
     if result["headroom_bytes"]:
-        print_prose(console, f"CUDA context, NCCL: {result['headroom_source']}", indent="  ")
+        print_prose(console, f"CUDA context and NCCL: {result['headroom_source']}", indent="  ")
     for line in _doubts(result["uncertain"]):
         print_prose(console, line, indent="  ")
     if results["stalloc"].fits:

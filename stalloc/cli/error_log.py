@@ -19,7 +19,7 @@ from stalloc.figures import human_bytes
 from stalloc.inputs import open_input, read_input
 
 _NO_LOG = re.compile(rb'\x80|PK|\x1f\x8b|<|\s*(\{|\[\s*[\[{"])')  # pickles, archives, pages, JSON
-_SIGNS = (b"ut of memory. Tried to allocate", b"Out of memory allocating ")
+_SIGNS = (b"ut of memory", b"OUT_OF_MEMORY", b"MemoryAllocation", b"ALLOC_FAILED")  # so that large CSV is not searched
 _DERIVED = ("unallocated_bytes", "outside_bytes", "others_bytes", "obtainable_bytes", "verdict")
 
 
@@ -43,7 +43,8 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
     """One error."""
     device = "" if error.device is None else f", device {error.device}"
     times = f", {error.times:,} times" if error.times > 1 else ""
-    title = f"{device}: out of memory in {error.library}, {human_bytes(error.wanted_bytes)} wanted{times}"
+    wanted = "" if error.wanted_bytes is None else f", {human_bytes(error.wanted_bytes)} wanted"
+    title = f"{device}: out of memory in {error.library}{wanted}{times}"
     print_prose(console, Text.assemble((file_label(file), "bold"), title))
     rows = [[name, human_bytes(amount), meaning] for name, amount, meaning in _parts(error) if amount is not None]
     print_items(console, rows)
@@ -67,7 +68,7 @@ def print_next(console: Console) -> None:
 
 def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
     """The device, divided; what the text does not say is None."""
-    yield "device", error.total_bytes, ""
+    yield "device", error.total_bytes, "in all"
     yield "limit", error.limit_bytes, "that this process may use"
     yield "allocated", error.allocated_bytes, f"by {error.library}, in live blocks"
     yield "unallocated", error.unallocated_bytes, "reserved, but free inside the allocator"
@@ -80,6 +81,13 @@ def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
 
 def _verdict(error: ErrorText) -> Iterator[str]:
     wanted, obtainable = error.wanted_bytes, error.obtainable_bytes
+    if wanted is None:
+        yield (
+            "CUDA itself found no memory, and gives no figures: not for a tensor, but for a context, a kernel or a "
+            "library's workspace, which lie outside PyTorch's and CuPy's allocators. Either those hold nearly all of "
+            "the device, or other processes do: `nvidia-smi` names them."
+        )
+        return
     if obtainable is None:
         yield "It does not say how much was free, so the reason cannot be told from it."
         return
@@ -98,4 +106,5 @@ def _verdict(error: ErrorText) -> Iterator[str]:
     )
     others = error.others_bytes or 0
     if others >= missing and others > (error.total_bytes or 0) // 50:
-        yield f"Other processes use {human_bytes(others)} of that device: `nvidia-smi` names them."
+        who = "Other processes" if error.process_bytes is not None else "Other processes and the CUDA context"
+        yield f"{who} use {human_bytes(others)} of that device: `nvidia-smi` names them."

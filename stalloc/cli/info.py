@@ -6,6 +6,7 @@ It is what a report of a problem should contain. Nothing is changed, and neither
 import argparse
 import os
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -25,10 +26,16 @@ from stalloc.printable import MAX_SENTENCE, printable
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _SETTING_PREFIXES = ("PYTORCH_", "CUPY_", "STALLOC_")
-_CONDITIONS = (
-    *("shape", "cudnn_from", "cudnn_below", "architecture_from", "architecture_below", "element_bytes"),
-    *("layout", "direction", "window", "stride", "groups"),
-)
+#: what a field of the table of work spaces means, in words
+_WORDS = {
+    "element_bytes": {"4": "32 bits", "2": "16 bits"},
+    "layout": {"first": "channels first", "last": "channels last"},
+    "direction": {"forward": "forward", "data": "data gradient", "filter": "weight gradient"},
+    "window": {"wide": "wider than 1x1", "1": "1x1", "3": "3x3"},
+    "stride": {"1": "stride 1", "more": "strided"},
+    "groups": {"1": "not grouped", "more": "grouped"},
+    "batch": {"1": "one image", "more": "several images"},
+}
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
 
 
@@ -116,13 +123,35 @@ def _print_workspaces(rows: list[dict[str, str]]) -> None:
     """One line a row: what it is for, the work space, the source."""
     console, listed = table_console(), []
     for row in rows:
-        tensors = [f"{row[name]} x {name}" for name in ("inputs", "filters", "outputs") if row[name]]
+        counts = {name: row[f"{name}s"] for name in ("input", "filter", "output")}
+        tensors = [name if num == "1" else f"{num} x {name}" for name, num in counts.items() if num not in ("", "0")]
+        if row["tile"] and tensors:
+            tensors[-1] += f" in tiles of {row['tile']}"
+        if row["channels"] and tensors:
+            tensors[-1] += f" with channels padded to {row['channels']}"
         space = " + ".join([*tensors, f"{int(row['more_bytes']):,}"] if row["more_bytes"] else tensors) or "0"
         doubt = f" (± {int(row['unknown_bytes']):,})" if row["unknown_bytes"] not in ("", "0") else ""
-        wanted = [f"{name} {row[name]}" for name in _CONDITIONS if row[name]]
-        listed.append([", ".join(wanted), space + doubt, row["source"]])
+        listed.append([_conditions(row), space + doubt, row["source"]])
     console.print(Text("cuDNN's work spaces, the first that fits", "bold"))
     print_table(console, ("convolutions", "work space", "source"), listed, text_columns=3)
+
+
+def _conditions(row: dict[str, str]) -> str:
+    """Which convolutions a row of the table is for."""
+    words = [_WORDS[name][row[name]] for name in _WORDS if row[name]]
+    cudnn = _range(row["cudnn_from"], row["cudnn_below"], lambda version: str(version // (1000, 10000)[version > 9999]))
+    card = _range(row["architecture_from"], row["architecture_below"], lambda number: f"{number // 10}.{number % 10}")
+    parts = [row["shape"], f"cuDNN {cudnn}" if cudnn else "", f"architecture {card}" if card else "", *words]
+    return ", ".join(filter(None, parts)) or "any"
+
+
+def _range(first: str, below: str, shown: Callable[[int], str]) -> str:
+    """A range of versions; empty for all of them."""
+    if not below:
+        return f"{shown(int(first))} or later" if first else ""
+    if int(below) - int(first or 0) in (1, 1000):
+        return shown(int(first))
+    return f"{shown(int(first or 0))} to below {shown(int(below))}"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """Compile what the verbs use, by using them on a small program: for the wheel, which carries the result.
 
 Contract: run as `python -m stalloc.cli.precompile FOLDER`; what is compiled lies below FOLDER afterwards, and nothing
-else is left. The code is made for every processor of this kind, not just for this one. It is not all that there is:
-what the small program does not reach is compiled where it is used, and kept there.
+else is left. The code is made for every processor of this kind, not just for this one. Without FOLDER it is made for
+this processor, and kept where any first use keeps it. It is not all that there is: what the small program does not
+reach is compiled where it is used, and kept there.
 """
 
 import contextlib
@@ -59,15 +60,29 @@ def _event(action: str, address: int, size: int, stream: int) -> dict[str, Any]:
     return {"action": action, "addr": address, "size": size, "stream": int(stream), "frames": frames, "time_us": 0}
 
 
-def precompile(folder: Path) -> None:
-    """Use the verbs on the small program, in this process, and keep what that compiles below a folder."""
-    os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+def irregular_lifespans() -> str:
+    """Lifespans without steps, as planning CSV: what never repeats is served, and given back, without a plan."""
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    start, size = random.integers(0, 2000, 400), np.exp2(random.uniform(9, 28, 400)).astype(np.int64)
+    end = start + random.integers(1, 200, 400)
+    rows = [",".join(map(str, row)) for row in zip(range(400), start, end, size, strict=True)]
+    return "\n".join(["id,lower,upper,size", *rows, ""])
+
+
+def precompile(folder: Path | None) -> None:
+    """Use the verbs on the small program, in this process, and keep what that compiles below a folder, if given."""
+    if folder is not None:
+        os.environ |= {"NUMBA_CACHE_DIR": str(folder), "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     from stalloc.cli import main
 
     with tempfile.TemporaryDirectory() as name:
         snapshot, plan = str(Path(name) / "small.pickle"), str(Path(name) / "small.plan.npz")
         csv, timeline = str(Path(name) / "small.csv"), str(Path(name) / "small.json")
         Path(snapshot).write_bytes(pickle.dumps(small_snapshot(), protocol=4))
+        irregular = str(Path(name) / "irregular.csv")
+        Path(irregular).write_text(irregular_lifespans(), encoding="utf-8")
         for arguments in (
             ["stats", snapshot],
             ["top", snapshot],
@@ -80,6 +95,7 @@ def precompile(folder: Path) -> None:
             ["explain", csv],
             ["simulate", "--all", snapshot],
             ["simulate", "--allocator", "stalloc", "--capacity", "32MiB", snapshot],
+            ["simulate", "--allocator", "stalloc", irregular],
         ):
             with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
                 if code := main(arguments):
@@ -100,4 +116,4 @@ def plan_at_random() -> None:
 
 
 if __name__ == "__main__":
-    precompile(Path(sys.argv[1]))
+    precompile(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

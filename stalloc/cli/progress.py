@@ -1,9 +1,11 @@
 """What takes longer than a second says what it is at, on standard error.
 
-Contract: only on a terminal, as one line that goes away again; logs and pipes get nothing.
+Contract: only on a terminal, as one line that goes away again, or stays where escapes are not wanted (NO_COLOR); logs
+and pipes get nothing.
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +32,9 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def _tell(shown: list[str], over: threading.Event) -> None:
     if over.wait(_PATIENCE):
+        return
+    if os.environ.get("NO_COLOR"):
+        print(shown[0], file=sys.stderr, flush=True)
         return
     from rich.console import Console
 

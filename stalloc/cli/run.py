@@ -209,13 +209,15 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     console = table_console()
     for report in result["devices"]:
         print_report(console, report)
-    if result["out_of_memory_errors"]:
-        console.print(f"next: stalloc dryrun {command_text(*program_command(args))}")
+    program = command_text(*program_command(args))
+    if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
+        verb = "dryrun" if args.stacks else "record -o run.trace.npz"
+        console.print(f"next: stalloc {verb} {program}")
     elif result["plan_source"] == "cache":
         console.print("planned from the start, with the plan that the last run of this program left")
     elif kept:
         console.print("next: run the same command again; it starts with this plan, which was kept")
     elif not args.plan and not args.save_plan and result.get("plans_made"):
-        console.print(f"next: stalloc run --save-plan step.plan.npz {command_text(*program_command(args))}")
+        console.print(f"next: stalloc run --save-plan step.plan.npz {program}")
     elif not result.get("plans_made"):
-        console.print(f"next: stalloc record -o run.trace.npz {command_text(*program_command(args))}")
+        console.print(f"next: stalloc record -o run.trace.npz {program}")

@@ -9,6 +9,6 @@ ASSUMED_BYTES = 512 << 20
 #: What is known of it. The last two are the memory of the card less what a recording says was reserved and free when it
 #: ran out of memory; the card's memory is known to within 1 %, and nobody wrote down what else ran there.
 SOURCE = (
-    "assumed: 300 to 400 MiB by PyTorch's maintainers (issues 107667 and 109888); in recordings of errors at most 0.8 "
-    "GiB, and 1.1 to 1.3 GiB with NCCL on 4 GPUs"
+    "an assumption; PyTorch's maintainers speak of 300 to 400 MiB (issues 107667 and 109888), recordings of errors "
+    "leave room for 0.8 GiB, and for 1.1 to 1.3 GiB with NCCL on 4 GPUs"
 )

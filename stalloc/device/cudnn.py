@@ -13,8 +13,10 @@ layout cannot be more than they are, and partial sums of a filter's gradient are
 
 import csv
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 
 _MAX_RANK = 8
@@ -26,6 +28,7 @@ _CHOICES = {
     "window": {"any": -1, "wide": 0, "1": 1, "3": 3},  # of the filter
     "stride": {"any": -1, "1": 0, "more": 1},
     "groups": {"any": -1, "1": 0, "more": 1},
+    "batch": {"any": -1, "1": 0, "more": 1},
 }
 _MOST_CONVOLUTIONS = 4096
 _Sizes = ctypes.c_int64 * _MAX_RANK
@@ -37,6 +40,7 @@ class _Row(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("cudnn_from", "cudnn_below", "architecture_from", "architecture_below")),
         *((name, ctypes.c_int64) for name in ("element_bytes", "layout", "direction", "window", "stride", "groups")),
+        ("batch", ctypes.c_int64),
         *((name, _Sizes) for name in ("input", "filter", "strides")),
         *((name, ctypes.c_int64) for name in ("inputs", "filters", "outputs", "channels", "tile", "round_bytes")),
         *((name, ctypes.c_int64) for name in ("more_bytes", "unknown_bytes", "unknown_tensors")),
@@ -47,13 +51,21 @@ class _Tensor(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("rank", ctypes.c_int), ("sizes", _Sizes), ("tensor_strides", _Sizes))
 
 
-class _Asked(ctypes.Structure):
-    """AskedConvolution of virtual_convolution.h."""
+class _Convolution(ctypes.Structure):
+    """Convolution of virtual_convolution.h."""
 
     _fields_ = (
         ("direction", ctypes.c_int),
         *((name, _Tensor) for name in ("input", "filter", "output")),
         *((name, _Sizes) for name in ("strides", "dilations", "paddings")),
+    )
+
+
+class _Asked(ctypes.Structure):
+    """AskedConvolution of virtual_convolution.h."""
+
+    _fields_ = (
+        ("convolution", _Convolution),
         *((name, ctypes.c_int64) for name in ("row", "workspace_bytes", "unknown_bytes")),
     )
 
@@ -140,16 +152,37 @@ def load_table(library: ctypes.CDLL) -> None:
     library.stalloc_virtual_convolutions.restype = ctypes.c_int64
 
 
+def table_answer(
+    library: ctypes.CDLL, direction: str, sizes: Sequence[int], window: Sequence[int], stride: int, cudnn_version: int
+) -> int:
+    """The work space that the table has for a convolution of fp32 tensors, channels first and without padding lost.
+
+    `sizes` are those of the input and `window` those of the filter, batch and channels included.
+    """
+    output = [sizes[0], window[0], *(-(-size // stride) for size in sizes[2:])]
+    asked = _Convolution(direction=_DIRECTIONS.index(direction))
+    for tensor, its in ((asked.input, sizes), (asked.filter, window), (asked.output, output)):
+        tensor.rank, tensor.sizes = len(its), _Sizes(*its)
+        tensor.tensor_strides = _Sizes(*(prod(its[i + 1 :]) for i in range(len(its))))
+    asked.strides = _Sizes(*([stride] * (len(sizes) - 2)))
+    library.convolution_workspace_bytes.restype = ctypes.c_int64
+    return int(library.convolution_workspace_bytes(ctypes.byref(asked), ctypes.c_int(cudnn_version)))
+
+
+def _sizes_of(tensor: _Tensor) -> tuple[int, ...]:
+    return tuple(tensor.sizes[: tensor.rank])
+
+
 def asked_convolutions(library: ctypes.CDLL) -> list[AskedConvolution]:
     """The different convolutions that this process made so far."""
     kept = (_Asked * _MOST_CONVOLUTIONS)()
     num = library.stalloc_virtual_convolutions(kept, ctypes.c_int64(_MOST_CONVOLUTIONS))
     return [
         AskedConvolution(
-            direction=_DIRECTIONS[one.direction],
-            input_sizes=tuple(one.input.sizes[: one.input.rank]),
-            filter_sizes=tuple(one.filter.sizes[: one.filter.rank]),
-            strides=tuple(one.strides[: one.input.rank - 2]),
+            direction=_DIRECTIONS[one.convolution.direction],
+            input_sizes=_sizes_of(one.convolution.input),
+            filter_sizes=_sizes_of(one.convolution.filter),
+            strides=tuple(one.convolution.strides[: one.convolution.input.rank - 2]),
             workspace_bytes=one.workspace_bytes,
             # what is a guess may be missing altogether, too
             unknown_bytes=one.unknown_bytes and max(one.unknown_bytes, one.workspace_bytes) if one.row >= 0 else None,

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 
 _MIB = 1 << 20
 _MAX_BYTES = 1 << 62  # so that sums of two sizes still fit the fields of 64 bits that they travel in
@@ -113,6 +114,12 @@ def _plain(name: str) -> str:
 def shown_name(kind: str, name: str) -> str:
     """What people read of a device: a virtual one says so."""
     return name if kind != "virtual" or name.lower().startswith("virtual") else f"virtual {name}"
+
+
+def shown_with_memory(kind: str, name: str, total_bytes: int) -> str:
+    """The same with how much memory it has, said once."""
+    shown, memory = shown_name(kind, name), human_bytes(total_bytes)
+    return shown if memory in shown else f"{shown}, {memory}"
 
 
 def find_gpu(name: str) -> VirtualGPU:

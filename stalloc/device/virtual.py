@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table
+from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.values import Values
@@ -168,6 +168,13 @@ def statistics() -> dict[str, int]:
 def convolutions() -> list[AskedConvolution]:
     """The different convolutions that this process made so far, with the work spaces that cuDNN was taken to need."""
     return asked_convolutions(_active_library())
+
+
+def table_workspace(
+    direction: str, sizes: Sequence[int], window: Sequence[int], stride: int, cudnn_version: int
+) -> int:
+    """The work space in the table for a convolution of fp32 tensors, on this GPU, with this cuDNN (8902 for 8.9.2)."""
+    return table_answer(_active_library(), direction, sizes, window, stride, cudnn_version)
 
 
 def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:

@@ -22,7 +22,7 @@ typedef struct {
 // A row of the table: which convolutions it is for, and their work space.  -1 stands for any; a range of 0 to 0 too.
 typedef struct {
     int64_t cudnn_from, cudnn_below, architecture_from, architecture_below;
-    int64_t element_bytes, channels_last, direction, window, strided, grouped;
+    int64_t element_bytes, channels_last, direction, window, strided, grouped, several; // several: images
     int64_t input[MAX_RANK], filter[MAX_RANK], stride[MAX_RANK]; // one shape alone, where input[0] is not 0
     int64_t num_inputs, num_filters, num_outputs; // copies of each tensor, with its channels rounded up to a
     int64_t channel_multiple, tile, round_bytes;  // multiple, the filter with windows of `tile`, if that is not 0, each

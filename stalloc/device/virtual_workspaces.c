@@ -85,7 +85,8 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
         !in_range(10 * gpu.major + gpu.minor, row->architecture_from, row->architecture_below) ||
         !is_any_or(row->element_bytes, element_bytes(c->input.type)) || !is_any_or(row->channels_last, last) ||
         !is_any_or(row->direction, c->direction) || !has_window ||
-        !is_any_or(row->strided, strided) || !is_any_or(row->grouped, grouped))
+        !is_any_or(row->strided, strided) || !is_any_or(row->grouped, grouped) ||
+        !is_any_or(row->several, c->input.sizes[0] > 1))
         return false;
     return !row->input[0] || (has_sizes(row->input, c->input.sizes, c->input.rank) &&
                               has_sizes(row->filter, c->filter.sizes, c->filter.rank) &&

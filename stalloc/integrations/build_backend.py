@@ -5,8 +5,9 @@ so that uninstalling takes them away too. Runs where only setuptools is there: n
 
 The hook lies beside the packages. Compiled code lies in stalloc/compiled_code, in wheels that are not editable; it is
 made by using the wheel (cli/precompile.py), and fits one version of Python, numba and llvmlite and one kind of
-processor, which the name of the wheel says. Where it cannot be made, or `--config-settings compiled-code=no` is given,
-the wheel comes without, and stalloc compiles what it needs when it is used.
+processor, which the name of the wheel says. An editable install compiles the same, for this processor, to where a
+checkout keeps what it compiles. Where it cannot be made, or `--config-settings compiled-code=no` is given, the wheel
+comes without, and stalloc compiles what it needs when it is used.
 """
 
 import base64
@@ -52,14 +53,26 @@ def __getattr__(name: str) -> Any:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What has to be installed to build a wheel: what stalloc itself needs, since it is used to compile."""
+    """What has to be installed to build a wheel."""
     from setuptools import build_meta
 
-    needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *_needed_to_compile(config_settings)]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """What has to be installed to build an editable wheel."""
+    from setuptools import build_meta
+
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_needed_to_compile(config_settings)]
+
+
+def _needed_to_compile(config_settings: Mapping[str, Any] | None) -> list[str]:
+    """What stalloc itself needs, since it is used to compile; nothing where nothing is compiled."""
     if not _wants_compiled_code(config_settings):
-        return needed
+        return []
     with open("pyproject.toml", "rb") as file:  # build backends run in the folder of the sources
-        return [*needed, *tomllib.load(file)["project"]["dependencies"]]
+        needed: list[str] = tomllib.load(file)["project"]["dependencies"]
+    return needed
 
 
 def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
@@ -79,6 +92,8 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
 
     name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     add_files(Path(wheel_directory) / name, {FILE_NAME: LINE.encode("ascii")})
+    if _wants_compiled_code(config_settings) and (why := compile_ahead(Path.cwd())):
+        _say(f"nothing is compiled ahead: {why}")
     return name
 
 
@@ -91,20 +106,12 @@ def add_compiled_code(wheel: Path) -> Path:
 
     A wheel for which that fails is left as it is, and a sentence says why.
     """
-    missing = [name for name in ("numba", "numpy", "networkx", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        _say(f"the wheel comes without compiled code, since {', '.join(missing)} cannot be imported.")
-        return wheel
     with tempfile.TemporaryDirectory() as name:
         package, compiled = Path(name) / "package", Path(name) / "compiled"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(package)
-        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-P", "-m", "stalloc.cli.precompile", str(compiled)]
-        try:
-            subprocess.run(command, cwd=name, env={**os.environ, "PYTHONPATH": path, "STALLOC": ""}, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            _say(f"the wheel comes without compiled code: {error}")
+        if why := compile_ahead(package, str(compiled)):
+            _say(f"the wheel comes without compiled code: {why}")
             return wheel
         found = {f"stalloc/compiled_code/{one.name}": one.read_bytes() for one in compiled.rglob("*.compiled")}
     python, platform = sys.implementation.cache_tag.replace("cpython-", "cp"), sysconfig.get_platform()
@@ -112,6 +119,20 @@ def add_compiled_code(wheel: Path) -> Path:
     add_files(wheel, found, tag)
     renamed = wheel.with_name(f"{'-'.join(wheel.stem.split('-')[:-3])}-{tag}.whl")
     return wheel.rename(renamed)
+
+
+def compile_ahead(sources: Path, *folder: str) -> str:
+    """Compile what the verbs of the stalloc in a folder use, to another folder if given; why not, if that fails."""
+    missing = [name for name in ("numba", "numpy", "networkx", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{', '.join(missing)} cannot be imported."
+    path = os.pathsep.join(filter(None, (str(sources), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "stalloc.cli.precompile", *folder]
+    try:
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "STALLOC": ""}, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return str(error)
+    return ""
 
 
 def _say(sentence: str) -> None:

@@ -11,7 +11,7 @@ from stalloc.core.constants import BLOCK_FREE, BLOCK_UNMAPPED
 from stalloc.core.snapshot import HeapBlock, segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
-from stalloc.device.known_gpus import shown_name
+from stalloc.device.known_gpus import shown_with_memory
 from stalloc.device.mapped_pages import PAGE_BYTES
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
@@ -20,8 +20,8 @@ from stalloc.trace.sites import UNKNOWN
 
 _MAX_HOLDERS = 3
 _NEXT = (
-    "Next: `stalloc dryrun SCRIPT` says on a virtual GPU what the program needs; "
-    "`stalloc record -o run.trace.npz SCRIPT` and `stalloc top run.trace.npz` show who holds it."
+    "Next: `stalloc record -o run.trace.npz SCRIPT` and `stalloc top run.trace.npz` show who holds it; "
+    "`stalloc dryrun SCRIPT` says on a virtual GPU what the program needs."
 )
 
 
@@ -43,11 +43,11 @@ def out_of_memory_text(
     asked_by = this_call_site()
     blocks = [block for segment in segments(state) for block in segment.blocks]
     pieces = [block.size_bytes for block in blocks if block.state == BLOCK_FREE]
-    name = shown_name(device.kind, device.name)
+    name = shown_with_memory(device.kind, device.name, device.total_bytes)
     limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
     arena = f" ({human_bytes(record.arena_bytes)} of it the plan's arena)" if record.arena_bytes else ""
     return (
-        f"stalloc: out of memory on device {device.index} ({name}, {human_bytes(device.total_bytes)}{limit}): "
+        f"stalloc: out of memory on device {device.index} ({name}{limit}): "
         f"tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
         f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. "
         f"Allocated {human_bytes(record.total.allocated_bytes)}, reserved {human_bytes(record.reserved_bytes)}{arena}. "

@@ -85,5 +85,6 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         return read_kineto(path, data)
     raise BadInputError(
         f"{path}: not a trace: expected a .trace.npz, a snapshot pickle of torch.cuda.memory or its HTML page, a trace "
-        f"or raw memory timeline of torch.profiler, a log of RMM or DTR, or a CSV with the columns id,lower,upper,size."
+        "or raw memory timeline of torch.profiler, a log of RMM or DTR, or a CSV with the columns id,lower,upper,size; "
+        "for `stalloc explain` also the text of an out-of-memory error of PyTorch or CuPy."
     )

@@ -71,6 +71,16 @@ CASES = (
         blocks=True,
     ),
     Case(
+        name="BERT, Hugging Face, inference",
+        recording="traces/h100/bert.json.gz",
+        torch="2.6",
+        gpu="H100",
+        program=("hf.py", "bert"),
+        writes="bert.json",
+        needs=("numpy", "transformers"),
+        blocks=True,
+    ),
+    Case(
         name="ResNet-50, batch 1, SGD",
         recording="traces/resnet50_pytorch_blog.pickle.gz",
         torch="2.1",
