@@ -36,6 +36,8 @@ _LAZY: dict[str, str] = {
     "compact_when_full": "stalloc.compaction",
     "contiguous_buffers": "stalloc.compaction",
     "checkpoint": "stalloc.techniques",
+    "budget": "stalloc.fitting",
+    "fit": "stalloc.fitting",
 }
 
 __all__ = [

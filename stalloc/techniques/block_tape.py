@@ -39,6 +39,31 @@ class BlockTape:
         self._position = 0
         self._taken = False
 
+    @property
+    def num_operations(self) -> int:
+        """Operations that the forward pass has made so far."""
+        return len(self._operators)
+
+    @property
+    def names(self) -> list[str]:
+        """The operations of the forward pass, in order."""
+        return [str(operator) for operator in self._operators]
+
+    @property
+    def kept_bytes(self) -> dict[int, int]:
+        """What is kept, by position: the bytes of its memory, which torch rounds up to 512."""
+        return {position: _bytes_of(results) for position, (results, _) in self._kept.items()}
+
+    @property
+    def lasting(self) -> set[int]:
+        """Positions whose results are kept whether wanted or not, since they have effects."""
+        return set(self._effects)
+
+    @property
+    def random(self) -> set[int]:
+        """Positions of random numbers that are kept."""
+        return set(self._random)
+
     def recording(self) -> TorchDispatchMode:
         """To be entered for the forward pass."""
         return _Mode(self.record)
@@ -189,3 +214,12 @@ def _storages(values: Any) -> set[int]:
         elif isinstance(value, dict):
             rest += value.values()
     return found
+
+
+def _bytes_of(results: Any) -> int:
+    storages = {
+        one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+        for one in tree_leaves(results)
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided
+    }
+    return sum((size + 511) & -512 for size in storages.values())
