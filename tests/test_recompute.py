@@ -95,6 +95,16 @@ def small():
 def names(model):
     return [block.name for block in find_blocks(model)]
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = stage(2)
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.down = Block(), nn.Linear(4, 4)
+
 compiled, hooked = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
 compiled[0].compile()
 hooked[1].inner.register_forward_hook(lambda *given: None)
@@ -107,6 +117,8 @@ print(json.dumps({
     "wrapped": names(nn.ModuleDict({"module": nn.ModuleDict({"layers": stage(2)})})),
     "none": names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
     "single": names(nn.ModuleList([Block()])),
+    "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
+    "scattered": names(nn.ModuleDict({"in": nn.ModuleList([Stage()]), "middle": Block(), "out": Stage()})),
     "fine": why_not(find_blocks(stage(2))[0]),
     "compiled": why_not(find_blocks(compiled)[0]),
     "hooked": why_not(find_blocks(hooked)[1]),
@@ -122,6 +134,8 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert found["outermost"] == ["0", "1"]
     assert found["rows"] == ["0", "1"]
     assert found["wrapped"] == ["module.layers.0", "module.layers.1"]
+    assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
+    assert found["scattered"] == ["in.0", "middle", "out"]
     assert found["none"] == found["single"] == []
     assert found["fine"] == ""
     assert "torch.compile" in found["compiled"]

@@ -23,6 +23,9 @@ Wanted = Callable[[int, str], bool]
 """Whether the result of the operation at a position of the block, of a name, is to be kept."""
 
 
+_OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
+
+
 class BlockTape:
     """What one call of a block did. `block` is what sentences call it; of `devices` the random state is put back."""
 
@@ -90,33 +93,31 @@ class BlockTape:
         """Do an operation of the forward pass."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
-        before = _storages((args, kwargs))
         results = operator(*args, **kwargs)
-        written = _storages([argument(place, name, args, kwargs) for place, name in facts.mutated])
+        written = _written(facts, args, kwargs)
         outside = written - self._own
         of_program = own_generator(facts, args, kwargs)
         random = draws_random(facts, args, kwargs) and not of_program
         lasting = bool(outside) or of_program
-        if written & self._own:
-            self._drop(written & self._own)
+        if written != outside:
+            self._drop(written - outside)
             if lasting:
                 raise RecomputeError(
                     f"{self.block} cannot be computed twice: {facts.name} changes memory of its own and something "
                     "outside in one operation. Leave this block as it is."
                 )
-        made = _storages(results)
+        made = _storages(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
         if lasting:
             self._effects[position] = outside
             self._keep(position, results)
             self._lasting_random |= random
-        elif facts.is_fresh and not made & before and self._wanted(position, facts.name):
+        elif facts.is_fresh and self._wanted(position, facts.name) and not made & _storages((args, kwargs)):
             self._keep(position, results)
             if random:
                 self._random.append(position)
         elif random:
             self._draw_again(facts, results)
-        if facts.is_fresh or facts.name == "aten.lift_fresh.default":
-            self._own |= made
+        self._own |= made
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -132,8 +133,7 @@ class BlockTape:
             )
         if position in self._effects:
             facts = facts_of(operator)
-            written = _storages([argument(place, name, args, kwargs) for place, name in facts.mutated])
-            if not self._effects[position] <= written:
+            if not self._effects[position] <= _written(facts, args, kwargs):
                 raise RecomputeError(
                     f"{self.block} does not do the same when it is computed again: {facts.name} changed another tensor "
                     "before. Leave this block as it is."
@@ -199,6 +199,13 @@ class _Mode(TorchDispatchMode):
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
         return self._do(func, args, kwargs or {})
+
+
+def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """The memory that a call changes in place."""
+    if not facts.mutated:
+        return set()
+    return _storages([argument(place, name, args, kwargs) for place, name in facts.mutated])
 
 
 def _storages(values: Any) -> set[int]:

@@ -1,10 +1,12 @@
-"""The repeated blocks of a model: modules of one class that lie side by side, such as the layers of a transformer.
+"""The repeated blocks of a model: modules of a class that occurs more than once, such as the layers of a transformer.
 
 Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module tree
-is looked at, nothing is called or changed. A module without children of its own, such as a linear layer, is no block:
-what it would recompute is what it reads.
+is looked at, nothing is called or changed. The outermost is taken, but for one that itself holds layers in a row (an
+encoder). A module without children of its own, such as a linear layer, is no block: what it would recompute is what it
+reads.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,24 +29,34 @@ class Block:
 
 def find_blocks(model: Any) -> list[Block]:
     """The repeated blocks below `model`, a torch module."""
-    return list(_below("", model))
+    return list(_below("", model, Counter(type(module) for module in model.modules())))
 
 
-def _below(prefix: str, parent: Any) -> Iterator[Block]:
+def _below(prefix: str, parent: Any, counts: Counter[type]) -> Iterator[Block]:
     """Children that are blocks, and of the others what lies below them."""
-    children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
-    counts: dict[type, int] = {}
-    for _, child in children:
-        counts[type(child)] = counts.get(type(child), 0) + 1
+    children = [(f"{prefix}{name}", child) for name, child in parent.named_children() if not _is_leaf(child)]
+    siblings = Counter(type(child) for _, child in children)
     for name, child in children:
-        is_leaf = next(child.children(), None) is None
-        if is_leaf:
-            continue
-        inner = list(_below(f"{name}.", child)) if _is_container(child) or counts[type(child)] == 1 else []
-        if inner or counts[type(child)] == 1:
-            yield from inner  # a stage of layers is no block: its layers are
+        inner = list(_below(f"{name}.", child, counts))
+        if _is_container(child):
+            is_block = not inner and siblings[type(child)] > 1
+        else:
+            is_block = counts[type(child)] > 1 and not _holds_layers(child)
+        if not is_block:
+            yield from inner
         elif any(True for _ in child.parameters()):
             yield Block(name, child)
+
+
+def _is_leaf(module: Any) -> bool:
+    return next(module.children(), None) is None
+
+
+def _holds_layers(module: Any) -> bool:
+    """Whether modules of one class lie in a row below a module."""
+    rows = [one for one in module.modules() if _is_container(one)]
+    kinds = [Counter(type(child) for child in row.children() if not _is_leaf(child)) for row in rows]
+    return any(count > 1 for found in kinds for count in found.values())
 
 
 def _is_container(module: Any) -> bool:
