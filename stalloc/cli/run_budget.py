@@ -68,7 +68,6 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import load_fit
     from stalloc.integrations import program_source
-    from stalloc.planner import plans_from_bytes
 
     keeping.check_single_rank()
     source = program_source.of_command(command)
@@ -86,8 +85,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
             f"{human_bytes(shown.total_bytes)}: give less."
         )
     fit = keeping.find_or_make(source, command, budget_bytes, shown, file)
-    plans = plans_from_bytes(fit.plan, f"the plan in {file}") if fit.plan else None
-    return Held(fit, budget_bytes, plans)
+    return Held(fit, budget_bytes, keeping.plans_of(fit, file))
 
 
 def print_outcome(console: "Console", result: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from stalloc.integrations import program_source
 from stalloc.notices import say
 
 if TYPE_CHECKING:
+    from stalloc.planner import Plan
     from stalloc.runtime import Runtime
 
 TRIAL_VARIABLE = "STALLOC_TRIAL"
@@ -79,6 +80,7 @@ def find_or_make(
         if not reason and (fit.best < 0 or not fit.candidates[fit.best].fits(budget_bytes)):
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
         if not reason:
+            plans_of(fit, file)
             return fit
     except BadInputError as error:
         if file.exists():
@@ -86,6 +88,26 @@ def find_or_make(
     if reason:
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew.")
     return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file)
+
+
+def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
+    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat.
+
+    Raises BadInputError if it is no plan that can be used.
+    """
+    from stalloc.planner import plans_from_bytes, validate
+
+    if not fit.plan:
+        return None
+    try:
+        plans = plans_from_bytes(fit.plan, file)
+        verdicts = [validate(plan, handovers=len(plan.handover_later) > 0) for plan in plans]
+    except BadInputError as error:
+        raise BadInputError(f"{file}: its plan is damaged: fit the program anew.") from error
+    refused = [verdict for verdict in verdicts if not verdict.ok]
+    if refused:
+        raise BadInputError(f"{file}: its plan is not valid ({refused[0].reason}): fit the program anew.")
+    return plans
 
 
 def make(
@@ -183,14 +205,13 @@ def budget(size: str | int, *, device: Any = "auto", gpu: VirtualGPU | None = No
     from stalloc import device as devices
     from stalloc import integrations
     from stalloc.integrations.torch_allocator import check_untouched
-    from stalloc.planner import plans_from_bytes
 
     devices.activate(device, gpu)
     if "torch" in sys.modules:
         check_untouched()
     command = [str(source.path), *source.arguments]
     fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source))
-    plans = plans_from_bytes(fit.plan, "the plan of the fit") if fit.plan else None
+    plans = plans_of(fit, fit_file(source))
     keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes)
     return fit
 
