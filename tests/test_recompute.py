@@ -13,13 +13,16 @@ pytestmark = pytest.mark.usefixtures("cuda_torch")
 PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
-    "buffer", "in_place", "made_inside", "own_generator",
+    "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
     "another_way": "does not do the same when it is computed again: its operation",
-    "changes_a_weight": "its weights were changed between forward and backward",
+    "spectral_norm": "aten.mv.default, reads was changed in place since",
+    "spectral_norm_twice": "aten.mv.default, reads was changed in place since",
+    "buffer_twice": "reads was changed in place since",
 }
+SOMETIMES_REFUSED = ("batch_norm_twice", "weight_changes_later")  #: by what is kept, and under autocast
 
 
 def results(num_choices: int) -> dict[str, Any]:
@@ -43,8 +46,15 @@ def test_losses_gradients_and_buffers_are_those_of_the_program(found: dict[str, 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_computed_twice_is_refused_in_a_sentence(found: dict[str, Any], case: str) -> None:
     assert found[case]["equal"] == found[case]["differs"] == 0
-    assert all(told.startswith("layers.2 ") and REFUSED[case] in told for told in found[case]["raised"])
+    assert len(found[case]["raised"]) == 8
+    assert all("layers.2 " in told and REFUSED[case] in told for told in found[case]["raised"])
     assert all("Leave this block as it is." in told for told in found[case]["raised"])
+
+
+@pytest.mark.parametrize("case", SOMETIMES_REFUSED)
+def test_what_is_not_refused_is_equal(found: dict[str, Any], case: str) -> None:
+    assert found[case]["differs"] == 0
+    assert 0 < found[case]["equal"] == 8 - len(found[case]["raised"])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 from stalloc.techniques.recompute import wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
-from stalloc.techniques.repeated_blocks import Block, find_blocks
+from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
 
 Appeared = Callable[[int, list[Block]], None]
 """Called with the number of a model and its repeated blocks, before its first forward pass."""
@@ -29,7 +29,7 @@ def when_models_appear(appeared: Appeared) -> None:
         nonlocal num_models
         if module in known:
             return
-        blocks = [block for block in find_blocks(module) if block.module not in known]
+        blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(module.modules())
         if blocks:
             num_models += 1

@@ -1,6 +1,7 @@
 """One call of a block, operation by operation: what its forward pass did, and running it again to the same result.
 
-Contract: the second run makes the same operations in the same order, or it is an error. Of those, results that were
+Contract: the second run makes the same operations in the same order, on what nobody has changed, or it is an error.
+Of those, results that were
 kept are handed out instead of computed, and what changed memory outside the block (running statistics, counters) is
 not done again. A result is kept only if it is new memory that nothing changes before it is needed; random numbers are
 kept only where none are drawn anew after them, so that generators say the same both times. Which is asked for decides
@@ -23,6 +24,8 @@ Wanted = Callable[[int, str], bool]
 """Whether the result of the operation at a position of the block, of a name, is to be kept."""
 
 
+_Read = tuple[int, int, int]
+"""A storage, how often autograd saw it changed when it was read, and how often the block itself had changed it."""
 _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
 
 
@@ -34,6 +37,8 @@ class BlockTape:
         self._devices = {torch.device("cpu"), *devices}
         self._wanted = wanted
         self._operators: list[Any] = []
+        self._reads: list[list[_Read]] = []  # what each was given
+        self._changes: dict[int, int] = {}  # storages outside -> how often the forward pass changed them in place
         self._kept: dict[int, tuple[Any, list[tuple[Any, int]]]] = {}  # position -> results, tensors with versions
         self._effects: dict[int, set[int]] = {}  # position -> storages outside that it changed
         self._own: set[int] = set()  # storages that were made in this call
@@ -93,6 +98,7 @@ class BlockTape:
         """Do an operation of the forward pass."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
+        self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in _tensors((args, kwargs))])
         results = operator(*args, **kwargs)
         written = _written(facts, args, kwargs)
         outside = written - self._own
@@ -109,6 +115,8 @@ class BlockTape:
         made = _storages(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
         if lasting:
             self._effects[position] = outside
+            if facts.is_declared:
+                self._changes |= {one: self._changes.get(one, 0) + 1 for one in outside}
             self._keep(position, results)
             self._lasting_random |= random
         elif facts.is_fresh and self._wanted(position, facts.name) and not made & _storages((args, kwargs)):
@@ -139,6 +147,7 @@ class BlockTape:
                     "before. Leave this block as it is."
                 )
         elif position not in self._kept:
+            self._check_reads(position, _tensors((args, kwargs)))
             return operator(*args, **kwargs)
         results, versions = self._kept.pop(position)
         for tensor, version in versions:
@@ -148,6 +157,19 @@ class BlockTape:
                     "Keep another operation, or nothing, of this block."
                 )
         return results
+
+    def _check_reads(self, position: int, now: "list[tuple[int, int]]") -> None:
+        """What is read is what was read: each storage was changed only by the forward pass, and before it was read.
+
+        autograd counts the changes of this run too, though they are left out.
+        """
+        for (storage, before, num_changes), (_, version) in zip(self._reads[position], now, strict=False):
+            all_changes = self._changes.get(storage, 0)
+            if num_changes != all_changes or version != before + all_changes:
+                raise RecomputeError(
+                    f"{self.block} cannot be computed again: what its operation {position}, "
+                    f"{self._operators[position]}, reads was changed in place since. Leave this block as it is."
+                )
 
     def _keep(self, position: int, results: Any) -> None:
         kept = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, results)
@@ -210,12 +232,19 @@ def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def _storages(values: Any) -> set[int]:
     """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
-    found, rest = set(), [values]
+    return {storage for storage, _ in _tensors(values) if storage}
+
+
+def _tensors(values: Any) -> list[tuple[int, int]]:
+    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    found, rest = [], [values]
     while rest:
         value = rest.pop()
         if isinstance(value, torch.Tensor):
+            storage = 0
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
-                found.add(value.untyped_storage()._cdata)
+                storage = value.untyped_storage()._cdata
+            found.append((storage, -1 if value.is_inference() else value._version))
         elif isinstance(value, list | tuple):
             rest += value
         elif isinstance(value, dict):

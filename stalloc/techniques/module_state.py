@@ -23,18 +23,12 @@ class ModuleState:
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
         self._attributes = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
-        self._versions = [(one, one._version) for one in module.parameters()]
         self._random = random.getstate()
         self._numpy = _numpy_state()
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """This state in force for the block. Raises RecomputeError if a weight was changed, or a container is."""
-        if any(one._version != version for one, version in self._versions):
-            raise RecomputeError(
-                f"{self._block} cannot be computed again: its weights were changed between forward and backward. "
-                "Leave this block as it is."
-            )
+        """This state in force for the block. Raises RecomputeError if a container of the module grows or shrinks."""
         now = [(one, dict(vars(one)), dict(one._buffers)) for one, _, _ in self._attributes]
         generators = random.getstate(), _numpy_state()
         sizes = [_sizes(vars(one)) for one, _, _ in now]

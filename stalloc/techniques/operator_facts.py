@@ -20,6 +20,7 @@ class OperatorFacts:
     name: str  #: as torch prints it, such as "aten.mm.default"
     is_fresh: bool  #: its results are new memory: neither views of what it reads nor what it changed
     mutated: tuple[tuple[int, str], ...]  #: arguments that it changes in place: position and name
+    is_declared: bool  #: whether the schema says that it changes something, so that autograd counts it
     is_random: bool
     dropouts: tuple[tuple[int, str, Any], ...]  #: arguments of that meaning: position, name, default
     generator: tuple[int, str] | None  #: the argument that takes a generator of the program's own
@@ -32,7 +33,7 @@ def facts_of(operator: Any) -> OperatorFacts:
 
     schema = getattr(operator, "_schema", None)
     if schema is None:
-        return OperatorFacts(str(operator), False, (), False, (), None)
+        return OperatorFacts(str(operator), False, (), False, False, (), None)
     numbered = list(enumerate(schema.arguments))
     declared = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
     is_write = [known or one.name in _STATISTICS for known, one in zip(declared, schema.arguments, strict=True)]
@@ -41,6 +42,7 @@ def facts_of(operator: Any) -> OperatorFacts:
         name=str(operator),
         is_fresh=bool(schema.returns) and all(one.alias_info is None for one in schema.returns),
         mutated=tuple((i, one.name) for i, one in numbered if is_write[i]),
+        is_declared=any(declared),
         is_random=torch.Tag.nondeterministic_seeded in operator.tags,
         dropouts=tuple((i, one.name, one.default_value) for i, one in numbered if one.name in _DROPOUTS),
         generator=generators[0] if generators else None,

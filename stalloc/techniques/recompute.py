@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from stalloc.errors import BadInputError
 from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.module_state import ModuleState
-from stalloc.techniques.repeated_blocks import Block, find_blocks, why_not
+from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated, why_not
 
 
 class RecomputedForward:
@@ -125,6 +125,10 @@ def checkpoint(
     """
     if not isinstance(model, torch.nn.Module):
         raise BadInputError(f"{type(model).__name__} is no torch module: give checkpoint() a model.")
+    if is_replicated(model):
+        raise BadInputError(
+            "nn.DataParallel copies a model at each call: recompute with DistributedDataParallel instead."
+        )
     found = find_blocks(model)
     if not found:
         raise BadInputError(

@@ -64,6 +64,11 @@ def _is_container(module: Any) -> bool:
     return type(module).__module__ == "torch.nn.modules.container" and type(module).__name__ in _CONTAINERS
 
 
+def is_replicated(model: Any) -> bool:
+    """Whether a model is copied to several GPUs at each call (nn.DataParallel), so that its blocks are not its own."""
+    return type(model).__name__ == "DataParallel" and len(getattr(model, "device_ids", ())) > 1
+
+
 def why_not(block: Block) -> str:
     """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
     import torch

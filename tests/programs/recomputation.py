@@ -121,6 +121,57 @@ def wandering(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) if wandering.turn % 2 else torch.sigmoid(x)  # type: ignore[attr-defined]
 
 
+def spectral() -> Any:
+    def make() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+        layers = [Layer(lambda layer, x: x) for _ in range(3)]
+        for layer in layers:
+            nn.utils.parametrizations.spectral_norm(layer.first)
+        return Stack(list(layers)), lambda: (torch.randn(8, WIDTH),)
+
+    return make
+
+
+class Twice(nn.Module):
+    """A model that is called twice before backward, as contrastive training does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) + 2 * self.model(x.flip(0) * 0.5)
+
+
+def twice_before(make: Any) -> Any:
+    def made() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+        model, batch = make()
+        return Twice(model), batch
+
+    return made
+
+
+class LaterChanges(Stack):
+    """What autograd does not save is changed between forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        with torch.no_grad():
+            self.layers[0].first.bias.add_(0.1)
+        return loss
+
+
+def changed_later() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+    return LaterChanges([Layer(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
+
+
+def checkpointed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: F.dropout(torch.tanh(y), 0.3) * y, x, use_reentrant=False)
+
+
+def mixed_batch_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(layer.parts["norm"](F.dropout(x, 0.2)), 0.3)
+
+
 def weight_changed(layer: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         layer.second.bias.add_(0.1)
@@ -143,6 +194,12 @@ CASES: dict[str, Any] = {
     "grows_a_list": stack(remembered),
     "another_way": stack(wandering),
     "changes_a_weight": stack(weight_changed),
+    "spectral_norm": spectral(),
+    "spectral_norm_twice": twice_before(spectral()),
+    "batch_norm_twice": twice_before(stack(mixed_batch_norm, lambda: {"norm": nn.BatchNorm1d(2 * WIDTH)})),
+    "buffer_twice": twice_before(stack(levelled)),
+    "checkpoint_inside": stack(checkpointed),
+    "weight_changes_later": changed_later,
 }
 
 
