@@ -18,6 +18,8 @@ from warm_programs import run_stalloc, run_warm
 from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
 from stalloc.fitting.fit_record import Program, load_fit
+from stalloc.fitting.keeping import plans_of
+from stalloc.planner import plans_to_bytes
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -102,8 +104,13 @@ def test_a_budget_that_nothing_keeps_is_one_sentence_with_the_least(tmp_path: Pa
     sentence = done.stderr.strip().splitlines()[-1]
     assert sentence.startswith("stalloc: train_gpt.py cannot be kept within 1.00 MiB: the least that was reached is ")
     assert sentence.endswith("give that much, or a smaller batch.")
-    run = stalloc(tmp_path, "run", "--device", "virtual", *words, code=125)
-    assert run.stderr.strip().splitlines()[-1] == sentence
+
+
+@pytest.mark.slow
+def test_a_run_within_a_budget_that_nothing_keeps_is_the_same_sentence(tmp_path: Path) -> None:
+    words = ("--device", "virtual", "--budget", "1MiB", TRAIN, *SMALL)
+    said = stalloc(tmp_path, "run", *words, code=125).stderr.strip().splitlines()
+    assert said[-1].startswith("stalloc: train_gpt.py cannot be kept within 1.00 MiB: the least that was reached is ")
 
 
 PROGRAM = """
@@ -142,7 +149,7 @@ def program(folder: Path, source: str = PROGRAM) -> Path:
 
 
 def test_trials_are_told_so_and_hear_and_say_nothing(tmp_path: Path) -> None:
-    found, done = fit(tmp_path, "--budget", "118MiB", program(tmp_path), 5)
+    found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", program(tmp_path), 5, code=1)
     seen = [json.loads(line) for line in (tmp_path / "seen.txt").read_text().splitlines()]
     assert seen == [["1", "", None]] * found["num_trials"]
     assert "the program speaks" not in done.stdout + done.stderr
@@ -260,6 +267,19 @@ def test_fit_from_code_gives_the_record(tmp_path: Path) -> None:
     assert gpu == "NVIDIA A100-SXM4-80GB"
     assert ways[best] == "recompute 2 whole blocks"
     assert load_fit(tmp_path / "mine.fit.npz").least_bytes == least <= 66 << 20
+
+
+def test_a_fit_whose_plan_would_make_tensors_overlap_is_not_used(fitted: tuple[Path, dict[str, Any], str]) -> None:
+    file = fitted[0] / "train_gpt.fit.npz"
+    fit = load_fit(file)
+    plans = plans_of(fit, file)
+    assert plans is not None
+    assert plans_of(replace(fit, plan=b""), file) is None
+    overlapping = replace(plans[0], tape_offset=0 * plans[0].tape_offset, offset=0 * plans[0].offset)
+    with pytest.raises(BadInputError, match="its plan is not valid"):
+        plans_of(replace(fit, plan=plans_to_bytes([overlapping])), file)
+    with pytest.raises(BadInputError, match="its plan is damaged"):
+        plans_of(replace(fit, plan=b"PK?"), file)
 
 
 def sample() -> Fit:

@@ -16,9 +16,13 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         f"{num_trials} runs of {printable(fit.program.name)}, three steps each"
     )
     rows = [_row(number, one, fit) for number, one in enumerate(fit.candidates)]
-    columns = ("", "way to run it", "", "stalloc needs", "PyTorch needs", "est. step", "est. factor", "checked")
+    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", "est. step", "est. factor", "checked")
     print_table(console, columns, rows, text_columns=3, indent="  ")
-    print_prose(console, "needs: reserved at the most; losses and gradients are the same to the last bit", indent="  ")
+    meant = (
+        "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
+    )
+    print_prose(console, meant, indent="  ")
+    print_prose(console, "losses and gradients are the same to the last bit in all of them", indent="  ")
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
@@ -35,6 +39,10 @@ def _written(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
+def _shown_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+
+
 def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
     if one.refused:
         return ["", one.what, "refused", "-", "-", "-", "-", printable(one.refused)]
@@ -45,7 +53,7 @@ def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
         told,
         human_bytes(one.needed_bytes) if one.needed_bytes else "-",
         human_bytes(one.native_bytes) if one.native_bytes else "-",
-        f"{(fit.step_seconds + one.added_seconds) * 1e3:.1f} ms",
+        _shown_seconds(fit.step_seconds + one.added_seconds),
         f"{one.factor:.2f}",
         one.checked,
     ]

@@ -1,7 +1,8 @@
 """Finding the cheapest way to run a program within a budget: propose by what a step shows, verify by execution.
 
 Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. At
-most ROUNDS proposals are tried, each asking for less by what the one before was over, and whole blocks beside them.
+most ROUNDS proposals are tried, each asking for less or more by what the one before was over or left, and whole blocks
+beside them.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from stalloc.fitting.trials import Measured
 from stalloc.techniques.recompute_settings import RecomputeSettings
 
 ROUNDS = 3
+ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
 ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
 Trial = Callable[[TrialWork], Measured]
 Tell = Callable[[str], None]
@@ -70,7 +72,7 @@ class Fitting:
         self.step = StepSeen.from_json(measured.seen)
 
     def _search(self) -> None:
-        """The cheapest proposal that is expected to fit, then less, by what was too much."""
+        """The cheapest proposal that is expected to fit, then less by what was too much, or more by what was left."""
         as_is = self.candidates[0]
         target = self.budget_bytes - max(0, as_is.needed_bytes - as_is.expected_bytes)
         tried: set[int] = set()
@@ -84,9 +86,10 @@ class Fitting:
             if candidate.refused:
                 tried.clear()  # blocks of that kind are left out from here on
                 continue
-            if candidate.fits(self.budget_bytes):
+            left_bytes = self.budget_bytes - candidate.needed_bytes
+            if 0 <= left_bytes <= self.budget_bytes * ENOUGH_LEFT:
                 break
-            target -= candidate.needed_bytes - self.budget_bytes
+            target += left_bytes
 
     def _try_attention(self) -> None:
         choices = keeping(self.step, ATTENTION)
