@@ -149,7 +149,7 @@ def program(folder: Path, source: str = PROGRAM) -> Path:
 
 
 def test_trials_are_told_so_and_hear_and_say_nothing(tmp_path: Path) -> None:
-    found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", program(tmp_path), 5, code=1)
+    found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", program(tmp_path), 5)
     seen = [json.loads(line) for line in (tmp_path / "seen.txt").read_text().splitlines()]
     assert seen == [["1", "", None]] * found["num_trials"]
     assert "the program speaks" not in done.stdout + done.stderr
@@ -214,6 +214,14 @@ def test_without_repeated_blocks_the_program_stays_as_it_is(tmp_path: Path) -> N
     found, done = fit(tmp_path, "--budget", "1GiB", program(tmp_path, flat), 5)
     assert found["best"] == 0
     assert "nothing can be recomputed: no model of the program has repeated blocks" in done.stdout
+
+
+VARYING = PROGRAM.replace("torch.ones(2048", "torch.ones(2048 + 64 * (os.getpid() % 61)")
+
+
+def test_steps_that_differ_between_trials_are_said_so(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, VARYING), 5)
+    assert [note for note in found["notes"] if "steps differ between two trials" in note]
 
 
 UNREPEATABLE = PROGRAM.replace("class Block", "CALLS = []\nclass Block").replace(

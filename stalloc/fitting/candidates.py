@@ -19,6 +19,7 @@ from stalloc.fitting.trials import Measured
 from stalloc.techniques.recompute_settings import RecomputeSettings
 
 ROUNDS = 3
+_VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
 ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
 ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
 Trial = Callable[[TrialWork], Measured]
@@ -38,7 +39,6 @@ class Fitting:
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_trials: int = 0
-    _as_is: Measured | None = None  # the first trial under torch's allocator
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
@@ -47,7 +47,6 @@ class Fitting:
         """
         self._observe()
         self._measure(proposal(self.step, {}), "as it is", "none")
-        self._check_repeats()
         if not self._blocks():
             self.notes.append(self._why_no_blocks())
         elif policy is not None:
@@ -128,7 +127,6 @@ class Fitting:
         )
         plan = b""
         native = self._trial(TrialWork("native", settings))
-        self._as_is = self._as_is or native
         if native.failure:
             self._leave_out(native)
             candidate = dataclasses.replace(candidate, refused=native.failure)
@@ -137,9 +135,7 @@ class Fitting:
                 candidate, allocated_bytes=native.allocated_bytes, native_bytes=native.reserved_bytes
             )
             candidate, plan = self._under_stalloc(candidate, settings)
-        for note in native.notes:
-            if note not in self.notes:
-                self.notes.append(note)
+        self._note(native.notes)
         self.candidates.append(candidate)
         self.settings.append(settings)
         self.plans.append(plan)
@@ -156,6 +152,7 @@ class Fitting:
             planned = planned if within.failure else within
         if planned.failure:
             return dataclasses.replace(candidate, refused=planned.failure), b""
+        self._check_repeats(recorded, planned)
         how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
         return dataclasses.replace(candidate, needed_bytes=planned.reserved_bytes, checked=how), recorded.plan
 
@@ -163,12 +160,13 @@ class Fitting:
         self.num_trials += 1
         return self.trial(work)
 
-    def _check_repeats(self) -> None:
-        again = self._trial(TrialWork("native"))
-        if self._as_is is None or again.steps != self._as_is.steps:
-            self.notes.append(
-                "the program's steps differ between two trials, so a longer run may need more than was measured"
-            )
+    def _check_repeats(self, one: Measured, other: Measured) -> None:
+        """Say where two trials of the same way to run the program needed different bytes in a step."""
+        same = [allocated for allocated, _ in one.steps] == [allocated for allocated, _ in other.steps]
+        self._note([] if same else [_VARIES])
+
+    def _note(self, notes: list[str]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
 
     def _blocks(self) -> Mapping[int, Choice]:
         return whole_blocks(self.step)
@@ -179,7 +177,7 @@ class Fitting:
         kind = names.get(measured.refused_block.removesuffix(":"))
         if kind is None:
             return
-        self.notes.append(measured.failure)
+        self._note([measured.failure])
         blocks = [
             BlockSeen(**{**vars(block), "why_not": measured.failure}) if block.kind == kind else block
             for block in self.step.blocks
