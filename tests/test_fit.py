@@ -216,6 +216,40 @@ def test_without_repeated_blocks_the_program_stays_as_it_is(tmp_path: Path) -> N
     assert "nothing can be recomputed: no model of the program has repeated blocks" in done.stdout
 
 
+FORMULA = """
+import json, sys
+from stalloc import device
+device.activate("virtual")
+import torch._dynamo
+from stalloc.cli.program import run_program
+from stalloc.fitting.frontier import proposal, selective, settings_of
+from stalloc.fitting.observation import StepSeen
+from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import run_trial
+def run():
+    return run_program([sys.argv[1], "4"])
+seen = StepSeen.from_json(run_trial(run, TrialWork("observed", gpu_name="A100"), 60).seen)
+choices = selective(seen)
+tried = run_trial(run, TrialWork("native", settings_of(seen, choices)), 60)
+print(json.dumps({
+    "saved": [call.saved_bytes for call in seen.calls], "kept": [one.kept_bytes for one in choices.values()],
+    "expected": proposal(seen, choices).allocated_bytes, "allocated": tried.allocated_bytes,
+}))
+"""
+
+
+def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., dict[str, Any]]) -> None:
+    found = run_checks(FORMULA, str(Path(__file__).parent / "programs" / "korthikanti.py"))
+    sequence, batch, width, heads, layers = 1024, 2, 1024, 16, 4
+    unit, input_bytes = sequence * batch * width, 2 * sequence * batch * width
+    assert len(found["saved"]) == len(found["kept"]) == layers
+    for saved in found["saved"]:  # the input of a layer is the result of the one before
+        assert saved + input_bytes == pytest.approx(unit * (34 + 5 * heads * sequence / width), rel=1e-3)
+    for kept in found["kept"]:  # 34 without the masks of two dropouts, which are drawn again
+        assert kept + input_bytes == pytest.approx(32 * unit, rel=1e-3)
+    assert found["allocated"] == pytest.approx(found["expected"], rel=0.01)
+
+
 VARYING = PROGRAM.replace("torch.ones(2048", "torch.ones(2048 + 64 * (os.getpid() % 61)")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.frontier import Choice, Proposal, frontier, keeping, proposal, settings_of, whole_blocks
+from stalloc.fitting.frontier import Choice, Proposal, frontier, keeping, proposal, selective, settings_of, whole_blocks
 from stalloc.fitting.observation import BlockSeen, StepSeen
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
@@ -56,6 +56,7 @@ class Fitting:
         else:
             self._search()
             self._try_attention()
+            self._try_selective()
             self._try_whole(None)
         return self._best()
 
@@ -95,6 +96,11 @@ class Fitting:
         if choices:
             self._measure(proposal(self.step, choices), "recompute all but attention", "keep-attention")
 
+    def _try_selective(self) -> None:
+        choices = selective(self.step)
+        if choices:
+            self._measure(proposal(self.step, choices), "recompute the core of attention", "selective")
+
     def _try_whole(self, num_blocks: int | None) -> None:
         choices = whole_blocks(self.step, num_blocks)
         if choices:
@@ -107,6 +113,8 @@ class Fitting:
             self._search()
         elif policy == "keep-attention":
             self._try_attention()
+        elif policy == "selective":
+            self._try_selective()
         elif name == "blocks" and (not number or number.isdecimal()):
             self._try_whole(int(number) if number else None)
         else:

@@ -95,6 +95,37 @@ def keeping(step: StepSeen, names: tuple[str, ...]) -> dict[int, Choice]:
     return choices
 
 
+def selective(step: StepSeen) -> dict[int, Choice]:
+    """All blocks with attention written out (Korthikanti et al. 2022, section 5): what autograd saves is kept, but for
+    the core of attention, from the product of queries and keys up to the product with the values, and for what is
+    drawn at random, which is drawn again."""
+    choices = {}
+    for row in _calls_of(step):
+        block = step.blocks[row]
+        core = _cores(block)
+        if core:
+            kept = [
+                place
+                for place, one in enumerate(block.operations)
+                if one.is_saved and one.kept_bytes and not one.is_random and not one.is_lasting and place not in core
+            ]
+            choices[row] = _choice(block, tuple(kept))
+    return choices
+
+
+def _cores(block: BlockSeen) -> set[int]:
+    """Positions from the product before each softmax up to the product after it."""
+    names = [one.name for one in block.operations]
+    products = [place for place, name in enumerate(names) if "bmm" in name]
+    found: set[int] = set()
+    for place, name in enumerate(names):
+        before = [one for one in products if one < place]
+        after = [one for one in products if one > place]
+        if "softmax" in name and before and after:
+            found |= set(range(before[-1], after[0]))
+    return found
+
+
 def settings_of(step: StepSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
     """The same as settings that can be applied."""
     blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]

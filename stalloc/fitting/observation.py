@@ -23,6 +23,7 @@ class OperationSeen:
     kept_bytes: int  #: what keeping its result takes; 0: it cannot be kept
     is_lasting: bool = False  #: its result is always kept, since it has effects
     is_random: bool = False
+    is_saved: bool = False  #: whether autograd saves its result, or a part of it
 
 
 @dataclass(frozen=True)

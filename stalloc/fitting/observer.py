@@ -89,10 +89,13 @@ class Observer:
             return forward(*args, **kwargs)
         tape = BlockTape(block.name, lambda position, name: True, {torch.device("cuda", torch.cuda.current_device())})
         first, num_needed = len(self._seconds), 0
+        storages: set[int] = set()
 
         def needed(tensor: Any) -> Any:
             nonlocal num_needed
             num_needed = tape.num_operations
+            if tensor.layout == torch.strided:
+                storages.add(tensor.untyped_storage()._cdata)
             return tensor.detach()
 
         try:
@@ -103,9 +106,9 @@ class Observer:
             self._refuse(row, str(error))
             return forward(*args, **kwargs)
         names, kept, lasting, random = tape.names, tape.kept_bytes, tape.lasting, tape.random
-        seconds = self._seconds[first:]
+        seconds, saved = self._seconds[first:], tape.positions_of(storages)
         seen = [
-            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random)
+            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, place in saved)
             for place, (name, time) in enumerate(zip(names, seconds, strict=True))
         ]
         changed = {"operations": seen, "num_needed": min(num_needed, len(seen))}

@@ -26,7 +26,7 @@ SYSTEMS: tuple[System, ...] = (
     System("recompute", "stalloc", "operations and blocks, most bytes for a second first", "executes", "stalloc fit"),
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
     System("keep-attention", "LoongTrain", "all but the results of attention", "executes", f"{_FIT} keep-attention"),
-    System("selective", "Korthikanti et al.", "the core of attention alone", "not yet"),
+    System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
     System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
     System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),

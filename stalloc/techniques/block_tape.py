@@ -62,6 +62,10 @@ class BlockTape:
         """What is kept, by position: the bytes of its memory, which torch rounds up to 512."""
         return {position: _bytes_of(results) for position, (results, _) in self._kept.items()}
 
+    def positions_of(self, storages: set[int]) -> set[int]:
+        """Positions whose kept results lie in some of these storages."""
+        return {position for position, (results, _) in self._kept.items() if _storages(results) & storages}
+
     @property
     def lasting(self) -> set[int]:
         """Positions whose results are kept whether wanted or not, since they have effects."""
