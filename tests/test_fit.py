@@ -250,6 +250,15 @@ def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., d
     assert found["allocated"] == pytest.approx(found["expected"], rel=0.01)
 
 
+RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stats()\n        return x.sum()")
+
+
+def test_a_program_that_resets_its_peaks_needs_what_it_needed(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path, RESETTING), 5)
+    usual, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path), 5)
+    assert [one["needed_bytes"] for one in found["candidates"]] == [one["needed_bytes"] for one in usual["candidates"]]
+
+
 VARYING = PROGRAM.replace("torch.ones(2048", "torch.ones(2048 + 64 * (os.getpid() % 61)")
 
 

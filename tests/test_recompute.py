@@ -125,6 +125,7 @@ print(json.dumps({
     "outermost": names(nn.ModuleList([Deep(), Deep()])),
     "rows": names(nn.ModuleList([small(), small()])),
     "wrapped": names(nn.ModuleDict({"module": nn.ModuleDict({"layers": stage(2)})})),
+    "in_compiled": names(torch.compile(nn.ModuleDict({"layers": stage(3)}))),
     "none": names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
     "single": names(nn.ModuleList([Block()])),
     "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
@@ -146,7 +147,7 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert found["wrapped"] == ["module.layers.0", "module.layers.1"]
     assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
     assert found["scattered"] == ["in.0", "middle", "out"]
-    assert found["none"] == found["single"] == []
+    assert found["none"] == found["single"] == found["in_compiled"] == []
     assert found["fine"] == ""
     assert "torch.compile" in found["compiled"]
     assert "1.inner has forward hooks" in found["hooked"]

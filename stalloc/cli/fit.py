@@ -119,6 +119,7 @@ def _fitted(
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.operator_seconds import ERROR
+    from stalloc.techniques.recompute_settings import RecomputeSettings
 
     def program() -> int:
         return run_program(list(command))
@@ -137,8 +138,8 @@ def _fitted(
         estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}",
         candidates=tuple(fitting.candidates),
         best=best,
-        settings=fitting.settings[best],
-        plan=fitting.plans[best],
+        settings=fitting.settings[best] if best >= 0 else RecomputeSettings(),
+        plan=fitting.plans[best] if best >= 0 else b"",
         notes=tuple(fitting.notes),
     )
     return fit, fitting.num_trials

@@ -99,6 +99,9 @@ class _Trial:
             "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
             "notes": self._notes,
         }
+        if self._work.under == "planned":  # whatever the program does to torch's statistics
+            reports = self._runtime.reports()
+            told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
         if self._observer is not None:
             told["seen"] = self._observer.seen().as_json()
         if self._work.under == "recorded":

@@ -1,9 +1,9 @@
 """The repeated blocks of a model: modules of a class that occurs more than once, such as the layers of a transformer.
 
-Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module tree
-is looked at, nothing is called or changed. The outermost is taken, but for one that itself holds layers in a row (an
-encoder). A module without children of its own, such as a linear layer, is no block: what it would recompute is what it
-reads.
+Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module
+tree is looked at, nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for
+one that itself holds layers in a row (an encoder). A module without children of its own, such as a linear layer, is
+no block: what it would recompute is what it reads.
 """
 
 from collections import Counter
@@ -34,6 +34,8 @@ def find_blocks(model: Any) -> list[Block]:
 
 def _below(prefix: str, parent: Any, counts: Counter[type]) -> Iterator[Block]:
     """Children that are blocks, and of the others what lies below them."""
+    if is_compiled(parent):
+        return
     children = [(f"{prefix}{name}", child) for name, child in parent.named_children() if not _is_leaf(child)]
     siblings = Counter(type(child) for _, child in children)
     for name, child in children:
@@ -64,6 +66,11 @@ def _is_container(module: Any) -> bool:
     return type(module).__module__ == "torch.nn.modules.container" and type(module).__name__ in _CONTAINERS
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile runs a module, and decides itself what is recomputed."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_replicated(model: Any) -> bool:
     """Whether a model is copied to several GPUs at each call (nn.DataParallel), so that its blocks are not its own."""
     return type(model).__name__ == "DataParallel" and len(getattr(model, "device_ids", ())) > 1
@@ -75,7 +82,7 @@ def why_not(block: Block) -> str:
 
     for name, module in block.module.named_modules():
         where = f"{block.name}.{name}" if name else block.name
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module):
             return f"{where} is compiled by torch.compile, which decides itself what is recomputed"
         if isinstance(module, torch.jit.ScriptModule):
             return f"{where} is a TorchScript module"
