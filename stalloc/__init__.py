@@ -5,7 +5,7 @@ Importing this package imports neither torch nor cupy nor numba: each name below
 
 import importlib
 
-from stalloc.errors import BadInputError, CorruptionError, PlanError, SetupError, StallocError
+from stalloc.errors import BadInputError, CorruptionError, PlanError, RecomputeError, SetupError, StallocError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing would cost every start of Python under STALLOC=1 as much as all the rest
@@ -35,9 +35,21 @@ _LAZY: dict[str, str] = {
     "compact": "stalloc.compaction",
     "compact_when_full": "stalloc.compaction",
     "contiguous_buffers": "stalloc.compaction",
+    "checkpoint": "stalloc.techniques",
+    "budget": "stalloc.fitting",
+    "fit": "stalloc.fitting",
 }
 
-__all__ = ["BadInputError", "CorruptionError", "PlanError", "SetupError", "StallocError", "__version__", *_LAZY]
+__all__ = [
+    "BadInputError",
+    "CorruptionError",
+    "PlanError",
+    "RecomputeError",
+    "SetupError",
+    "StallocError",
+    "__version__",
+    *_LAZY,
+]
 
 
 def __getattr__(name: str) -> "Any":

@@ -27,3 +27,7 @@ class CorruptionError(StallocError, RuntimeError):
 
 class PlanError(StallocError, ValueError):
     """A plan does not fit the trace or the device that it is used for."""
+
+
+class RecomputeError(StallocError, RuntimeError):
+    """A block cannot be computed a second time with the same result, so its gradients would be wrong."""

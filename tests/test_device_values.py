@@ -163,6 +163,30 @@ with torch.inference_mode():
 """
 
 
+_SEEN = (
+    _PROLOGUE
+    + """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Seen(TorchDispatchMode):
+    names = []
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+count = torch.zeros((), dtype=torch.long, device="cuda")
+with Seen() as seen:
+    count.add_(1)
+    other = count + count
+    other.item()
+    torch.full((2,), 3, device="cuda")
+print(json.dumps([seen.names, count.item(), other.item()]))
+"""
+)
+
+
+def test_dispatch_modes_of_the_program_do_not_see_what_the_host_computes(run_checks: Any) -> None:
+    assert run_checks(_SEEN) == [["add_", "add", "_local_scalar_dense", "full"], 1, 2]
+
+
 @pytest.mark.parametrize("program", [_TRAINING, _INFERENCE], ids=["training", "inference"])
 def test_no_request_is_added(run_checks: Any, program: str) -> None:
     source = _NOTHING_ADDED.replace("{program}", textwrap.dedent(program))

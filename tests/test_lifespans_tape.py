@@ -1,5 +1,6 @@
 """The fold: each kind of request lands on the tape as what it is, and offsets that fit the tape fit the program."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ from made_up_programs import MIB, Program
 
 from stalloc.lifespans import Tape, expand, fold, lower_bound, peak_load
 from stalloc.lifespans.tape import unrolled
-from stalloc.planner import plan_tape
+from stalloc.planner import plan, plan_tape, validate
 from stalloc.trace import Trace, load_traces
 
 KEPT, HELD, LOSS, LONG, LEAK, TINY, WORK = (MIB * (10 + i) for i in range(7))
@@ -298,3 +299,26 @@ def test_more_periods_in_a_ring_give_a_plan_more_freedom() -> None:
     assert (longer.end - longer.start).tolist() == lasts * 3
     plans = [plan_tape(tape) for tape in (ring, longer)]
     assert plans[1].peak_bytes < plans[0].peak_bytes, "two periods tie each place to every other step"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_is_valid_where_the_ring_is_longer_than_what_was_recorded_of_it(seed):
+    chance, program = random.Random(seed), Program()
+    length = chance.randrange(4, 10)
+    lasting = [1, 2, length - 1, length, length + 1, length + 2]
+    script = [(chance.randrange(1, 40) * 4096, chance.choice(lasting)) for _ in range(length)]
+    program.alloc("weights", 8 * MIB)
+    due: dict[int, list[str]] = {}
+    for clock in range(2 * length + 1 + seed % 2):
+        if clock % length == 0:
+            program.mark()
+        size, lasts = script[clock % length]
+        for name in due.pop(clock, []):
+            program.free(name)
+        program.alloc(f"at{clock}", size)
+        due.setdefault(clock + lasts, []).append(f"at{clock}")
+    trace = program.trace()
+    made = plan(dataclasses.replace(trace, info=trace.info | {"source": "stalloc recorder"}))
+    verdict = validate(made)
+    assert verdict.ok, verdict.detail
+    assert made.kind == "program"

@@ -23,6 +23,8 @@ VERBS = (
     "run",
     "record",
     "dryrun",
+    "fit",
+    "policies",
     "stats",
     "top",
     "plan",

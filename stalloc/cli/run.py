@@ -3,19 +3,24 @@
   stalloc run train.py --epochs 3
   stalloc run --device virtual --gpu A100-80GB --compare-native train.py
   stalloc run --save-plan train.plan.npz train.py      then      stalloc run --plan train.plan.npz train.py
+  stalloc run --budget 24GiB train.py
 
 The program is run unchanged, in this process, on the real GPU where there is one and on a virtual GPU otherwise. Its
 plan is kept in the user's cache folder (STALLOC_CACHE names another one, or is "off") and is in force from the first
 allocation when the same program is run again with the same arguments; one that no longer fits is replaced.
 Steps are marked by torch's optimizers or by stalloc.step(), and found from the allocations where nobody marks them.
+--budget holds the program to so much reserved memory from its first allocation: the settings and the plan of its fit
+(`stalloc fit`, which is made first if there is none in the current folder) are used, and what does not fit is an
+out-of-memory error. --fit names the file of a fit.
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
 expandable_segments:True, whatever else PYTORCH_ALLOC_CONF says kept.
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
 `run_reserved_peak_bytes` over the whole run, `allocated_peak_bytes` and `reserved_peak_bytes` over the planned steps,
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
-`native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache" or
-null. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+`native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
+"fit" or null; with a budget `budget_bytes`, `budget_kept` and `budget_by`. The exit code is the program's own, also
+after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
@@ -38,6 +43,7 @@ from stalloc.cli.program import (
     program_output,
     run_program,
 )
+from stalloc.cli.run_budget import add_budget_arguments, prepare, print_outcome
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -47,6 +53,7 @@ from stalloc.notices import say
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("--plan", metavar="FILE", help="a plan of this program, in force from the first allocation")
+    add_budget_arguments(parser)
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan of the whole program for a later --plan")
     parser.add_argument(
         "--observe-steps",
@@ -97,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.save_plan:
         check_writable(args.save_plan)
+    held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
 
     from stalloc import device, integrations
@@ -110,18 +118,22 @@ def run(args: argparse.Namespace) -> int:
         call_sites=args.stacks,
     )
     cache = None
-    if not args.plan and not args.save_plan and not args.observe_steps:
+    if held is None and not args.plan and not args.save_plan and not args.observe_steps:
         device.activate(args.device, gpu)
         cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
-    known = cache.load() if cache is not None else None
+    known = held.plans if held is not None else cache.load() if cache is not None else None
     runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
+    if held is not None:
+        held.put_in_force(runtime)
     if known and not any(controller.status.plan is not None for controller in runtime.controllers):
         known = None
     with program_output(to_stderr=args.json == "-"):
         code = run_program(command)
     reports = [dataclasses.asdict(report) for report in runtime.reports()]
-    source = "file" if args.plan else "cache" if known else None
+    source = "file" if args.plan else None if not known else "cache" if held is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
+    if held is not None:
+        result |= held.outcome(reports)
     if cache is not None:
         cache.update(runtime)
     if wants_text(args):
@@ -209,10 +221,14 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     console = table_console()
     for report in result["devices"]:
         print_report(console, report)
+    if "budget_bytes" in result:
+        print_outcome(console, result)
     program = command_text(*program_command(args))
     if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
         verb = "dryrun" if args.stacks else "record -o run.trace.npz"
         console.print(f"next: stalloc {verb} {program}")
+    elif "budget_bytes" in result:
+        pass
     elif result["plan_source"] == "cache":
         console.print("planned from the start, with the plan that the last run of this program left")
     elif kept:

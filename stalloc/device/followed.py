@@ -131,7 +131,10 @@ def _reader(values: Values, name: str, function: Callable[..., Any]) -> Callable
             return function(self)
         result = function(self)  # its requests, its waiting, and its errors
         host = values.read(self)
-        return result if host is None else function(host)
+        if host is None:
+            return result
+        with values.unseen():
+            return function(host)
 
     return read
 

@@ -6,6 +6,7 @@ follows from it: a decision on it is counted, with the line that took it. Change
 seen by the version that PyTorch counts.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -47,6 +48,8 @@ class Values:
         self.torch, self._library, self._keep = torch, library, StorageWeakRef
         self.kinds = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
         self.plain = (torch.Tensor, torch.nn.Parameter)
+        #: a block in which no dispatch mode of the program sees what is done on the host
+        self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
         self._known: dict[int, _Known] = {}
         self._places: Counter[str] = Counter()
         self._sweep_at = 1024
@@ -85,7 +88,8 @@ class Values:
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _zeros(self, num: int, dtype: Any) -> Any:
-        return self.torch.zeros(num, dtype=dtype, device="cpu")
+        with self.unseen():
+            return self.torch.zeros(num, dtype=dtype, device="cpu")
 
     def _version(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
@@ -119,11 +123,12 @@ class Values:
         """The function's result on the host, and whether it is certain; None where the arguments are not known."""
         used: list[_Known] = []
         try:
-            here = [self.on_host(value, used) for value in args]
-            named = {name: self.on_host(value, used) for name, value in kwargs.items() if name not in _PLACES}
+            with self.unseen():
+                here = [self.on_host(value, used) for value in args]
+                named = {name: self.on_host(value, used) for name, value in kwargs.items() if name not in _PLACES}
             if "device" in kwargs or makes:  # whatever the default device is, this is no request of the program
                 named["device"] = "cpu"
-            with self.torch.no_grad():
+            with self.torch.no_grad(), self.unseen():
                 return function(*here, **named), all(one.certain for one in used)
         except Exception:
             return None  # whatever the host cannot do is not known, and the program need not hear of it
@@ -143,7 +148,8 @@ class Values:
             elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
                 num = result.untyped_storage().nbytes() // result.element_size()
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
-                self.host(result, kept).copy_(host)
+                with self.unseen():
+                    self.host(result, kept).copy_(host)
 
     def read(self, tensor: Any) -> Any:
         """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
@@ -154,7 +160,8 @@ class Values:
                 return None
             if not known.certain:
                 self._count()
-            return self.host(tensor, known)
+            with self.unseen():
+                return self.host(tensor, known)
         except Exception:
             return None
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.files import write_whole
+from stalloc.integrations import program_source
 from stalloc.notices import say
 from stalloc.private import private_folder, read_private, user_cache
 
@@ -198,52 +199,28 @@ def of_program(command: list[str], streams: tuple[str, int] = ("separate", 0)) -
     is no cache or no file that says what the program is.
     """
     directory = folder()
-    if directory is None:
-        return None
-    if command[0] == "-m":
-        import importlib.util
-
-        try:
-            spec = importlib.util.find_spec(command[1])
-            if spec is not None and spec.submodule_search_locations:
-                spec = importlib.util.find_spec(f"{command[1]}.__main__")
-        except (ImportError, ValueError):
-            return None
-        script = spec.origin if spec is not None else None
-        arguments = command[2:]
-    else:
-        script, arguments = command[0], command[1:]
-    return _of_script(directory, script, arguments, streams)
+    return None if directory is None else _of_source(directory, program_source.of_command(command), streams)
 
 
 def of_this_program(streams: tuple[str, int] = ("separate", 0)) -> PlanCache | None:
     """The cache of the program that this interpreter runs; None too for what was typed in or given with -c."""
     directory = folder()
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None)
-    if directory is None or not script or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-        return None
-    return _of_script(directory, script, sys.argv[1:], streams)
+    return None if directory is None else _of_source(directory, program_source.of_this_process(), streams)
 
 
-def _of_script(directory: Path, script: str | None, arguments: list[str], streams: tuple[str, int]) -> PlanCache | None:
-    if script is None:
-        return None
-    try:
-        path = Path(script).resolve()
-        if not path.is_file():
-            return None  # a pipe has been read already
-        content = path.read_bytes()
-    except OSError:
+def _of_source(
+    directory: Path, source: program_source.ProgramSource | None, streams: tuple[str, int]
+) -> PlanCache | None:
+    if source is None:
         return None
     key = {
         "format": _VERSION,
-        "script": [str(path), hashlib.sha256(content).hexdigest()],
-        "arguments": arguments,
+        "script": [str(source.path), hashlib.sha256(source.content).hexdigest()],
+        "arguments": source.arguments,
         "streams": streams if streams[0] == "weigh" else streams[:1],
         "devices": _devices(),
         "ranks": [os.environ.get(name, "") for name in _RANK_VARIABLES],
         "versions": _versions(),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return PlanCache(directory / f"{path.stem[:40]}-{digest}.plan.npz")
+    return PlanCache(directory / f"{source.path.stem[:40]}-{digest}.plan.npz")

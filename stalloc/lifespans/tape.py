@@ -100,15 +100,15 @@ def fold(
     place = (np.arange(ring_length) + turn) % period.length  # class of each ring row
     start = np.arange(ring_start, ring_end)
     end = start + np.maximum(lasts[place], 1)  # an unplanned row needs some lifespan: the shortest
-    # rows beyond the end of the record repeat one that is inside
-    seen = np.where(start < period.first + period.covered, start, period.first + place)
+    is_seen = start < period.first + period.covered  # what comes later is of the stream of the same class before
+    seen = np.where(is_seen, start, period.first + place)
     ring = {
         "size": size_of_class[place],
         "stream": trace.stream[rows][seen],
         "start": start,
         "end": end,
         "planned": planned[place],
-        "row": rows[seen],
+        "row": np.where(is_seen, rows[seen], -1),
     }
     if with_prologue:
         prologue = _prologue(trace, rows, deaths, ring_start, ring_end)

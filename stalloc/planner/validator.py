@@ -201,6 +201,8 @@ def _tape_form(plan: Plan) -> Verdict:
                 False, "bad-tape", f"tape entry {row} is live [{start}, {end}), which the {part} cannot hold"
             )
     for entry, row in enumerate(plan.tape_row.tolist()):
+        if row == -1 and entry >= plan.num_prologue:
+            continue  # it comes after the end of the recording
         if not 0 <= row < len(plan.size):
             return Verdict(False, "bad-tape", f"tape entry {entry} stands for request {row}, of {len(plan.size)}")
         if plan.offset[row] != plan.tape_offset[entry]:

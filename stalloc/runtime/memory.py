@@ -49,6 +49,7 @@ class DeviceMemory:
         self.poison = watch.add(device, self.state) if watch is not None else None
         if self.poison is not None:
             self.deferred.on_end = self.poison.ending
+        self._budget_bytes = 0  # 0: none
         self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
 
     def malloc(self, size_bytes: int) -> Any:
@@ -76,7 +77,14 @@ class DeviceMemory:
 
     def limit(self, fraction: float) -> None:
         """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
-        self.source.limit_bytes = int(fraction * self.device.total_bytes)
+        share_bytes = int(fraction * self.device.total_bytes)
+        self.source.limit_bytes = min(share_bytes, self._budget_bytes) if self._budget_bytes else share_bytes
+
+    def keep_within(self, budget_bytes: int) -> None:
+        """Take no more than a budget from the device, whatever share the program allows itself later."""
+        self._budget_bytes = budget_bytes
+        limit_bytes = self.source.limit_bytes
+        self.source.limit_bytes = min(limit_bytes, budget_bytes) if limit_bytes else budget_bytes
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""

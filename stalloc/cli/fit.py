@@ -1,0 +1,175 @@
+"""Find the cheapest way to run a program within a memory budget, on the virtual GPU: by running it.
+
+  stalloc fit --gpu RTX-4090 train.py --batch 8
+  stalloc fit --budget 24GiB -m package.train
+
+The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each, on a
+virtual GPU, which needs no GPU and computes nothing. What each way needs is measured: under stalloc what is reserved
+at the most, from the first allocation, with a plan; under PyTorch's own allocator the same. Times are estimates, for
+telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
+
+The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away; what it writes or
+sends in its first three steps it writes and sends. It is stopped after the third. The budget is by default the memory
+of the GPU less 512 MiB for the CUDA context.
+
+The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
+`candidates`, `best` (a row, -1: none fits), `least_bytes`, `output`, `notes`, `num_trials`, `sentence`. The exit code
+is 0 if something fits, 1 if nothing does.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.cli.output import add_json_argument, command_text, memory_option, wants_text, write_json
+from stalloc.cli.program import add_program_arguments, program_command, run_program
+from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu
+from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
+from stalloc.notices import say
+
+_HEADROOM = 512 << 20  # as of stalloc dryrun
+_PLENTY = 1 << 41
+_WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
+         "stalloc.techniques.appearing", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
+         "stalloc.lifespans.tape", "cupy")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options."""
+    parser.add_argument("--budget", metavar="SIZE", help="reserved memory to keep within, for example 24GiB")
+    parser.add_argument("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
+    parser.add_argument("--output", "-o", metavar="FILE", help="keep the fit here (default: SCRIPT.fit.npz)")
+    parser.add_argument(
+        "--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)"
+    )
+    parser.add_argument("--as-gpu", help=argparse.SUPPRESS)
+    add_json_argument(parser)
+    add_program_arguments(parser, devices=("virtual",))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit the program; 0 if something keeps the budget."""
+    command = program_command(args)
+    from stalloc.files import check_writable
+    from stalloc.fitting import keeping
+    from stalloc.integrations import program_source
+
+    keeping.check_single_rank()
+    gpu = keeping.gpu_from_text(args.as_gpu) if args.as_gpu else find_gpu(args.gpu) if args.gpu else _real_or_default()
+    if args.memory:
+        gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
+    budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - _HEADROOM
+    if not 0 < budget_bytes <= gpu.total_bytes:
+        raise BadInputError(
+            f"a budget of {human_bytes(budget_bytes)} is not possible on {gpu.name}, which has "
+            f"{human_bytes(gpu.total_bytes)}: give less."
+        )
+    if not args.trial_seconds > 0:
+        raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
+    source = program_source.of_command(command)
+    if source is None:
+        raise BadInputError(f"{command[-1][:200]} is no program in a file: give a script, or -m and a module.")
+    output = Path(args.output) if args.output else keeping.fit_file(source)
+    if not str(output).endswith(".fit.npz"):
+        raise BadInputError(f"{output} does not end in .fit.npz: name the fit so that people know what it is.")
+    check_writable(output)
+    fit, num_trials = _fitted(args, command, source, gpu, budget_bytes)
+    fit.save(output)
+    result = _result(fit, output, num_trials)
+    if wants_text(args):
+        from stalloc.cli.fit_report import print_fit
+
+        print_fit(fit, gpu, num_trials, str(output), command)
+    write_json(args, result)
+    if fit.best < 0:
+        say(result["sentence"])
+    return EXIT_DONE if fit.best >= 0 else EXIT_CHECK_FAILED
+
+
+def _real_or_default() -> VirtualGPU:
+    """The GPU of this machine, to be pretended for trials, or the usual virtual one."""
+    from stalloc.device.nvidia_driver import gpus
+
+    for one in gpus():
+        with contextlib.suppress(BadInputError):
+            return dataclasses.replace(find_gpu(one.name), total_bytes=one.total_bytes)
+    return DEFAULT_GPU
+
+
+def _fitted(
+    args: argparse.Namespace, command: list[str], source: Any, gpu: VirtualGPU, budget_bytes: int
+) -> tuple[Any, int]:
+    """The fit, and how often the program was run for it."""
+    from stalloc import device
+    from stalloc.fitting.candidates import Fitting
+    from stalloc.fitting.fit_record import Fit
+    from stalloc.fitting.keeping import program_of
+    from stalloc.fitting.trials import check_can_fork, run_trial
+
+    device.activate("virtual", dataclasses.replace(gpu, total_bytes=_PLENTY))
+    for name in ("torch", *_WARM):
+        importlib.import_module(name)
+    check_can_fork()
+    from stalloc.cost.gpu_rates import rates_of
+    from stalloc.cost.operator_seconds import ERROR
+    from stalloc.techniques.recompute_settings import RecomputeSettings
+
+    def program() -> int:
+        return run_program(list(command))
+
+    fitting = Fitting(
+        budget_bytes,
+        lambda work: run_trial(program, dataclasses.replace(work, gpu_name=gpu.name), args.trial_seconds),
+        _teller(),
+    )
+    best = fitting.run(args.policy)
+    fit = Fit(
+        program=program_of(source, gpu.name),
+        budget_bytes=budget_bytes,
+        gpu_bytes=gpu.total_bytes,
+        step_seconds=fitting.step.step_seconds,
+        estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}",
+        candidates=tuple(fitting.candidates),
+        best=best,
+        settings=fitting.settings[best] if best >= 0 else RecomputeSettings(),
+        plan=fitting.plans[best] if best >= 0 else b"",
+        notes=tuple(fitting.notes),
+    )
+    return fit, fitting.num_trials
+
+
+def _teller() -> Callable[[str], None]:
+    """Says on a terminal what is being done; by no thread, since this process is forked."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"{text} …", file=sys.stderr, flush=True)
+
+
+def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
+    least = human_bytes(fit.least_bytes) if fit.least_bytes else "unknown"
+    lowest = min((one for one in fit.candidates if one.needed_bytes), key=lambda one: one.needed_bytes, default=None)
+    how = f" ({lowest.what})" if lowest is not None else ""
+    return {
+        "program": dataclasses.asdict(fit.program),
+        "gpu": fit.program.gpu,
+        "budget_bytes": fit.budget_bytes,
+        "step_seconds": fit.step_seconds,
+        "estimate": fit.estimate,
+        "candidates": [{**dataclasses.asdict(one), "fits": one.fits(fit.budget_bytes)} for one in fit.candidates],
+        "best": fit.best,
+        "least_bytes": fit.least_bytes,
+        "output": str(output),
+        "notes": list(fit.notes),
+        "num_trials": num_trials,
+        "sentence": ""
+        if fit.best >= 0
+        else f"{command_text(fit.program.name)} cannot be kept within {human_bytes(fit.budget_bytes)}: the least that "
+        f"was reached is {least}{how}; give that much, or a smaller batch.",
+    }

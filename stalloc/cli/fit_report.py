@@ -1,0 +1,59 @@
+"""What `stalloc fit` prints: one row for each way to run the program, the program as it is first."""
+
+from stalloc.cli.output import command_text, note_texts, table_console
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.device.known_gpus import VirtualGPU
+from stalloc.figures import human_bytes
+from stalloc.fitting.fit_record import Candidate, Fit
+from stalloc.printable import printable
+
+
+def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: list[str]) -> None:
+    """Print the table, how its figures are known, and what to type next."""
+    console = table_console()
+    console.print(
+        f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
+        f"{num_trials} runs of {printable(fit.program.name)}, three steps each"
+    )
+    rows = [_row(number, one, fit) for number, one in enumerate(fit.candidates)]
+    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", "est. step", "est. factor", "checked")
+    print_table(console, columns, rows, text_columns=3, indent="  ")
+    meant = (
+        "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
+    )
+    print_prose(console, meant, indent="  ")
+    print_prose(console, "losses and gradients are the same to the last bit in all of them", indent="  ")
+    print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
+    for note in note_texts(fit.notes):
+        print_prose(console, note, indent="  ")
+    if fit.best >= 0:
+        words = command_text("stalloc", "run", "--budget", _written(fit.budget_bytes), *command)
+        console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
+
+
+def _written(size_bytes: int) -> str:
+    """A size as an option takes it, to the byte."""
+    for shift, unit in ((30, "GiB"), (20, "MiB")):
+        if not size_bytes % (1 << shift):
+            return f"{size_bytes >> shift}{unit}"
+    return f"{size_bytes}B"
+
+
+def _shown_seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
+    if one.refused:
+        return ["", one.what, "refused", "-", "-", "-", "-", printable(one.refused)]
+    told = "fits" if one.fits(fit.budget_bytes) else "does not fit"
+    return [
+        "*" if number == fit.best else "",
+        one.what,
+        told,
+        human_bytes(one.needed_bytes) if one.needed_bytes else "-",
+        human_bytes(one.native_bytes) if one.native_bytes else "-",
+        _shown_seconds(fit.step_seconds + one.added_seconds),
+        f"{one.factor:.2f}",
+        one.checked,
+    ]

@@ -1,0 +1,27 @@
+"""List published systems for needing less memory, and what of each stalloc does.
+
+executes: runs for real; emulates: runs with a stand-in for hardware; replays: on a trace; reports: a figure from a
+formula; not yet: nothing. JSON: `systems`, a list of `name`, `source`, `does`, `status`, `where`.
+"""
+
+import argparse
+import dataclasses
+
+from stalloc.cli import EXIT_DONE
+from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
+from stalloc.cli.tables import print_table
+from stalloc.fitting.systems import SYSTEMS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's options."""
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list."""
+    if wants_text(args):
+        rows = [[one.name, one.status, one.does, one.source, one.where] for one in SYSTEMS]
+        print_table(table_console(), ("name", "status", "does", "published by", "type"), rows, text_columns=5)
+    write_json(args, {"systems": [dataclasses.asdict(one) for one in SYSTEMS]})
+    return EXIT_DONE

@@ -1,0 +1,56 @@
+"""How much known GPUs compute and move in a second, at the most, as their makers state it.
+
+FLOP/s are dense, without sparsity; float32 is without TF32, which torch leaves off for products of matrices.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """What a data sheet promises."""
+
+    half_flops: float  #: a second, in float16 and bfloat16 on tensor cores, accumulated in float32
+    single_flops: float  #: a second, in float32 on ordinary cores
+    bytes_per_second: float  #: to and from the GPU's own memory
+    source: str
+
+
+_NVIDIA = "NVIDIA's data sheet of the card"
+_T, _G = 1e12, 1e9
+_RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the driver gives; the first that fits
+    ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, _NVIDIA)),
+    ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, _NVIDIA)),
+    ("H100 PCIe", GpuRates(756 * _T, 51 * _T, 2000 * _G, _NVIDIA)),
+    ("H100 NVL", GpuRates(835 * _T, 60 * _T, 3900 * _G, _NVIDIA)),
+    ("H100", GpuRates(989 * _T, 67 * _T, 3350 * _G, _NVIDIA)),
+    ("A100-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, _NVIDIA)),
+    ("A100 80GB PCIe", GpuRates(312 * _T, 19.5 * _T, 1935 * _G, _NVIDIA)),
+    ("A100", GpuRates(312 * _T, 19.5 * _T, 1555 * _G, _NVIDIA)),
+    ("A40", GpuRates(149.7 * _T, 37.4 * _T, 696 * _G, _NVIDIA)),
+    ("A30", GpuRates(165 * _T, 10.3 * _T, 933 * _G, _NVIDIA)),
+    ("A10G", GpuRates(70 * _T, 31.5 * _T, 600 * _G, _NVIDIA)),
+    ("A10", GpuRates(125 * _T, 31.2 * _T, 600 * _G, _NVIDIA)),
+    ("L40S", GpuRates(362 * _T, 91.6 * _T, 864 * _G, _NVIDIA)),
+    ("L40", GpuRates(181 * _T, 90.5 * _T, 864 * _G, _NVIDIA)),
+    ("L4", GpuRates(121 * _T, 30.3 * _T, 300 * _G, _NVIDIA)),
+    ("T4", GpuRates(65 * _T, 8.1 * _T, 320 * _G, _NVIDIA)),
+    ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, _NVIDIA)),
+    ("RTX 5090", GpuRates(209.5 * _T, 104.8 * _T, 1792 * _G, _NVIDIA)),
+    ("RTX 4090", GpuRates(165.2 * _T, 82.6 * _T, 1008 * _G, _NVIDIA)),
+    ("RTX 4080", GpuRates(97.5 * _T, 48.7 * _T, 717 * _G, _NVIDIA)),
+    ("RTX 3090 Ti", GpuRates(80 * _T, 40 * _T, 1008 * _G, _NVIDIA)),
+    ("RTX 3090", GpuRates(71 * _T, 35.6 * _T, 936 * _G, _NVIDIA)),
+    ("RTX 3080", GpuRates(59.5 * _T, 29.8 * _T, 760 * _G, _NVIDIA)),
+)
+_UNKNOWN = "those of an A100: the rates of this GPU are not known"
+
+
+def rates_of(name: str) -> GpuRates:
+    """The rates of a GPU by the name that the driver gives; where they are not known an A100's, which `source` says."""
+    if "MIG" not in name:
+        for part, rates in _RATES:
+            if part in name:
+                return rates
+    known = dict(_RATES)["A100"]
+    return GpuRates(known.half_flops, known.single_flops, known.bytes_per_second, _UNKNOWN)

@@ -1,0 +1,41 @@
+"""Seconds of one operation on a GPU, from its floating point operations and the bytes that it reads and writes.
+
+Contract: an estimate for telling settings of one program apart, not for saying when a training will be over: the larger
+of FLOPs and bytes at a fixed share of what the data sheet promises, and never less than what starting a kernel takes.
+FLOPs are those of torch.utils.flop_counter; an operation that it does not know has none. Views cost nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from stalloc.cost.gpu_rates import GpuRates
+
+SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.6, 0.7  #: of the data sheet's, that programs reach
+KERNEL_SECONDS = 4e-6  #: an operation takes at least this long
+ERROR = "a roofline at 60 % of peak FLOP/s and 70 % of bandwidth, not calibrated"
+"""How the estimate is made, for whoever is shown one."""
+
+
+def operator_seconds(operator: Any, args: Any, kwargs: Any, results: Any, rates: GpuRates) -> float:
+    """About how long a call takes."""
+    outputs, inputs = _tensors(results), _tensors((args, kwargs))
+    schema = getattr(operator, "_schema", None)
+    changes = schema is not None and schema.is_mutable
+    if not outputs or (not changes and _storages(outputs) <= _storages(inputs)):
+        return 0.0
+    touched = sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    flops = float(formula(*args, **kwargs, out_val=results)) if formula is not None else 0.0
+    peak = rates.half_flops if outputs[0].dtype in (torch.float16, torch.bfloat16) else rates.single_flops
+    return max(flops / (SHARE_OF_FLOPS * peak), touched / (SHARE_OF_BANDWIDTH * rates.bytes_per_second), KERNEL_SECONDS)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def _storages(tensors: list[torch.Tensor]) -> set[int]:
+    return {one.untyped_storage()._cdata for one in tensors if one.layout == torch.strided}

@@ -1,0 +1,220 @@
+"""Finding the cheapest way to run a program within a budget: propose by what a step shows, verify by execution.
+
+Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. At
+most ROUNDS proposals are tried, each asking for less or more by what the one before was over or left, and whole blocks
+beside them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import plural
+from stalloc.fitting.fit_record import Candidate
+from stalloc.fitting.frontier import Choice, Proposal, frontier, keeping, proposal, selective, settings_of, whole_blocks
+from stalloc.fitting.observation import BlockSeen, StepSeen
+from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import Measured
+from stalloc.techniques.recompute_settings import RecomputeSettings
+
+ROUNDS = 3
+_VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
+ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
+ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
+Trial = Callable[[TrialWork], Measured]
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Fitting:
+    """Candidates that were run, with settings and plans; `trial` runs one, `tell` says what is being done."""
+
+    budget_bytes: int
+    trial: Trial
+    tell: Tell
+    step: StepSeen = field(init=False)
+    candidates: list[Candidate] = field(default_factory=list)
+    settings: list[RecomputeSettings] = field(default_factory=list)
+    plans: list[bytes] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_trials: int = 0
+
+    def run(self, policy: str | None = None) -> int:
+        """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
+
+        `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
+        """
+        self._observe()
+        self._measure(proposal(self.step, {}), "as it is", "none")
+        if not self._blocks():
+            self.notes.append(self._why_no_blocks())
+        elif policy is not None:
+            self._try_named(policy)
+        elif self.candidates[0].fits(self.budget_bytes):
+            self._try_whole(None)
+        else:
+            self._search()
+            self._try_attention()
+            self._try_selective()
+            self._try_whole(None)
+        return self._best()
+
+    def _observe(self) -> None:
+        self.tell("looking at a step of the program")
+        measured = self._trial(TrialWork("observed"))
+        if measured.failure:
+            raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
+        if not measured.seen.get("events"):  # of the third step
+            raise BadInputError(
+                "the program ended before an optimizer made three steps: give it arguments with which it trains longer."
+            )
+        self.step = StepSeen.from_json(measured.seen)
+
+    def _search(self) -> None:
+        """The cheapest proposal that is expected to fit, then less by what was too much, or more by what was left."""
+        as_is = self.candidates[0]
+        target = self.budget_bytes - max(0, as_is.needed_bytes - as_is.expected_bytes)
+        tried: set[int] = set()
+        for _ in range(ROUNDS):
+            proposals = list(frontier(self.step))
+            number = next((i for i, one in enumerate(proposals) if one.allocated_bytes <= target), len(proposals) - 1)
+            if number in tried or number == 0:
+                break
+            tried.add(number)
+            candidate = self._measure(proposals[number], _what(self.step, proposals[number]), "recompute")
+            if candidate.refused:
+                tried.clear()  # blocks of that kind are left out from here on
+                continue
+            left_bytes = self.budget_bytes - candidate.needed_bytes
+            if 0 <= left_bytes <= self.budget_bytes * ENOUGH_LEFT:
+                break
+            target += left_bytes
+
+    def _try_attention(self) -> None:
+        choices = keeping(self.step, ATTENTION)
+        if choices:
+            self._measure(proposal(self.step, choices), "recompute all but attention", "keep-attention")
+
+    def _try_selective(self) -> None:
+        choices = selective(self.step)
+        if choices:
+            self._measure(proposal(self.step, choices), "recompute the core of attention", "selective")
+
+    def _try_whole(self, num_blocks: int | None) -> None:
+        choices = whole_blocks(self.step, num_blocks)
+        if choices:
+            name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"
+            self._measure(proposal(self.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
+
+    def _try_named(self, policy: str) -> None:
+        name, _, number = policy.partition(":")
+        if policy == "recompute":
+            self._search()
+        elif policy == "keep-attention":
+            self._try_attention()
+        elif policy == "selective":
+            self._try_selective()
+        elif name == "blocks" and (not number or number.isdecimal()):
+            self._try_whole(int(number) if number else None)
+        else:
+            raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
+
+    def _measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
+        """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
+        settings = settings_of(self.step, proposed.choices)
+        if settings in self.settings:
+            return self.candidates[self.settings.index(settings)]
+        self.tell(f"running the program: {what}")
+        candidate = Candidate(
+            what=what,
+            technique=technique,
+            expected_bytes=proposed.allocated_bytes,
+            added_seconds=proposed.seconds,
+            factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
+        )
+        plan = b""
+        native = self._trial(TrialWork("native", settings))
+        if native.failure:
+            self._leave_out(native)
+            candidate = dataclasses.replace(candidate, refused=native.failure)
+        else:
+            candidate = dataclasses.replace(
+                candidate, allocated_bytes=native.allocated_bytes, native_bytes=native.reserved_bytes
+            )
+            candidate, plan = self._under_stalloc(candidate, settings)
+        self._note(native.notes)
+        self.candidates.append(candidate)
+        self.settings.append(settings)
+        self.plans.append(plan)
+        return candidate
+
+    def _under_stalloc(self, candidate: Candidate, settings: RecomputeSettings) -> tuple[Candidate, bytes]:
+        recorded = self._trial(TrialWork("recorded", settings))
+        if recorded.failure:
+            return dataclasses.replace(candidate, refused=recorded.failure), b""
+        work = TrialWork("planned", settings, plan=recorded.plan)
+        planned = self._trial(work)
+        if not planned.failure and planned.reserved_bytes > self.budget_bytes >= planned.allocated_bytes:
+            within = self._trial(dataclasses.replace(work, limit_bytes=self.budget_bytes))
+            planned = planned if within.failure else within
+        if planned.failure:
+            return dataclasses.replace(candidate, refused=planned.failure), b""
+        self._check_repeats(recorded, planned)
+        how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
+        return dataclasses.replace(candidate, needed_bytes=planned.reserved_bytes, checked=how), recorded.plan
+
+    def _trial(self, work: TrialWork) -> Measured:
+        self.num_trials += 1
+        return self.trial(work)
+
+    def _check_repeats(self, one: Measured, other: Measured) -> None:
+        """Say where two trials of the same way to run the program needed different bytes in a step."""
+        same = [allocated for allocated, _ in one.steps] == [allocated for allocated, _ in other.steps]
+        self._note([] if same else [_VARIES])
+
+    def _note(self, notes: list[str]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
+
+    def _blocks(self) -> Mapping[int, Choice]:
+        return whole_blocks(self.step)
+
+    def _leave_out(self, measured: Measured) -> None:
+        """Blocks of the kind that could not be computed twice stay as they are."""
+        names = {block.name: block.kind for block in self.step.blocks}
+        kind = names.get(measured.refused_block.removesuffix(":"))
+        if kind is None:
+            return
+        self._note([measured.failure])
+        blocks = [
+            BlockSeen(**{**vars(block), "why_not": measured.failure}) if block.kind == kind else block
+            for block in self.step.blocks
+        ]
+        self.step = dataclasses.replace(self.step, blocks=blocks)
+
+    def _why_no_blocks(self) -> str:
+        reasons = [block.why_not for block in self.step.blocks if block.why_not]
+        if reasons:
+            return f"nothing can be recomputed: {reasons[0]}"
+        return "nothing can be recomputed: no model of the program has repeated blocks with parts of their own"
+
+    def _best(self) -> int:
+        fitting = [row for row, one in enumerate(self.candidates) if one.fits(self.budget_bytes)]
+        return min(
+            fitting, key=lambda row: (self.candidates[row].added_seconds, self.candidates[row].needed_bytes), default=-1
+        )
+
+
+def _what(step: StepSeen, proposed: Proposal) -> str:
+    """What a proposal does, for people."""
+    whole = sum(not choice.keep for choice in proposed.choices.values())
+    num_blocks = len({(call.block) for call in step.calls})
+    if whole == len(proposed.choices):
+        return f"recompute {whole} of {plural(num_blocks, 'block')}"
+    kept = sum(len(choice.keep) for choice in proposed.choices.values())
+    all_operations = sum(
+        sum(one.seconds > 0 for one in step.blocks[row].operations[: step.blocks[row].num_needed])
+        for row in proposed.choices
+    )
+    num_again = all_operations - kept
+    return f"recompute {num_again} of {all_operations} operations in {len(proposed.choices)} of {num_blocks} blocks"

@@ -1,0 +1,193 @@
+"""A fit: what was tried for a program and a budget, what it needed, and the settings and plan of the one that is used.
+
+Contract: a fit file is data alone. Reading one runs no code of the file; its size is known before it is unpacked;
+whatever is not a whole fit file is one BadInputError. What it says can only choose what is recomputed, and a plan in it
+goes through the one door that all plans go through. The same fit is the same bytes.
+"""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalloc.errors import BadInputError
+from stalloc.files import write_whole
+from stalloc.inputs import read_input
+from stalloc.npz import DAMAGE, Columns
+from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
+
+FORMAT, VERSION = "stalloc fit", 1
+SUFFIX = ".fit.npz"
+_MAX_TEXT, _MAX_CANDIDATES = 2000, 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the program, and what is known of it. Bytes are 0 where nothing was measured."""
+
+    what: str  #: for people, such as "recompute 12 of 22 blocks"
+    technique: str  #: the name that `stalloc policies` lists
+    expected_bytes: int = 0  #: allocated at the peak, as predicted
+    allocated_bytes: int = 0  #: the same as measured
+    needed_bytes: int = 0  #: reserved at the peak by stalloc on its plan, from the first allocation
+    native_bytes: int = 0  #: reserved at the peak by PyTorch's allocator
+    added_seconds: float = 0.0  #: to each step, estimated
+    factor: float = 1.0  #: of the step's time, estimated
+    checked: str = ""  #: how the bytes are known
+    refused: str = ""  #: why it was not taken; empty if it could be run
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether it was run within the budget."""
+        return not self.refused and 0 < self.needed_bytes <= budget_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a fit is of; it is of nothing else."""
+
+    name: str  #: of the script or module
+    content: str  #: SHA-256 of the script
+    arguments: tuple[str, ...]
+    torch: str
+    stalloc: str
+    gpu: str  #: as the driver calls it
+
+    def difference(self, other: "Program") -> str:
+        """Why a fit of the other program is none of this; empty if it is."""
+        if other.content != self.content:
+            return f"it is of another program ({other.name}) or an older state of it"
+        if other.arguments != self.arguments:
+            return f"it is of the arguments {' '.join(other.arguments) or '(none)'}"
+        for what in ("torch", "stalloc", "gpu"):
+            if getattr(self, what) != getattr(other, what):
+                return f"it is of {what} {getattr(other, what)}, and this is {getattr(self, what)}"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What `stalloc fit` found."""
+
+    program: Program
+    budget_bytes: int
+    gpu_bytes: int
+    step_seconds: float  #: of the program as it is, estimated
+    estimate: str  #: how seconds are estimated
+    candidates: tuple[Candidate, ...]  #: the program as it is first
+    best: int  #: the row that is used, -1: none fits
+    settings: RecomputeSettings = field(default_factory=RecomputeSettings)  #: of the best
+    plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
+    notes: tuple[str, ...] = ()
+
+    @property
+    def least_bytes(self) -> int:
+        """The least that any candidate needed."""
+        return min((one.needed_bytes for one in self.candidates if one.needed_bytes and not one.refused), default=0)
+
+    def save(self, path: str | Path) -> None:
+        """Write the fit to a file whose name ends in .fit.npz. Raises BadInputError if it cannot."""
+        if not str(path).endswith(SUFFIX):
+            raise BadInputError(f"{path} does not end in {SUFFIX}: name the fit so that people know what it is.")
+        write_whole(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The content of a fit file."""
+        told = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("settings", "plan")}
+        header = {
+            **told,
+            "format": FORMAT,
+            "version": VERSION,
+            "program": asdict(self.program),
+            "candidates": [asdict(one) for one in self.candidates],
+            "settings": self.settings.as_json(),
+        }
+        text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+        buffer = io.BytesIO()
+        columns = {"header": np.frombuffer(text, np.uint8), "plan": np.frombuffer(self.plan, np.uint8)}
+        np.savez(buffer, allow_pickle=False, **columns)
+        return buffer.getvalue()
+
+
+def load_fit(path: str | Path) -> Fit:
+    """The fit in a file. Raises BadInputError for anything that is not a whole fit file."""
+    path = Path(path)
+    data = read_input(path, "a file that `stalloc fit` wrote")
+    try:
+        if not data.startswith(b"PK"):
+            raise ValueError("it is no archive of columns")
+        columns = Columns(io.BytesIO(data))
+        header = json.loads(_bytes(columns, "header").decode())
+        return _fit(header, _bytes(columns, "plan"))
+    except DAMAGE as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) and error.args else str(error)
+        reason = (reason.splitlines() or ["it is damaged"])[0].rstrip(".")[:200]
+    raise BadInputError(f"{path} is not a fit ({reason}): make one with stalloc fit.")
+
+
+def _bytes(columns: Columns, name: str) -> bytes:
+    column = columns[name]
+    if column.dtype != np.uint8 or column.ndim != 1:
+        raise ValueError(f"{name} is no column of bytes")
+    return column.tobytes()
+
+
+def _fit(header: Any, plan: bytes) -> Fit:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError("its header does not say so")
+    if header.get("version") != VERSION:
+        raise ValueError(f"its format version is {header.get('version')!r:.20}, this stalloc reads {VERSION}")
+    candidates = _list(header["candidates"], _MAX_CANDIDATES)
+    fit = Fit(
+        program=_record(Program, header["program"]),
+        budget_bytes=_count(header["budget_bytes"]),
+        gpu_bytes=_count(header["gpu_bytes"]),
+        step_seconds=_seconds(header["step_seconds"]),
+        estimate=_text(header["estimate"]),
+        candidates=tuple(_record(Candidate, one) for one in candidates),
+        best=header["best"],
+        settings=settings_from_json(header["settings"]),
+        plan=plan,
+        notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
+    )
+    if type(fit.best) is not int or not -1 <= fit.best < len(fit.candidates):
+        raise ValueError("its best candidate is none of its candidates")
+    return fit
+
+
+def _record(kind: Any, told: Any) -> Any:
+    if not isinstance(told, dict) or set(told) != {one.name for one in fields(kind)}:
+        raise ValueError(f"a {kind.__name__.lower()} is damaged")
+    checks: dict[Any, Callable[[Any], Any]] = {str: _text, int: _count, float: _seconds, tuple[str, ...]: _texts}
+    return kind(**{one.name: checks[one.type](told[one.name]) for one in fields(kind)})
+
+
+def _list(value: Any, limit: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ValueError("a list is damaged")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(_text(one) for one in _list(value, 100_000))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError("a text is damaged")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("a number of bytes is damaged")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise ValueError("a number of seconds is damaged")
+    return float(value)

@@ -1,0 +1,189 @@
+"""Settings of recomputation from the cheapest to the one that needs least, and what each is expected to need.
+
+Contract: every block may be left alone, or computed again with the results of some operations kept; of those choices
+the ones that save most bytes for a second come first (the convex hull of each block, then all blocks together, the
+earlier ones first, as what they save is held longest). Predictions decide what is tried, never what is promised.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from stalloc.fitting.observation import BlockSeen, StepSeen
+from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to compute a block again."""
+
+    keep: tuple[int, ...]  #: positions of operations whose results are kept
+    seconds: float  #: that a call takes longer, estimated
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings that are worth trying."""
+
+    choices: Mapping[int, Choice]  #: by row of the blocks; the others stay as they are
+    seconds: float  #: that a step takes longer, estimated
+    allocated_bytes: int  #: the peak that is expected
+
+
+def frontier(step: StepSeen) -> Iterator[Proposal]:
+    """Proposals by rising cost; the first is the program as it is, the last recomputes whatever pays."""
+    calls = _calls_of(step)
+    chosen: dict[int, Choice] = {}
+    yield proposal(step, chosen)
+    increments = []
+    for row, num_calls in calls.items():
+        saved = max(call.saved_bytes - call.input_bytes for call in step.calls if call.block == row)
+        hull = _hull(_choices(step.blocks[row]), saved)
+        for number, (before, after) in enumerate(zip([None, *hull], hull, strict=False)):
+            gained = (saved if before is None else before.kept_bytes) - after.kept_bytes
+            longer = after.seconds - (before.seconds if before else 0.0)
+            increments.append((-gained / max(longer, 1e-12), number, row, after, num_calls))
+    for *_, row, after, _ in sorted(increments, key=lambda one: (one[0], one[1], one[2])):
+        chosen = {**chosen, row: after}
+        yield proposal(step, chosen)
+
+
+def proposal(step: StepSeen, choices: Mapping[int, Choice]) -> Proposal:
+    """What choices for some blocks are expected to cost and to need."""
+    calls = _calls_of(step)
+    seconds = sum(choice.seconds * calls.get(row, 0) for row, choice in choices.items())
+    return Proposal(choices, seconds, expected_peak(step, choices))
+
+
+def expected_peak(step: StepSeen, choices: Mapping[int, Choice]) -> int:
+    """The most that would be allocated: as in the step, less what calls do not hold until backward comes to them."""
+    peak = less = 0
+    held: dict[int, int] = {}
+    for what, which, size_bytes in step.events:
+        if what == "peak":
+            peak = max(peak, which - less)
+            continue
+        call = step.calls[which]
+        choice = choices.get(call.block)
+        if choice is None:
+            continue
+        if what == "saved":
+            held[which] = call.saved_bytes - call.input_bytes - choice.kept_bytes
+            less += held[which]
+        else:
+            less -= held.pop(which, 0)
+            peak = max(peak, size_bytes - less + call.transient_bytes)
+    return peak
+
+
+def whole_blocks(step: StepSeen, num_blocks: int | None = None) -> dict[int, Choice]:
+    """The first so many blocks, or all that can be, with nothing kept."""
+    rows = [row for row in _calls_of(step) if step.blocks[row].operations]
+    return {row: _choice(step.blocks[row], ()) for row in rows[:num_blocks]}
+
+
+def keeping(step: StepSeen, names: tuple[str, ...]) -> dict[int, Choice]:
+    """All blocks, with the results of operations kept whose names contain one of `names`."""
+    choices = {}
+    for row in _calls_of(step):
+        block = step.blocks[row]
+        kept = [
+            i for i, one in enumerate(block.operations) if one.kept_bytes and any(name in one.name for name in names)
+        ]
+        if kept:
+            choices[row] = _choice(block, tuple(kept))
+    return choices
+
+
+def selective(step: StepSeen) -> dict[int, Choice]:
+    """All blocks with attention written out (Korthikanti et al. 2022, section 5): what autograd saves is kept, but for
+    the core of attention, from the product of queries and keys up to the product with the values, and for what is
+    drawn at random, which is drawn again."""
+    choices = {}
+    for row in _calls_of(step):
+        block = step.blocks[row]
+        core = _cores(block)
+        if core:
+            kept = [
+                place
+                for place, one in enumerate(block.operations)
+                if one.is_saved and one.kept_bytes and not one.is_random and not one.is_lasting and place not in core
+            ]
+            choices[row] = _choice(block, tuple(kept))
+    return choices
+
+
+def _cores(block: BlockSeen) -> set[int]:
+    """Positions from the product before each softmax up to the product after it."""
+    names = [one.name for one in block.operations]
+    products = [place for place, name in enumerate(names) if "bmm" in name]
+    found: set[int] = set()
+    for place, name in enumerate(names):
+        before = [one for one in products if one < place]
+        after = [one for one in products if one > place]
+        if "softmax" in name and before and after:
+            found |= set(range(before[-1], after[0]))
+    return found
+
+
+def settings_of(step: StepSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
+    """The same as settings that can be applied."""
+    blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]
+    return RecomputeSettings(
+        tuple(
+            BlockSettings(
+                block.model, block.name, block.kind, tuple((i, block.operations[i].name) for i in choice.keep)
+            )
+            for block, choice in blocks
+        )
+    )
+
+
+def _calls_of(step: StepSeen) -> dict[int, int]:
+    """Blocks that can be computed again, with how often each is called in a step."""
+    counts: dict[int, int] = {}
+    for call in step.calls:
+        if not step.blocks[call.block].why_not and step.blocks[call.block].operations:
+            counts[call.block] = counts.get(call.block, 0) + 1
+    return counts
+
+
+def _choices(block: BlockSeen) -> list[Choice]:
+    """Nothing kept, then more and more, the most seconds for a byte first."""
+    worth = [
+        (one.seconds / one.kept_bytes, place)
+        for place, one in enumerate(block.operations[: block.num_needed])
+        if one.kept_bytes and one.seconds and not one.is_lasting and not one.is_random
+    ]
+    order = [place for _, place in sorted(worth, key=lambda one: (-one[0], one[1]))]
+    return [_choice(block, tuple(sorted(order[:count]))) for count in range(len(order) + 1)]
+
+
+def _choice(block: BlockSeen, keep: tuple[int, ...]) -> Choice:
+    lasting = [one for one in block.operations if one.is_lasting]
+    again = [
+        one.seconds
+        for place, one in enumerate(block.operations[: block.num_needed])
+        if place not in keep and not one.is_lasting
+    ]
+    kept_bytes = sum(block.operations[place].kept_bytes for place in keep) + sum(one.kept_bytes for one in lasting)
+    return Choice(keep, sum(again), kept_bytes)
+
+
+def _hull(choices: list[Choice], saved_bytes: int) -> list[Choice]:
+    """Of the choices that save anything, those that no mixture of others beats, from cheap to thorough."""
+    points: list[tuple[float, int, Choice | None]] = [(0.0, 0, None)]
+    for choice in sorted(choices, key=lambda one: (one.seconds, one.kept_bytes)):
+        gained = saved_bytes - choice.kept_bytes
+        if gained <= points[-1][1]:
+            continue
+        while len(points) > 1 and _slope(points[-2], points[-1]) <= _slope(
+            points[-2], (choice.seconds, gained, choice)
+        ):
+            points.pop()
+        points.append((choice.seconds, gained, choice))
+    return [choice for _, _, choice in points if choice is not None]
+
+
+def _slope(one: tuple[float, int, Choice | None], other: tuple[float, int, Choice | None]) -> float:
+    return (other[1] - one[1]) / max(other[0] - one[0], 1e-12)

@@ -1,0 +1,240 @@
+"""A budget in force in this process: a fit is found or made, its settings applied, its plan loaded, its limit set.
+
+Contract: from the first allocation on no more than the budget is taken from the device: a request that does not fit is
+an out-of-memory error, never a broken promise. In a trial nothing is done, since the trial itself says what is tried.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stalloc.device.known_gpus import VirtualGPU, parse_memory
+from stalloc.errors import BadInputError, SetupError
+from stalloc.figures import human_bytes
+from stalloc.files import check_writable
+from stalloc.fitting.fit_record import SUFFIX, Fit, Program, load_fit
+from stalloc.integrations import program_source
+from stalloc.notices import say
+
+if TYPE_CHECKING:
+    from stalloc.planner import Plan
+    from stalloc.runtime import Runtime
+
+TRIAL_VARIABLE = "STALLOC_TRIAL"
+
+
+def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
+    """What a fit of this program on a GPU of this name is of."""
+    from stalloc import __version__
+
+    return Program(
+        name=source.path.name,
+        content=sha256(source.content).hexdigest(),
+        arguments=tuple(source.arguments),
+        torch=_version("torch"),
+        stalloc=__version__,
+        gpu=gpu,
+    )
+
+
+def _version(package: str) -> str:
+    """As installed, whether it is imported or not."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
+
+
+def fit_file(source: program_source.ProgramSource) -> Path:
+    """Where a fit of this program is kept unless another place is named: in the current folder."""
+    return Path(f"{source.path.stem[:80]}{SUFFIX}")
+
+
+def check_single_rank() -> None:
+    """Raise BadInputError for one of several ranks."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise BadInputError(
+            "a budget is kept for programs of one rank so far, and WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE'][:20]}: use stalloc.checkpoint(model) in the program itself."
+        )
+
+
+def find_or_make(
+    source: program_source.ProgramSource, command: list[str], budget_bytes: int, gpu: VirtualGPU, file: Path
+) -> Fit:
+    """The fit in `file` if it is of this program and keeps the budget, else a new one, kept there.
+
+    Raises BadInputError with the least that can be reached where nothing keeps the budget.
+    """
+    reason = ""
+    try:
+        fit = load_fit(file)
+        reason = program_of(source, gpu.name).difference(fit.program)
+        if not reason and (fit.best < 0 or not fit.candidates[fit.best].fits(budget_bytes)):
+            reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
+        if not reason:
+            plans_of(fit, file)
+            return fit
+    except BadInputError as error:
+        if file.exists():
+            reason = str(error)
+    if reason:
+        say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew.")
+    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file)
+
+
+def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
+    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat.
+
+    Raises BadInputError if it is no plan that can be used.
+    """
+    from stalloc.planner import plans_from_bytes, validate
+
+    if not fit.plan:
+        return None
+    try:
+        plans = plans_from_bytes(fit.plan, file)
+        verdicts = [validate(plan, handovers=len(plan.handover_later) > 0) for plan in plans]
+    except BadInputError as error:
+        raise BadInputError(f"{file}: its plan is damaged: fit the program anew.") from error
+    refused = [verdict for verdict in verdicts if not verdict.ok]
+    if refused:
+        raise BadInputError(f"{file}: its plan is not valid ({refused[0].reason}): fit the program anew.")
+    return plans
+
+
+def make(
+    command: Sequence[str],
+    *,
+    budget_bytes: int | None,
+    gpu: VirtualGPU | None,
+    output: Path | None,
+    policy: str | None = None,
+) -> Fit:
+    """Fit a program in a process of its own. Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
+    with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
+        result, file = Path(folder) / "result.json", Path(folder) / f"made{SUFFIX}"
+        if output is not None:
+            try:
+                check_writable(output)
+                file = output
+            except BadInputError as error:
+                say(f"the fit is not kept: {error}")
+        words = [sys.executable, "-m", "stalloc", "fit", "--json", str(result), "--output", str(file)]
+        words += [] if budget_bytes is None else ["--budget", f"{budget_bytes}B"]
+        words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
+        words += [] if policy is None else ["--policy", policy]
+        environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
+        done = subprocess.run(
+            [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
+        )
+        if not result.exists():
+            raise SetupError(f"the program could not be fitted (exit code {done.returncode}): see above.")
+        told = json.loads(result.read_text(encoding="utf-8"))
+        if told["best"] < 0 and budget_bytes is not None:
+            raise BadInputError(told["sentence"])
+        return load_fit(file)
+
+
+def gpu_text(gpu: VirtualGPU) -> str:
+    """A GPU as `--as-gpu` takes it."""
+    return json.dumps([gpu.name, gpu.total_bytes, list(gpu.compute_capability), gpu.num_multiprocessors])
+
+
+def gpu_from_text(text: str) -> VirtualGPU:
+    """What `gpu_text` gave. Raises BadInputError for anything else."""
+    try:
+        name, total_bytes, capability, num = json.loads(text)
+        return VirtualGPU(
+            name=str(name), total_bytes=int(total_bytes), compute_capability=(int(capability[0]), int(capability[1])),
+            num_multiprocessors=int(num),
+        )  # fmt: skip
+    except (ValueError, TypeError, IndexError) as error:
+        raise BadInputError("--as-gpu is for stalloc itself: name a GPU with --gpu.") from error
+
+
+def gpu_of_this_process() -> VirtualGPU:
+    """The first GPU that is active, real or virtual, as one to be pretended."""
+    from stalloc import device
+    from stalloc.device import virtual
+
+    pretended = virtual.active_gpu()
+    if pretended is not None:
+        return pretended
+    first: Any = device.devices()[0]
+    return VirtualGPU(name=first.name, total_bytes=first.total_bytes, compute_capability=first.compute_capability)
+
+
+def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
+    """Hold this process to a budget, with the settings of a fit; its plan is in force by now."""
+    from stalloc.integrations.imports import after_import
+
+    for controller in runtime.controllers:
+        controller.memory.keep_within(budget_bytes)
+
+    def apply() -> None:
+        from stalloc.techniques.appearing import apply_settings
+
+        apply_settings(fit.settings, say)
+
+    after_import("torch", apply)
+
+
+def budget(size: str | int, *, device: Any = "auto", gpu: VirtualGPU | None = None) -> Fit | None:
+    """Hold the program that this process runs to a budget of reserved memory; to be called before CUDA is used.
+
+    The fit of the program is looked for in the current folder, or made, which takes some seconds, and kept there.
+    `device` and `gpu` as of `install`. What is used comes back; None in a trial of stalloc's own.
+
+    Raises BadInputError for a budget that cannot be kept, with the least that can; SetupError where CUDA was used.
+    """
+    budget_bytes = parse_memory(size)
+    if os.environ.get(TRIAL_VARIABLE):
+        return None
+    check_single_rank()
+    source = program_source.of_this_process()
+    if source is None:
+        raise BadInputError("a budget needs a program in a file: put it into a script and run that.")
+    from stalloc import device as devices
+    from stalloc import integrations
+    from stalloc.integrations.torch_allocator import check_untouched
+
+    devices.activate(device, gpu)
+    if "torch" in sys.modules:
+        check_untouched()
+    command = [str(source.path), *source.arguments]
+    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source))
+    plans = plans_of(fit, fit_file(source))
+    keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes)
+    return fit
+
+
+def fit(
+    command: Sequence[str],
+    *,
+    budget: str | int | None = None,
+    gpu: str | VirtualGPU | None = None,
+    output: str | Path | None = None,
+    policy: str | None = None,
+) -> Fit:
+    """Try ways to run a program, given as Python would be ([SCRIPT, ARGS…]), within a budget, on the virtual GPU.
+
+    `budget`: bytes or text such as "24GiB", by default the memory of `gpu` less what a CUDA context takes. `output`: a
+    file for the fit. Raises BadInputError if nothing keeps the budget, SetupError if the program cannot be tried.
+    """
+    from stalloc.device import find_gpu
+
+    return make(
+        list(command),
+        budget_bytes=None if budget is None else parse_memory(budget),
+        gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
+        output=None if output is None else Path(output),
+        policy=policy,
+    )

@@ -1,0 +1,64 @@
+"""Published systems that let a program need less memory, and what of each stalloc does today.
+
+Contract: a status says what is done, not what is meant to be. "executes": runs for real; "emulates": runs, with a
+stand-in for hardware; "replays": on a trace; "reports": a figure from a formula; "not yet": nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["executes", "emulates", "replays", "reports", "not yet"]
+
+
+@dataclass(frozen=True)
+class System:
+    """One system, by the name that `stalloc fit --policy` takes where it executes within a fit."""
+
+    name: str
+    source: str  #: who published it
+    does: str
+    status: Status
+    where: str = ""  #: what to type
+
+
+_FIT = "stalloc fit --policy"
+SYSTEMS: tuple[System, ...] = (
+    System("recompute", "stalloc", "operations and blocks, most bytes for a second first", "executes", "stalloc fit"),
+    System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
+    System("keep-attention", "LoongTrain", "all but the results of attention", "executes", f"{_FIT} keep-attention"),
+    System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
+    System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
+    System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
+    System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),
+    System("zero-r", "ZeRO-R (DeepSpeed)", "contiguous buffers", "executes", "stalloc.contiguous_buffers"),
+    System("annealing", "Imanishi and Xu", "a plan by simulated annealing", "reports", "stalloc bench planner"),
+    System("checkmate", "Checkmate", "the optimal choice on a graph of blocks", "not yet"),
+    System("remat-aware", "DistFlashAttn", "boundaries of blocks at attention", "not yet"),
+    System("roam", "ROAM", "another order of operations", "not yet"),
+    System("dtr", "DTR", "evicts when memory is short", "not yet"),
+    System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
+    System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),
+    System("offload-ratio", "Yuan et al.", "a share of saved activations in host memory", "not yet"),
+    System("tsplit", "TSPLIT", "splits operations along the batch", "not yet"),
+    System("tmo", "TMO", "what several ranks save, once in the host", "not yet"),
+    System("zero-offload", "ZeRO-Offload", "the optimizer on the host", "not yet"),
+    System("twin-flow", "DeepSpeed", "a share of the optimizer on the host", "not yet"),
+    System("l2l", "L2L", "one layer on the device at a time", "not yet"),
+    System("stronghold", "STRONGHOLD", "a window of layers on the device", "not yet"),
+    System("harmony", "Harmony", "packs of layers, swapped", "not yet"),
+    System("mobius", "Mobius", "stages swapped over one root", "not yet"),
+    System("patrickstar", "PatrickStar", "parameters in chunks", "not yet"),
+    System("elixir", "Elixir", "the size of chunks, searched", "not yet"),
+    System("zero-infinity", "ZeRO-Infinity", "weights and state on disk", "not yet"),
+    System("angel", "Angel-PTM", "pages between tiers", "not yet"),
+    System("smart-infinity", "Smart-Infinity", "the optimizer beside the disk", "not yet"),
+    System("lohan", "LoHan", "how much to swap, solved", "not yet"),
+    System("moe-cache", "MoESys", "a cache of experts", "not yet"),
+    System("zero-1…3", "ZeRO", "state, gradients, weights over ranks", "not yet"),
+    System("fsdp", "PyTorch FSDP", "units of weights over ranks", "not yet"),
+    System("zero++", "ZeRO++", "a second copy within a node", "not yet"),
+    System("mics", "MiCS", "groups of ranks", "not yet"),
+    System("paro", "PaRO", "all ways to share over groups", "not yet"),
+    System("amsp", "AMSP", "a search among those", "not yet"),
+    System("rtp", "RTP", "weights that rotate", "not yet"),
+)

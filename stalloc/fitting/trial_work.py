@@ -1,0 +1,138 @@
+"""What the child of a trial does: runs the program with settings applied, measures its first steps, and stops there.
+
+Contract: a step ends where the optimizer ends its own that made the first one; peaks are those of torch's statistics,
+begun anew at every step. What was measured is written whole before the process ends.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stalloc.files import write_whole
+from stalloc.techniques.recompute_settings import RecomputeSettings
+
+
+@dataclass(frozen=True)
+class TrialWork:
+    """What is to be measured."""
+
+    under: Literal["native", "observed", "recorded", "planned"]
+    """Under torch's allocator; the same, looked at block by block; under stalloc, to make a plan; on that plan."""
+    settings: RecomputeSettings = field(default_factory=RecomputeSettings)
+    num_steps: int = 3
+    gpu_name: str = ""
+    plan: bytes = b""  #: of a planned trial
+    limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
+
+
+def measure(folder: Path, program: Callable[[], int], work: TrialWork) -> None:
+    """Run the program and write `result.json`, with a plan `plan.npz`; this process ends with the last step."""
+    trial = _Trial(folder, work)
+    trial.begin()
+    code = program()
+    if code != 0:
+        sys.stdout.flush()
+        raise SystemExit(code)
+    trial.end()
+
+
+class _Trial:
+    def __init__(self, folder: Path, work: TrialWork) -> None:
+        self._folder, self._work = folder, work
+        self._steps: list[tuple[int, int]] = []
+        self._notes: list[str] = []
+        self._first: Any = None  # the optimizer whose steps count
+        self._observer: Any = None
+        self._runtime: Any = None
+
+    def begin(self) -> None:
+        """Before the program: torch is imported, and nothing has used the device."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        work = self._work
+        if work.under in ("recorded", "planned"):
+            self._runtime = _install(work)
+        if work.under == "observed":
+            from stalloc.cost.gpu_rates import rates_of
+            from stalloc.fitting.observer import Observer
+
+            self._observer = Observer(rates_of(work.gpu_name))
+        elif work.settings.blocks:
+            from stalloc.techniques.appearing import apply_settings
+
+            apply_settings(work.settings, self._notes.append)
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        import torch
+
+        if self._first is None:
+            self._first = optimizer
+        if optimizer is not self._first or not torch.cuda.is_initialized():
+            return
+        self._note()
+        if self._observer is not None:
+            self._observer.step_ended()
+        else:
+            torch.cuda.reset_peak_memory_stats()
+        if len(self._steps) >= self._work.num_steps:
+            self.end()
+
+    def _note(self) -> None:
+        import torch
+
+        self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+
+    def end(self) -> None:
+        """Write what was measured; the process is over."""
+        import torch
+
+        if torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
+            self._note()  # what came after the last step
+        told: dict[str, Any] = {
+            "steps": self._steps,
+            "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
+            "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
+            "notes": self._notes,
+        }
+        if self._work.under == "planned":  # whatever the program does to torch's statistics
+            reports = self._runtime.reports()
+            told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
+        if self._observer is not None:
+            told["seen"] = self._observer.seen().as_json()
+        if self._work.under == "recorded":
+            plan = _plan_of(self._runtime)
+            if plan:
+                write_whole(self._folder / "plan.npz", plan)
+        write_whole(self._folder / "result.json", json.dumps(told))
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _install(work: TrialWork) -> Any:
+    """stalloc in this process: only recording, or on a plan within a limit."""
+    from stalloc import integrations
+    from stalloc.planner import plans_from_bytes
+
+    if work.under == "recorded":
+        return integrations.install(device="virtual", settings=integrations.Settings(plan=False, keep_recording=True))
+    plans = plans_from_bytes(work.plan, "the plan of the trial") if work.plan else None
+    runtime = integrations.install(device="virtual", known_plans=plans)
+    for controller in runtime.controllers:
+        if work.limit_bytes:
+            controller.memory.keep_within(work.limit_bytes)
+    return runtime
+
+
+def _plan_of(runtime: Any) -> bytes:
+    """The plan file of what was recorded; empty if its steps do not repeat."""
+    from stalloc.planner import plan, plans_to_bytes, validate
+
+    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
+    plans = [plan(controller.recording.regular_trace()) for controller in used]
+    made = [one for one in plans if one.kind == "program" and validate(one).ok]
+    return plans_to_bytes(made) if made else b""

@@ -1,0 +1,132 @@
+"""Trials: a program is run on the virtual GPU for a few steps, in a child of this process, and measured.
+
+Contract: the child is forked from a process that has imported torch on the virtual GPU and not used it, so a trial
+costs what the program itself costs. It sees STALLOC_TRIAL=1 and an empty standard input, and what it prints is kept
+away; it ends in the middle of the program after its last step, without what the program does at its end, and it is
+killed, with all that it has started, when its time is over. Whatever becomes of it, this process gets a Measured or a
+reason.
+"""
+
+import json
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stalloc.errors import SetupError
+from stalloc.fitting.trial_work import TrialWork, measure
+
+STEPS = 3  #: of a trial
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one trial gave."""
+
+    failure: str = ""  #: why there is nothing else; empty if there is
+    refused_block: str = ""  #: a block that cannot be computed twice, where that is the failure
+    out_of_memory: bool = False
+    allocated_bytes: int = 0  #: the peak of all steps
+    reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
+    steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
+    notes: list[str] = field(default_factory=list)  #: what could not be applied
+    seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen
+    plan: bytes = b""  #: a plan file, of a trial that makes one
+    seconds: float = 0.0  #: that the trial took
+
+
+def check_can_fork() -> None:
+    """Raise SetupError unless this process can be forked for trials."""
+    torch = sys.modules.get("torch")
+    from stalloc import device
+
+    if device.active() != "virtual" or (torch is not None and torch.cuda.is_initialized()):
+        raise SetupError("trials need a process on the virtual GPU that has not used it: run `stalloc fit` in a shell.")
+
+
+def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float) -> Measured:
+    """Run a program, a function that gives its exit code, in a child for a trial."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stalloc-trial-") as folder:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            _become_trial(Path(folder), program, work)
+        in_time = _wait(child, limit_seconds)
+        measured = _result(Path(folder), in_time, limit_seconds)
+    return Measured(**{**measured, "seconds": time.monotonic() - begun})
+
+
+def _become_trial(folder: Path, program: Callable[[], int], work: TrialWork) -> NoReturn:
+    """Never comes back, whatever happens."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        os.environ["STALLOC_TRIAL"] = "1"
+        os.environ.pop("STALLOC", None)
+        os.environ["STALLOC_CACHE"] = "off"
+        nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  (it lives as long as the process)
+        measure(folder, program, work)
+        code = 0
+    except SystemExit:
+        pass  # what the program said of its failure is in its output
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(child: int, limit_seconds: float) -> bool:
+    """Whether the child ended in time; it and whatever it started are gone afterwards."""
+    try:
+        watched = os.pidfd_open(child)
+        try:
+            in_time = bool(select.select([watched], [], [], limit_seconds)[0])
+        finally:
+            os.close(watched)
+    finally:
+        for kill, target in ((os.killpg, child), (os.kill, child)):  # the group may not be there yet
+            try:
+                kill(target, signal.SIGKILL)
+                break
+            except (ProcessLookupError, PermissionError):
+                continue
+        os.waitpid(child, 0)
+    return in_time
+
+
+def _result(folder: Path, in_time: bool, limit_seconds: float) -> dict[str, Any]:
+    output = folder / "output"
+    text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    result = folder / "result.json"
+    if not result.exists():
+        if not in_time:
+            return {"failure": f"three steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
+        refused = re.findall(r"RecomputeError: ((\S+?):? .*)", text)
+        if refused:
+            return {"failure": refused[-1][0], "refused_block": refused[-1][1]}
+        memory = re.findall(r"OutOfMemoryError: (.*)", text)
+        if memory:
+            return {"failure": memory[-1], "out_of_memory": True}
+        lines = [line for line in text.splitlines() if line.strip()]
+        return {"failure": f"the program failed in a trial ({lines[-1] if lines else 'it said nothing'})"}
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    found["steps"] = [tuple(step) for step in found["steps"]]
+    plan = folder / "plan.npz"
+    return {**found, "plan": plan.read_bytes() if plan.exists() else b""}

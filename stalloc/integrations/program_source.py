@@ -1,0 +1,53 @@
+"""The file that says what a program is, by its command line or in the process that runs it.
+
+Contract: whatever cannot be read whole, such as a pipe or a prompt, is no program that can be known again.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProgramSource:
+    """A script, or the main module of a package, with the arguments that it is given."""
+
+    path: Path
+    content: bytes
+    arguments: list[str]
+
+
+def of_command(command: list[str]) -> ProgramSource | None:
+    """The program that is given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]; None if no file says it."""
+    if command[0] != "-m":
+        return _read(command[0], command[1:])
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(command[1])
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{command[1]}.__main__")
+    except (ImportError, ValueError):
+        return None
+    return _read(spec.origin if spec is not None else None, command[2:])
+
+
+def of_this_process() -> ProgramSource | None:
+    """The program that this interpreter runs; None too for what was typed in or given with -c."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if not script or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return None
+    return _read(script, sys.argv[1:])
+
+
+def _read(script: str | None, arguments: list[str]) -> ProgramSource | None:
+    if script is None:
+        return None
+    try:
+        path = Path(script).resolve()
+        if not path.is_file():
+            return None  # a pipe has been read already
+        return ProgramSource(path, path.read_bytes(), arguments)
+    except OSError:
+        return None

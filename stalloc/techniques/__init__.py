@@ -1,0 +1,22 @@
+"""What can be done to a program so that it needs less memory: each technique is executed, on the program's own objects.
+
+Contract: a technique changes bytes and time, never a number that the program computes: losses and gradients are those
+of the unmodified program to the last bit, or the technique refuses with one sentence. Importing this package imports
+no torch.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
+    from typing import Any
+
+    from stalloc.techniques.recompute import checkpoint
+
+__all__ = ["checkpoint"]
+
+
+def __getattr__(name: str) -> "Any":
+    if name == "checkpoint":
+        from stalloc.techniques.recompute import checkpoint
+
+        return checkpoint
+    raise AttributeError(f"module 'stalloc.techniques' has no attribute {name!r}")

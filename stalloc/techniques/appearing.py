@@ -1,0 +1,66 @@
+"""The models of a program that was not written for it, as they appear: when each is called for the first time.
+
+Contract: a model is a module that is called by the program itself, not by another module, and has repeated blocks;
+models are numbered in the order of their first call, which is that of every run of the program. Modules are watched
+until the first step of an optimizer has ended: until then each call of any module costs a look, later none does.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from stalloc.techniques.recompute import wrap
+from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
+from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
+
+Appeared = Callable[[int, list[Block]], None]
+"""Called with the number of a model and its repeated blocks, before its first forward pass."""
+
+
+def when_models_appear(appeared: Appeared) -> None:
+    """Call `appeared` for each model of the program; torch is imported by now."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    known: weakref.WeakSet[Any] = weakref.WeakSet()
+    num_models = 0
+
+    def about_to_call(module: Any, _: Any) -> None:
+        nonlocal num_models
+        if module in known:
+            return
+        blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
+        known.update(module.modules())
+        if blocks:
+            num_models += 1
+            appeared(num_models - 1, blocks)
+
+    watching = register_module_forward_pre_hook(about_to_call)
+    register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
+
+
+def apply_settings(settings: RecomputeSettings, say: Callable[[str], None]) -> None:
+    """Recompute, in the models of this program as they appear, what the settings name; `say` what does not fit."""
+
+    def appeared(model: int, blocks: list[Block]) -> None:
+        wanted = settings.of_model(model)
+        found = {block.name: block for block in blocks if block.name in wanted}
+        strange = [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]
+        if strange:
+            say(
+                f"the program has no block {strange[0]} of class {wanted[strange[0]].kind} any more: its blocks stay "
+                "as they are. Fit it anew with stalloc fit."
+            )
+            return
+        chosen = list(found.values())
+        done = wrap(chosen, [_keeping(wanted[block.name]) for block in chosen])
+        for reason in list(done.left.values())[:1]:
+            say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
+
+    if settings.blocks:
+        when_models_appear(appeared)
+
+
+def _keeping(block: BlockSettings) -> Callable[[int, str], bool]:
+    kept = frozenset(block.keep)
+    return lambda position, name: (position, name) in kept

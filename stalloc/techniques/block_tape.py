@@ -1,0 +1,265 @@
+"""One call of a block, operation by operation: what its forward pass did, and running it again to the same result.
+
+Contract: the second run makes the same operations in the same order, on what nobody has changed, or it is an error.
+Of those, results that were
+kept are handed out instead of computed, and what changed memory outside the block (running statistics, counters) is
+not done again. A result is kept only if it is new memory that nothing changes before it is needed; random numbers are
+kept only where none are drawn anew after them, so that generators say the same both times. Which is asked for decides
+about bytes and time, never about what comes out.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from stalloc.errors import RecomputeError
+from stalloc.techniques.operator_facts import OperatorFacts, argument, draws_random, facts_of, own_generator
+
+Wanted = Callable[[int, str], bool]
+"""Whether the result of the operation at a position of the block, of a name, is to be kept."""
+
+
+_Read = tuple[int, int, int]
+"""A storage, how often autograd saw it changed when it was read, and how often the block itself had changed it."""
+_OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
+
+
+class BlockTape:
+    """What one call of a block did. `block` is what sentences call it; of `devices` the random state is put back."""
+
+    def __init__(self, block: str, wanted: Wanted, devices: Collection[Any] = ()) -> None:
+        self.block = block
+        self._devices = {torch.device("cpu"), *devices}
+        self._wanted = wanted
+        self._operators: list[Any] = []
+        self._reads: list[list[_Read]] = []  # what each was given
+        self._changes: dict[int, int] = {}  # storages outside -> how often the forward pass changed them in place
+        self._kept: dict[int, tuple[Any, list[tuple[Any, int]]]] = {}  # position -> results, tensors with versions
+        self._effects: dict[int, set[int]] = {}  # position -> storages outside that it changed
+        self._own: set[int] = set()  # storages that were made in this call
+        self._random: list[int] = []  # positions of kept results that drew random numbers
+        self._lasting_random = False  # random numbers were drawn that cannot be drawn again
+        self._position = 0
+        self._taken = False
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that the forward pass has made so far."""
+        return len(self._operators)
+
+    @property
+    def names(self) -> list[str]:
+        """The operations of the forward pass, in order."""
+        return [str(operator) for operator in self._operators]
+
+    @property
+    def kept_bytes(self) -> dict[int, int]:
+        """What is kept, by position: the bytes of its memory, which torch rounds up to 512."""
+        return {position: _bytes_of(results) for position, (results, _) in self._kept.items()}
+
+    def positions_of(self, storages: set[int]) -> set[int]:
+        """Positions whose kept results lie in some of these storages."""
+        return {position for position, (results, _) in self._kept.items() if _storages(results) & storages}
+
+    @property
+    def lasting(self) -> set[int]:
+        """Positions whose results are kept whether wanted or not, since they have effects."""
+        return set(self._effects)
+
+    @property
+    def random(self) -> set[int]:
+        """Positions of random numbers that are kept."""
+        return set(self._random)
+
+    def recording(self) -> TorchDispatchMode:
+        """To be entered for the forward pass."""
+        return _Mode(self.record)
+
+    def repeating(self) -> TorchDispatchMode:
+        """To be entered for each run after it."""
+        return _Mode(self.repeat)
+
+    def begin_again(self) -> None:
+        """A run after the forward pass begins."""
+        if self._taken:
+            raise RecomputeError(
+                f"{self.block} is computed a third time, as backward is called twice on it: what was kept of it is "
+                "gone. Keep nothing of its operations, or call backward once."
+            )
+        self._taken = bool(self._kept)
+        self._position = 0
+
+    def finish(self, outputs: Any) -> None:
+        """The forward pass is over: what the caller holds it may change, so it is not kept."""
+        self._drop(_storages(tree_leaves(outputs)))
+
+    def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do an operation of the forward pass."""
+        position, facts = len(self._operators), facts_of(operator)
+        self._operators.append(operator)
+        self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in _tensors((args, kwargs))])
+        results = operator(*args, **kwargs)
+        written = _written(facts, args, kwargs)
+        outside = written - self._own
+        of_program = own_generator(facts, args, kwargs)
+        random = draws_random(facts, args, kwargs) and not of_program
+        lasting = bool(outside) or of_program
+        if written != outside:
+            self._drop(written - outside)
+            if lasting:
+                raise RecomputeError(
+                    f"{self.block} cannot be computed twice: {facts.name} changes memory of its own and something "
+                    "outside in one operation. Leave this block as it is."
+                )
+        made = _storages(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
+        if lasting:
+            self._effects[position] = outside
+            if facts.is_declared:
+                self._changes |= {one: self._changes.get(one, 0) + 1 for one in outside}
+            self._keep(position, results)
+            self._lasting_random |= random
+        elif facts.is_fresh and self._wanted(position, facts.name) and not made & _storages((args, kwargs)):
+            self._keep(position, results)
+            if random:
+                self._random.append(position)
+        elif random:
+            self._draw_again(facts, results)
+        self._own |= made
+        return results
+
+    def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do an operation again, or hand out its results."""
+        position = self._position
+        self._position += 1
+        before: Any = self._operators[position] if position < len(self._operators) else None
+        if before is not operator:
+            told = f"was {before} and is {operator} now" if before else f"is {operator}, and there was none"
+            raise RecomputeError(
+                f"{self.block} does not do the same when it is computed again: its operation {position} {told}. "
+                "Leave this block as it is."
+            )
+        if position in self._effects:
+            facts = facts_of(operator)
+            if not self._effects[position] <= _written(facts, args, kwargs):
+                raise RecomputeError(
+                    f"{self.block} does not do the same when it is computed again: {facts.name} changed another tensor "
+                    "before. Leave this block as it is."
+                )
+        elif position not in self._kept:
+            self._check_reads(position, _tensors((args, kwargs)))
+            return operator(*args, **kwargs)
+        results, versions = self._kept.pop(position)
+        for tensor, version in versions:
+            if position not in self._effects and tensor._version != version:
+                raise RecomputeError(
+                    f"{self.block}: a result of {operator} that was kept has been changed in place since. "
+                    "Keep another operation, or nothing, of this block."
+                )
+        return results
+
+    def _check_reads(self, position: int, now: "list[tuple[int, int]]") -> None:
+        """What is read is what was read: each storage was changed only by the forward pass, and before it was read.
+
+        autograd counts the changes of this run too, though they are left out.
+        """
+        for (storage, before, num_changes), (_, version) in zip(self._reads[position], now, strict=False):
+            all_changes = self._changes.get(storage, 0)
+            if num_changes != all_changes or version != before + all_changes:
+                raise RecomputeError(
+                    f"{self.block} cannot be computed again: what its operation {position}, "
+                    f"{self._operators[position]}, reads was changed in place since. Leave this block as it is."
+                )
+
+    def _keep(self, position: int, results: Any) -> None:
+        kept = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, results)
+        self._kept[position] = kept, [(one, one._version) for one in tree_leaves(kept) if isinstance(one, torch.Tensor)]
+
+    def _drop(self, storages: set[int]) -> None:
+        """Compute again whatever lies in these storages."""
+        gone = [
+            position
+            for position, (results, _) in self._kept.items()
+            if position not in self._effects and _storages(results) & storages
+        ]
+        last_random = max((position for position in self._random if position in gone), default=None)
+        if last_random is not None:  # those before it are drawn again too
+            self._check_drawn_again("a result with random numbers is changed in place")
+            gone += [position for position in self._random if position < last_random]
+            self._random = [position for position in self._random if position > last_random]
+        for position in gone:
+            self._kept.pop(position, None)
+
+    def _draw_again(self, facts: OperatorFacts, results: Any) -> None:
+        """Random numbers are drawn that are not kept, so those before them are not kept either."""
+        if any(isinstance(one, torch.Tensor) and one.device not in self._devices for one in tree_leaves(results)):
+            raise RecomputeError(
+                f"{self.block} cannot be computed twice: {facts.name} draws random numbers on a device on which the "
+                "block is given no tensor. Leave this block as it is."
+            )
+        self._check_drawn_again(f"{facts.name} draws random numbers")
+        for position in self._random:
+            self._kept.pop(position, None)
+        self._random.clear()
+
+    def _check_drawn_again(self, what: str) -> None:
+        if self._lasting_random:
+            raise RecomputeError(
+                f"{self.block} cannot be computed twice: {what} after others that cannot be drawn again. "
+                "Leave this block as it is."
+            )
+
+
+class _Mode(TorchDispatchMode):
+    """Hands each operation to a function, but for those that torch's checkpoints themselves make."""
+
+    def __init__(self, do: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._do = do
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **(kwargs or {}))
+        return self._do(func, args, kwargs or {})
+
+
+def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """The memory that a call changes in place."""
+    if not facts.mutated:
+        return set()
+    return _storages([argument(place, name, args, kwargs) for place, name in facts.mutated])
+
+
+def _storages(values: Any) -> set[int]:
+    """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
+    return {storage for storage, _ in _tensors(values) if storage}
+
+
+def _tensors(values: Any) -> list[tuple[int, int]]:
+    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    found, rest = [], [values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, torch.Tensor):
+            storage = 0
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
+                storage = value.untyped_storage()._cdata
+            found.append((storage, -1 if value.is_inference() else value._version))
+        elif isinstance(value, list | tuple):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+    return found
+
+
+def _bytes_of(results: Any) -> int:
+    storages = {
+        one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+        for one in tree_leaves(results)
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided
+    }
+    return sum((size + 511) & -512 for size in storages.values())

@@ -1,0 +1,168 @@
+"""Recomputation: the forward pass of a block is run again when backward needs what it would have saved.
+
+Contract: the block's `forward` is wrapped, not the block, so that names, state_dict and hooks stay; a saved or copied
+model is without the wrapping or with its own. torch's checkpoint does the work (autocast and torch's random state are
+its part); BlockTape sees to it that what is kept and what has effects comes out the same. Without gradients, under
+torch.compile and while tracing, a block runs as it is.
+"""
+
+import copy
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from stalloc.errors import BadInputError
+from stalloc.techniques.block_tape import BlockTape, Wanted
+from stalloc.techniques.module_state import ModuleState
+from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated, why_not
+
+
+class RecomputedForward:
+    """What takes the place of a block's `forward`."""
+
+    def __init__(self, name: str, block: Any, wanted: Wanted) -> None:
+        functools.update_wrapper(self, block.forward)
+        self._name, self._block, self._wanted = name, block, wanted
+        self._instance_forward = vars(block).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the block, with nothing saved but its inputs and what is kept."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return self.original(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tape, state = BlockTape(self._name, self._wanted, devices), ModuleState(self._name, self._block)
+        num_runs = 0
+
+        def run(*inputs: Any) -> Any:
+            nonlocal num_runs
+            num_runs += 1
+            positional, named = tree_unflatten(list(inputs), structure)
+            if num_runs == 1:
+                outputs = self.original(*positional, **named)
+                tape.finish(outputs)
+                return outputs
+            tape.begin_again()
+            with state.as_before():
+                return self.original(*positional, **named)
+
+        return torch_checkpoint(
+            run, *leaves, use_reentrant=False, context_fn=lambda: (tape.recording(), tape.repeating())
+        )
+
+    @property
+    def original(self) -> Any:
+        """The forward pass as it was."""
+        return self._instance_forward or type(self._block).forward.__get__(self._block)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecomputedForward":
+        """Of a copy of the block, the wrapping of that copy."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+    def __reduce__(self) -> Any:
+        """A saved model is as the program made it, and is read without stalloc."""
+        return getattr, (self._block, "forward")
+
+    def undo(self) -> None:
+        """Put the block's own forward back."""
+        if vars(self._block).get("forward") is not self:
+            return
+        if self._instance_forward is None:
+            del self._block.forward
+        else:
+            self._block.forward = self._instance_forward
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What `checkpoint` did to a model."""
+
+    names: tuple[str, ...]  #: the blocks that are recomputed
+    left: dict[str, str]  #: blocks that stay as they are, and why
+    forwards: tuple[RecomputedForward, ...]
+
+    def undo(self) -> None:
+        """Give every block its own forward back."""
+        for forward in self.forwards:
+            forward.undo()
+
+
+def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted]) -> Recomputation:
+    """Recompute blocks, each with what is wanted of it to be kept; those that cannot be are left as they are."""
+    names, left, forwards = [], {}, []
+    for block, keep in zip(blocks, wanted, strict=True):
+        reason = why_not(block)
+        if isinstance(vars(block.module).get("forward"), RecomputedForward):
+            reason = f"{block.name} is recomputed already"
+        if reason:
+            left[block.name] = reason
+            continue
+        block.module.forward = RecomputedForward(block.name, block.module, keep)
+        names.append(block.name)
+        forwards.append(block.module.forward)
+    return Recomputation(tuple(names), left, tuple(forwards))
+
+
+def checkpoint(
+    model: Any, *, keep: Iterable[int | str] = (), blocks: int | Iterable[str] | None = None
+) -> Recomputation:
+    """Recompute the repeated blocks of a model, a torch module, in backward, instead of saving what they compute.
+
+    `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
+    counted below autograd. `blocks`: how many, from the first, or their names; all by default. What is done comes
+    back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed twice with the same
+    result is a RecomputeError.
+
+    Raises BadInputError if the model has no repeated blocks, or none of a name.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise BadInputError(f"{type(model).__name__} is no torch module: give checkpoint() a model.")
+    if is_replicated(model):
+        raise BadInputError(
+            "nn.DataParallel copies a model at each call: recompute with DistributedDataParallel instead."
+        )
+    found = find_blocks(model)
+    if not found:
+        raise BadInputError(
+            f"{type(model).__name__} has no repeated blocks (two modules of one class side by side, with children of "
+            "their own): there is nothing to recompute."
+        )
+    chosen = _chosen(found, blocks)
+    wanted = _by_name_or_position(keep)
+    return wrap(chosen, [wanted] * len(chosen))
+
+
+def _chosen(found: list[Block], blocks: int | Iterable[str] | None) -> list[Block]:
+    if blocks is None:
+        return found
+    if isinstance(blocks, int):
+        if not 0 <= blocks <= len(found):
+            raise BadInputError(f"{blocks} blocks are not possible: the model has {len(found)}.")
+        return found[:blocks]
+    named = set(blocks)
+    missing = sorted(named - {block.name for block in found})
+    if missing:
+        raise BadInputError(f"the model has no repeated block {missing[0]!r}: there are {found[0].name} and so on.")
+    return [block for block in found if block.name in named]
+
+
+def _by_name_or_position(keep: Iterable[int | str]) -> Wanted:
+    if isinstance(keep, str):
+        raise BadInputError(f"keep is {keep!r}: give a list of names or positions of operations.")
+    given = list(keep)
+    positions = frozenset(one for one in given if isinstance(one, int))
+    names = {one.removeprefix("aten.") for one in given if isinstance(one, str)}
+
+    def wanted(position: int, name: str) -> bool:
+        parts = name.removeprefix("aten.")
+        return position in positions or parts in names or parts.partition(".")[0] in names
+
+    return wanted

@@ -1,0 +1,96 @@
+"""The repeated blocks of a model: modules of a class that occurs more than once, such as the layers of a transformer.
+
+Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module
+tree is looked at, nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for
+one that itself holds layers in a row (an encoder). A module without children of its own, such as a linear layer, is
+no block: what it would recompute is what it reads.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One repeated module of a model."""
+
+    name: str  #: within the model, such as "layers.3"
+    module: Any
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.module).__name__
+
+
+def find_blocks(model: Any) -> list[Block]:
+    """The repeated blocks below `model`, a torch module."""
+    return list(_below("", model, Counter(type(module) for module in model.modules())))
+
+
+def _below(prefix: str, parent: Any, counts: Counter[type]) -> Iterator[Block]:
+    """Children that are blocks, and of the others what lies below them."""
+    if is_compiled(parent):
+        return
+    children = [(f"{prefix}{name}", child) for name, child in parent.named_children() if not _is_leaf(child)]
+    siblings = Counter(type(child) for _, child in children)
+    for name, child in children:
+        inner = list(_below(f"{name}.", child, counts))
+        if _is_container(child):
+            is_block = not inner and siblings[type(child)] > 1
+        else:
+            is_block = counts[type(child)] > 1 and not _holds_layers(child)
+        if not is_block:
+            yield from inner
+        elif any(True for _ in child.parameters()):
+            yield Block(name, child)
+
+
+def _is_leaf(module: Any) -> bool:
+    return next(module.children(), None) is None
+
+
+def _holds_layers(module: Any) -> bool:
+    """Whether modules of one class lie in a row below a module."""
+    rows = [one for one in module.modules() if _is_container(one)]
+    kinds = [Counter(type(child) for child in row.children() if not _is_leaf(child)) for row in rows]
+    return any(count > 1 for found in kinds for count in found.values())
+
+
+def _is_container(module: Any) -> bool:
+    """Whether a module only holds others in a row, so that what repeats lies in it rather than is it."""
+    return type(module).__module__ == "torch.nn.modules.container" and type(module).__name__ in _CONTAINERS
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile runs a module, and decides itself what is recomputed."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_replicated(model: Any) -> bool:
+    """Whether a model is copied to several GPUs at each call (nn.DataParallel), so that its blocks are not its own."""
+    return type(model).__name__ == "DataParallel" and len(getattr(model, "device_ids", ())) > 1
+
+
+def why_not(block: Block) -> str:
+    """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
+    import torch
+
+    for name, module in block.module.named_modules():
+        where = f"{block.name}.{name}" if name else block.name
+        if is_compiled(module):
+            return f"{where} is compiled by torch.compile, which decides itself what is recomputed"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{where} is a TorchScript module"
+        if isinstance(module, torch.nn.RNNBase) and module.dropout > 0:
+            return f"{where} drops values by numbers of cuDNN's own, which are not drawn again"
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{where} has forward hooks of the program, which would be called twice"
+        for part, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
+                return f"{where}.{part} is a {type(tensor).__name__}, a kind of tensor that was not tried"
+    return ""

@@ -1,0 +1,301 @@
+"""Models of many habits, trained as they are and recomputed: prints what became of each as JSON.
+
+Each case makes a model and the input of one step. Losses and gradients of three steps are compared bit by bit with the
+unmodified model's; "raised" is the error that took their place.
+"""
+
+import copy
+import io
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stalloc import device
+
+device.activate("virtual")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402  (the device is in place)
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import stalloc  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import train_gpt  # noqa: E402
+
+torch.set_num_threads(1)
+WIDTH = 16
+STEPS = 3
+SIZE = train_gpt.ModelSize(
+    num_layers=3, num_heads=4, dim=32, hidden_dim=96, vocab_size=64, dtype=torch.float32, tied_head=True
+)
+
+
+class Layer(nn.Module):
+    """Two linear layers around whatever a case puts between."""
+
+    def __init__(self, middle: Callable[[Any, torch.Tensor], torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.middle, self.calls, self.seen = middle, 0, []
+        self.parts = nn.ModuleDict(parts)
+        self.register_buffer("level", torch.zeros(()))
+        self.own = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.middle(self, F.gelu(self.first(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def stack(middle: Callable[[Any, torch.Tensor], torch.Tensor], make: Callable[[], dict[str, nn.Module]] = dict) -> Any:
+    return lambda: (Stack([Layer(middle, **make()) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),))
+
+
+def gpt(*, drop: bool) -> Any:
+    class Dropping(train_gpt.Block):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(F.dropout(x, 0.1), cos, sin), 0.2)
+
+    def make() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+        usual = train_gpt.Block
+        train_gpt.Block = Dropping if drop else usual
+        model = train_gpt.Transformer(SIZE, 16, False)
+        train_gpt.Block = usual
+        return model, lambda: tuple(torch.randint(64, (2, 2, 16)))
+
+    return make
+
+
+def counted(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.calls += 1
+    return x * layer.calls
+
+
+def drawn(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random() * float(np.random.rand()) if random.random() < 0.7 else x
+
+
+def levelled(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.level.mul_(0.9).add_(x.detach().mean())
+    return x * (1 + layer.level.detach())
+
+
+def scratch(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x)
+    z = y * 3
+    z.add_(1).mul_(y)
+    return z.clamp_(max=2)
+
+
+def made_inside(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    scale = torch.tensor([0.5])
+    scale.add_(1)
+    return x * scale
+
+
+def own_generator(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand(x.shape, generator=layer.own)
+
+
+def remembered(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.seen.append(float(x.detach().sum()))
+    return x * len(layer.seen)
+
+
+def wandering(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    wandering.turn = getattr(wandering, "turn", 0) + 1  # type: ignore[attr-defined]
+    return torch.tanh(x) if wandering.turn % 2 else torch.sigmoid(x)  # type: ignore[attr-defined]
+
+
+def spectral() -> Any:
+    def make() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+        layers = [Layer(lambda layer, x: x) for _ in range(3)]
+        for layer in layers:
+            nn.utils.parametrizations.spectral_norm(layer.first)
+        return Stack(list(layers)), lambda: (torch.randn(8, WIDTH),)
+
+    return make
+
+
+class Twice(nn.Module):
+    """A model that is called twice before backward, as contrastive training does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) + 2 * self.model(x.flip(0) * 0.5)
+
+
+def twice_before(make: Any) -> Any:
+    def made() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+        model, batch = make()
+        return Twice(model), batch
+
+    return made
+
+
+class LaterChanges(Stack):
+    """What autograd does not save is changed between forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        with torch.no_grad():
+            self.layers[0].first.bias.add_(0.1)
+        return loss
+
+
+def changed_later() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+    return LaterChanges([Layer(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
+
+
+def checkpointed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: F.dropout(torch.tanh(y), 0.3) * y, x, use_reentrant=False)
+
+
+def mixed_batch_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(layer.parts["norm"](F.dropout(x, 0.2)), 0.3)
+
+
+def weight_changed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        layer.second.bias.add_(0.1)
+    return x
+
+
+CASES: dict[str, Any] = {
+    "gpt": gpt(drop=False),
+    "dropout": gpt(drop=True),
+    "batch_norm": stack(lambda layer, x: layer.parts["norm"](x), lambda: {"norm": nn.BatchNorm1d(2 * WIDTH)}),
+    "relu_in_place": stack(lambda layer, x: F.relu_(x * 2)),
+    "dropouts": stack(lambda layer, x: F.dropout(F.relu(F.dropout(x, 0.3)) * 2, 0.4, inplace=True)),
+    "alpha_dropout": stack(lambda layer, x: F.alpha_dropout(x, 0.3, training=True)),
+    "attribute": stack(counted),
+    "python_random": stack(drawn),
+    "buffer": stack(levelled),
+    "in_place": stack(scratch),
+    "made_inside": stack(made_inside),
+    "own_generator": stack(own_generator),
+    "grows_a_list": stack(remembered),
+    "another_way": stack(wandering),
+    "changes_a_weight": stack(weight_changed),
+    "spectral_norm": spectral(),
+    "spectral_norm_twice": twice_before(spectral()),
+    "batch_norm_twice": twice_before(stack(mixed_batch_norm, lambda: {"norm": nn.BatchNorm1d(2 * WIDTH)})),
+    "buffer_twice": twice_before(stack(levelled)),
+    "checkpoint_inside": stack(checkpointed),
+    "weight_changes_later": changed_later,
+}
+
+
+def train(case: str, keep: list[Any] | None, *, autocast: bool) -> Any:
+    """Losses, gradients and buffers of three steps, or the error."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    wandering.turn = 0  # type: ignore[attr-defined]
+    model, batch = CASES[case]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if keep is not None:
+        stalloc.checkpoint(model, keep=keep)
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(*batch())
+        loss.backward()
+        found += [loss.detach().clone(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+        optimizer.step()
+    state = [model.state_dict()[name].clone() for name in model.state_dict()]
+    return found + state, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def equal(one: Any, other: Any) -> bool:
+    same = all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    return same and len(one[0]) > STEPS and one[1:] == other[1:]
+
+
+def compared(case: str, num_choices: int) -> dict[str, Any]:
+    """How often a case came out equal and was refused, over random choices of what is kept, autocast on and off."""
+    chosen = random.Random(case)
+    counts: dict[str, Any] = {"equal": 0, "differs": 0, "raised": []}
+    for autocast in (False, True):
+        expected = train(case, None, autocast=autocast)
+        assert equal(expected, train(case, None, autocast=autocast)), "the program itself does not repeat"
+        for number in range(num_choices):
+            keep = [] if number == 0 else chosen.sample(range(80), chosen.randrange(1, 60))
+            try:
+                result = "equal" if equal(expected, train(case, keep, autocast=autocast)) else "differs"
+                counts[result] += 1
+            except stalloc.StallocError as error:
+                counts["raised"].append(str(error))
+    return counts
+
+
+def copies() -> dict[str, Any]:
+    """What becomes of names, state, copies and saved models."""
+    torch.manual_seed(3)
+    model, batch = CASES["gpt"]()
+    names, inputs = list(model.state_dict()), batch()
+    done = stalloc.checkpoint(model)
+    same_names = list(model.state_dict()) == names
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in other.parameters():
+            one.zero_()
+    model(*inputs).backward()
+    moved = sum(one.grad is not None for one in other.parameters())
+    other(*inputs).backward()
+    own = sum(one.grad is not None for one in other.parameters())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    same_loss = torch.equal(read(*inputs), model(*inputs))
+    wrapped = sum(type(vars(block).get("forward")).__module__.startswith("stalloc") for block in read.blocks)
+    done.undo()
+    left = sum("forward" in vars(block) for block in model.blocks)
+    return {
+        "same_names": same_names, "blocks": list(done.names), "moved": moved, "own": own,
+        "same_loss": same_loss, "wrapped": wrapped, "left": left,
+    }  # fmt: skip
+
+
+def twice() -> dict[str, Any]:
+    """Backward called twice on one forward pass: fine where nothing is kept, an error else."""
+    found = {}
+    for name, keep in (("nothing", []), ("products", ["addmm"])):
+        model, batch = stack(lambda layer, x: x)()
+        stalloc.checkpoint(model, keep=keep)
+        loss = model(*batch())
+        loss.backward(retain_graph=True)
+        first = [one.grad.clone() for one in model.parameters()]
+        try:
+            loss.backward()
+            doubled = zip(first, model.parameters(), strict=True)
+            found[name] = str(all(torch.equal(2 * one, other.grad) for one, other in doubled))
+        except stalloc.StallocError as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    results: dict[str, Any] = {"copies": copies(), "twice": twice()} if sys.argv[1] == "0" else {}
+    for case in CASES:
+        results[case] = compared(case, int(sys.argv[1]) or 4)
+    print(json.dumps(results))

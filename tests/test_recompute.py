@@ -1,0 +1,185 @@
+"""Recomputation of blocks: what comes out is what the program itself computes, to the last bit, or one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_file
+
+pytestmark = pytest.mark.usefixtures("cuda_torch")
+
+PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
+EQUAL = (
+    "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
+    "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
+)  # fmt: skip
+REFUSED = {
+    "grows_a_list": "its forward pass changes Layer.seen",
+    "another_way": "does not do the same when it is computed again: its operation",
+    "spectral_norm": "aten.mv.default, reads was changed in place since",
+    "spectral_norm_twice": "computed again",
+    "buffer_twice": "computed again",
+}
+SOMETIMES_REFUSED = ("batch_norm_twice", "weight_changes_later")  #: by what is kept, and under autocast
+
+
+def results(num_choices: int) -> dict[str, Any]:
+
+    done = run_file(PROGRAM, num_choices)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Every case with a few random choices of what is kept."""
+    return results(0)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_losses_gradients_and_buffers_are_those_of_the_program(found: dict[str, Any], case: str) -> None:
+    assert found[case] == {"equal": 8, "differs": 0, "raised": []}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_twice_is_refused_in_a_sentence(found: dict[str, Any], case: str) -> None:
+    assert found[case]["equal"] == found[case]["differs"] == 0
+    assert len(found[case]["raised"]) == 8
+    assert all("layers.2 " in told and REFUSED[case] in told for told in found[case]["raised"])
+    assert all("Leave this block as it is." in told for told in found[case]["raised"])
+
+
+@pytest.mark.parametrize("case", SOMETIMES_REFUSED)
+def test_what_is_not_refused_is_equal(found: dict[str, Any], case: str) -> None:
+    assert found[case]["differs"] == 0
+    assert 0 < found[case]["equal"] == 8 - len(found[case]["raised"])
+
+
+@pytest.mark.slow
+def test_many_choices_of_what_is_kept_are_equal_too() -> None:
+    many = results(40)
+    assert {case: many[case]["equal"] for case in EQUAL} == dict.fromkeys(EQUAL, 80)
+
+
+def test_names_copies_and_saved_models_are_the_programs_own(found: dict[str, Any]) -> None:
+    told = found["copies"]
+    assert told["same_names"]
+    assert told["blocks"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert told["moved"] == 0, "a copy that is recomputed must not use the weights of the original"
+    assert told["own"] > 0
+    assert told["same_loss"]
+    assert (told["wrapped"], told["left"]) == (0, 0)
+
+
+def test_backward_twice_needs_that_nothing_is_kept(found: dict[str, Any]) -> None:
+    assert found["twice"]["nothing"] == "True"
+    assert "is computed a third time" in found["twice"]["products"]
+
+
+BLOCKS = """
+import json
+from stalloc import device
+device.activate("virtual")
+import torch
+from torch import nn
+from stalloc.techniques.repeated_blocks import find_blocks, why_not
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.cross = Block(), Block()
+
+def stage(n):
+    return nn.Sequential(*[Block() for _ in range(n)])
+
+def small():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+def names(model):
+    return [block.name for block in find_blocks(model)]
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = stage(2)
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.down = Block(), nn.Linear(4, 4)
+
+compiled, hooked = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
+compiled[0].compile()
+hooked[1].inner.register_forward_hook(lambda *given: None)
+dropping = nn.ModuleList([nn.Sequential(nn.LSTM(4, 4, 2, dropout=0.5)) for _ in range(2)])
+print(json.dumps({
+    "list": names(nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()]), "head": nn.Linear(4, 4)})),
+    "stages": names(nn.Sequential(stage(2), stage(3), nn.Linear(4, 4))),
+    "outermost": names(nn.ModuleList([Deep(), Deep()])),
+    "rows": names(nn.ModuleList([small(), small()])),
+    "wrapped": names(nn.ModuleDict({"module": nn.ModuleDict({"layers": stage(2)})})),
+    "in_compiled": names(torch.compile(nn.ModuleDict({"layers": stage(3)}))),
+    "none": names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
+    "single": names(nn.ModuleList([Block()])),
+    "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
+    "scattered": names(nn.ModuleDict({"in": nn.ModuleList([Stage()]), "middle": Block(), "out": Stage()})),
+    "fine": why_not(find_blocks(stage(2))[0]),
+    "compiled": why_not(find_blocks(compiled)[0]),
+    "hooked": why_not(find_blocks(hooked)[1]),
+    "dropping": why_not(find_blocks(dropping)[0]),
+}))
+"""
+
+
+def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, Any]]) -> None:
+    found = run_checks(BLOCKS)
+    assert found["list"] == ["layers.0", "layers.1"]
+    assert found["stages"] == ["0.0", "0.1", "1.0", "1.1", "1.2"]
+    assert found["outermost"] == ["0", "1"]
+    assert found["rows"] == ["0", "1"]
+    assert found["wrapped"] == ["module.layers.0", "module.layers.1"]
+    assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
+    assert found["scattered"] == ["in.0", "middle", "out"]
+    assert found["none"] == found["single"] == found["in_compiled"] == []
+    assert found["fine"] == ""
+    assert "torch.compile" in found["compiled"]
+    assert "1.inner has forward hooks" in found["hooked"]
+    assert "drops values by numbers of cuDNN's own" in found["dropping"]
+
+
+WRONG = """
+import json
+from stalloc import device
+device.activate("virtual")
+import stalloc, torch
+from torch import nn
+model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
+told = {}
+for name, arguments in {
+    "number": ((3,), {}), "flat": ((nn.Linear(2, 2),), {}), "many": ((model,), {"blocks": 4}),
+    "name": ((model,), {"blocks": ["7"]}), "keep": ((model,), {"keep": "mm"}),
+}.items():
+    try:
+        stalloc.checkpoint(*arguments[0], **arguments[1])
+    except stalloc.BadInputError as error:
+        told[name] = str(error)
+told["again"] = [list(stalloc.checkpoint(model, blocks=2).names), dict(stalloc.checkpoint(model).left)]
+print(json.dumps(told))
+"""
+
+
+def test_what_checkpoint_cannot_do_is_one_sentence(run_checks: Callable[..., dict[str, Any]]) -> None:
+    told = run_checks(WRONG)
+    assert told["number"] == "int is no torch module: give checkpoint() a model."
+    assert "Linear has no repeated blocks" in told["flat"]
+    assert told["many"] == "4 blocks are not possible: the model has 3."
+    assert "no repeated block '7'" in told["name"]
+    assert "give a list" in told["keep"]
+    assert told["again"] == [["0", "1"], {"0": "0 is recomputed already", "1": "1 is recomputed already"}]
