@@ -27,6 +27,9 @@ def _plan(file: Path, intact: Path, out: Path) -> list[str]:
 _ON_TRACES = (
     Verb("stats", lambda file, _, __: ["stats", str(file)], 4),
     Verb("explain", lambda file, _, __: ["explain", str(file)], 3),
+    Verb("top", lambda file, _, __: ["top", str(file)], 2),
+    Verb("report", lambda file, _, out: ["report", str(file), "-o", str(out / "r.html")], 2),
+    Verb("report markdown", lambda file, _, out: ["report", str(file), "-o", str(out / "r.md")]),
     Verb("plan", _plan, 2),
     Verb("simulate", lambda file, _, __: ["simulate", str(file)]),
     Verb("diff", lambda file, intact, _: ["diff", str(intact), str(file)], 2),
