@@ -126,7 +126,7 @@ def _print_workspaces(rows: list[dict[str, str]]) -> None:
         counts = {name: row[f"{name}s"] for name in ("input", "filter", "output")}
         tensors = [name if num == "1" else f"{num} x {name}" for name, num in counts.items() if num not in ("", "0")]
         if row["tile"] and tensors:
-            tensors[-1] += f" in tiles of {row['tile']}"
+            tensors[-1] += f" in Winograd's tiles of {row['tile']}"
         if row["channels"] and tensors:
             tensors[-1] += f" with channels padded to {row['channels']}"
         space = " + ".join([*tensors, f"{int(row['more_bytes']):,}"] if row["more_bytes"] else tensors) or "0"

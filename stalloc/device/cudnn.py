@@ -5,10 +5,11 @@ the source of its figure; the first row that fits answers. A row whose figure wa
 may be (`unknown_bytes`), so that whoever reads a peak can be told how certain it is.
 
 A row reads: work space = inputs * |input| + filters * |filter| + outputs * |output| + more_bytes, each tensor with its
-channels rounded up to `channels`, and its bytes up to `round_bytes`. With `tile` the filter counts with windows of that
-size, into which Winograd's algorithm transforms it. What is not known is at most `unknown_bytes`, and
-with it the work space at most `unknown_tensors` times the three tensors and two filters: what cuDNN copies to another
-layout cannot be more than they are, and partial sums of a filter's gradient are as large as it.
+channels rounded up to `channels`, and its bytes up to `round_bytes`. With `tile` they count as Winograd's algorithm
+transforms them: the filter with windows of that size, the others in so large tiles, which give two outputs a side less.
+What is not known is at most `unknown_bytes`, and with it the work space at most `unknown_tensors` times the three
+tensors and two filters: what cuDNN copies to another layout cannot be more than they are, and partial sums of a
+filter's gradient are as large as it.
 """
 
 import csv

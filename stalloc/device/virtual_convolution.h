@@ -25,8 +25,8 @@ typedef struct {
     int64_t element_bytes, channels_last, direction, window, strided, grouped, several; // several: images
     int64_t input[MAX_RANK], filter[MAX_RANK], stride[MAX_RANK]; // one shape alone, where input[0] is not 0
     int64_t num_inputs, num_filters, num_outputs; // copies of each tensor, with its channels rounded up to a
-    int64_t channel_multiple, tile, round_bytes;  // multiple, the filter with windows of `tile`, if that is not 0, each
-                                                  // copy rounded up to so many bytes,
+    int64_t channel_multiple, tile, round_bytes;  // multiple, in Winograd's tiles of `tile`, if that is not 0, each copy
+                                                  // rounded up to so many bytes,
     int64_t more_bytes;                           // and so much more
     int64_t unknown_bytes;   // how far off that may be at most; 0 where it was seen
     int64_t unknown_tensors; // nor in all more than so many times the tensors and 2 filters; 0 for no such limit

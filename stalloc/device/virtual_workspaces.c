@@ -51,13 +51,18 @@ static int64_t element_bytes(int type) { // cudnnDataType_t
     }
 }
 
-// `tile`, if it is not 0, takes the place of the sizes that are neither the first nor the channels.
-static int64_t padded_bytes(const Tensor *tensor, const WorkspaceRow *row, int64_t tile) {
+static int64_t tiled(int64_t size, int64_t tile) { // each tile gives tile - 2 of a 3x3 window's outputs
+    int64_t step = tile > 2 ? tile - 2 : 1;
+    return (size + step - 1) / step * tile;
+}
+
+// `tile`, if it is not 0, cuts the sizes that are neither the first nor the channels into tiles; a filter is one.
+static int64_t padded_bytes(const Tensor *tensor, const WorkspaceRow *row, int64_t tile, bool is_filter) {
     int64_t bytes = element_bytes(tensor->type);
     int64_t multiple = row->channel_multiple > 0 ? row->channel_multiple : 1;
     for (int i = 0; i < tensor->rank; i++)
         if (i == 1) bytes *= (int64_t)round_up((size_t)tensor->sizes[i], (size_t)multiple);
-        else bytes *= i > 1 && tile ? tile : tensor->sizes[i];
+        else bytes *= i < 2 || !tile ? tensor->sizes[i] : is_filter ? tile : tiled(tensor->sizes[i], tile);
     return (int64_t)round_up((size_t)bytes, row->round_bytes > 0 ? (size_t)row->round_bytes : 1);
 }
 
@@ -96,8 +101,8 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
 // How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter.
 static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int64_t bytes) {
     if (!row->unknown_bytes || !row->unknown_tensors) return row->unknown_bytes;
-    int64_t filter = padded_bytes(&c->filter, row, 0);
-    int64_t tensors = padded_bytes(&c->input, row, 0) + filter + padded_bytes(&c->output, row, 0);
+    int64_t filter = padded_bytes(&c->filter, row, 0, true);
+    int64_t tensors = padded_bytes(&c->input, row, 0, false) + filter + padded_bytes(&c->output, row, 0, false);
     int64_t more = row->unknown_tensors * tensors + 2 * filter - bytes;
     if (more < 512) more = 512; // it is a guess, however small
     return more < row->unknown_bytes ? more : row->unknown_bytes;
@@ -120,9 +125,9 @@ int64_t convolution_workspace_bytes(const Convolution *c, int cudnn_version) {
     if (i < num_rows) {
         const WorkspaceRow *row = &rows[i];
         bytes = row->more_bytes;
-        if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row, 0);
-        if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row, row->tile);
-        if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row, 0);
+        if (row->num_inputs) bytes += row->num_inputs * padded_bytes(&c->input, row, row->tile, false);
+        if (row->num_filters) bytes += row->num_filters * padded_bytes(&c->filter, row, row->tile, true);
+        if (row->num_outputs) bytes += row->num_outputs * padded_bytes(&c->output, row, row->tile, false);
         unknown = unknown_bytes(row, c, bytes);
         if (unknown && guesses) bytes = guesses < 0 ? 0 : bytes + unknown;
     }

@@ -14,7 +14,7 @@ class Case:
     """The release that made the recording, or the nearest one."""
     gpu: str
     program: tuple[str, ...]
-    """The script below `fidelity/programs`, and its arguments."""
+    """The script beside this file, or below `fidelity/programs`, and its arguments."""
     writes: str
     """The file that the program leaves in its working directory."""
     needs: tuple[str, ...] = ()
@@ -88,5 +88,15 @@ CASES = (
         program=("blog.py",),
         writes="resnet50.pickle",
         needs=("numpy", "torchvision"),
+    ),
+    Case(
+        name="ResNet-50, batch 32, SGD",
+        recording="traces/resnet_timeline_hta.json.gz",
+        torch="2.1",
+        gpu="A100-40GB",
+        program=("resnet50_batch.py",),
+        writes="resnet50_batch.pickle",
+        needs=("numpy", "torchvision"),
+        blocks=True,
     ),
 )
