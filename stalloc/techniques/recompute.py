@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stalloc.techniques.block_tape import BlockTape, Wanted
-from stalloc.techniques.module_state import ModuleState
+from stalloc.techniques.module_state import ModuleState, as_it_is_now
 from stalloc.techniques.repeated_blocks import Block, why_not
 
 
@@ -33,26 +33,26 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self.original(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        inputs = [one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves]
+        given = [(args, kwargs)]  # gone after the forward pass, so that nothing is held for longer than by the program
+        del args, kwargs
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         tape, state = BlockTape(self._name, self._wanted, devices), ModuleState(self._name, self._block)
-        num_runs = 0
 
         def run(*inputs: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
-            positional, named = tree_unflatten(list(inputs), structure)
-            if num_runs == 1:
+            if given:
+                positional, named = given.pop()
                 outputs = self.original(*positional, **named)
                 tape.finish(outputs)
                 return outputs
             tape.begin_again()
+            positional, named = tree_unflatten([as_it_is_now(one) for one in inputs], structure)
             with state.as_before():
                 return self.original(*positional, **named)
 
-        return torch_checkpoint(
-            run, *leaves, use_reentrant=False, context_fn=lambda: (tape.recording(), tape.repeating())
-        )
+        contexts = tape.recording(), tape.repeating()
+        return torch_checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
 
     @property
     def original(self) -> Any:
