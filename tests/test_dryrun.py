@@ -50,6 +50,7 @@ def test_a_device_of_what_is_needed_is_large_enough_and_a_smaller_one_is_not(tmp
     tight, shown, _ = dryrun(program, "--memory", "200MiB", code=1)
     assert [tight[name]["fits"] for name in ("native", "expandable", "stalloc")] == [False] * 3
     assert tight["native"]["needed_bytes"] == 220 << 20
+    assert "next: stalloc fit --budget 200MiB" in shown
     assert "a smaller batch" in shown
     squeezed, _, _ = dryrun(program, "--memory", "220MiB")
     assert squeezed["native"]["fits"]

@@ -148,6 +148,18 @@ def program(folder: Path, source: str = PROGRAM) -> Path:
     return file
 
 
+def test_a_module_of_the_current_folder_is_fitted_and_run(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    program(tmp_path / "package").rename(tmp_path / "package" / "__main__.py")
+    words = ("--budget", "1GiB", "--policy", "blocks:1", "-m", "package", "5")
+    fit(tmp_path, *words)
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "1GiB", "-m", "package", "5")
+    assert "budget 1.00 GiB: kept (as it is)" in done.stdout
+    assert (tmp_path / "package.fit.npz").exists()
+    assert "fitted anew" not in done.stderr
+
+
 def test_trials_are_told_so_and_hear_and_say_nothing(tmp_path: Path) -> None:
     found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", program(tmp_path), 5)
     seen = [json.loads(line) for line in (tmp_path / "seen.txt").read_text().splitlines()]

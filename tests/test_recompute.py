@@ -14,6 +14,7 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
+    "hands_on", "object",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",

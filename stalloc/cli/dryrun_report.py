@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from stalloc.cli.output import command_text, table_console
+from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import shown_with_memory
@@ -55,7 +55,9 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
     if results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
-        console.print("next: the same with a larger --gpu, or a smaller batch")
+        words = command_text("stalloc", "fit", "--budget", size_text(offered), *command)
+        console.print(f"next: {words}    (finds the cheapest way to make it fit)")
+        console.print("  or: the same with a larger --gpu, or a smaller batch")
 
 
 def _doubts(uncertain: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """What `stalloc fit` prints: one row for each way to run the program, the program as it is first."""
 
-from stalloc.cli.output import command_text, note_texts, table_console
+from stalloc.cli.output import command_text, note_texts, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.figures import human_bytes
@@ -27,16 +27,8 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
     if fit.best >= 0:
-        words = command_text("stalloc", "run", "--budget", _written(fit.budget_bytes), *command)
+        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *command)
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
-
-
-def _written(size_bytes: int) -> str:
-    """A size as an option takes it, to the byte."""
-    for shift, unit in ((30, "GiB"), (20, "MiB")):
-        if not size_bytes % (1 << shift):
-            return f"{size_bytes >> shift}{unit}"
-    return f"{size_bytes}B"
 
 
 def _shown_seconds(seconds: float) -> str:

@@ -76,6 +76,14 @@ def memory_option(option: str, text: str) -> int:
     return parse_memory(text)
 
 
+def size_text(size_bytes: int) -> str:
+    """A size as an option takes it, to the byte."""
+    for shift, unit in ((30, "GiB"), (20, "MiB")):
+        if not size_bytes % (1 << shift):
+            return f"{size_bytes >> shift}{unit}"
+    return f"{size_bytes}B"
+
+
 def note_texts(notes: Sequence[object]) -> list[str]:
     """What a file or its reader has to say, a sentence each; of a great many the first."""
     texts = [printable(str(note), MAX_SENTENCE) for note in notes[:MAX_NOTES]]

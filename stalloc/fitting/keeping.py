@@ -36,7 +36,7 @@ def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
     from stalloc import __version__
 
     return Program(
-        name=source.path.name,
+        name=source.path.name if source.path.stem != "__main__" else source.name,
         content=sha256(source.content).hexdigest(),
         arguments=tuple(source.arguments),
         torch=_version("torch"),
@@ -54,7 +54,7 @@ def _version(package: str) -> str:
 
 def fit_file(source: program_source.ProgramSource) -> Path:
     """Where a fit of this program is kept unless another place is named: in the current folder."""
-    return Path(f"{source.path.stem[:80]}{SUFFIX}")
+    return Path(f"{source.name[:80]}{SUFFIX}")
 
 
 def check_single_rank() -> None:

@@ -3,6 +3,7 @@
 Contract: whatever cannot be read whole, such as a pipe or a prompt, is no program that can be known again.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,11 @@ class ProgramSource:
     content: bytes
     arguments: list[str]
 
+    @property
+    def name(self) -> str:
+        """What people call it: the script without .py, or the package."""
+        return self.path.parent.name if self.path.stem == "__main__" else self.path.stem
+
 
 def of_command(command: list[str]) -> ProgramSource | None:
     """The program that is given as Python would be: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]; None if no file says it."""
@@ -23,12 +29,16 @@ def of_command(command: list[str]) -> ProgramSource | None:
         return _read(command[0], command[1:])
     import importlib.util
 
+    here = os.getcwd()
+    sys.path.insert(0, here)  # as `python -m` has it
     try:
         spec = importlib.util.find_spec(command[1])
         if spec is not None and spec.submodule_search_locations:
             spec = importlib.util.find_spec(f"{command[1]}.__main__")
     except (ImportError, ValueError):
         return None
+    finally:
+        sys.path.remove(here)
     return _read(spec.origin if spec is not None else None, command[2:])
 
 

@@ -9,14 +9,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
     from typing import Any
 
-    from stalloc.techniques.recompute import checkpoint
+    from stalloc.techniques.checkpointing import checkpoint
 
 __all__ = ["checkpoint"]
 
 
 def __getattr__(name: str) -> "Any":
     if name == "checkpoint":
-        from stalloc.techniques.recompute import checkpoint
+        from stalloc.techniques.checkpointing import checkpoint
 
         return checkpoint
     raise AttributeError(f"module 'stalloc.techniques' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a module's forward pass depends on besides tensors: attributes, and the random generators of Python and NumPy.
+"""What a forward pass depends on besides tensors: attributes, what it is given, the generators of Python and NumPy.
 
 Contract: `as_before` puts the state of a moment back while its block runs and what was there when it ends, so that a
 block that counts its calls or draws a number sees the same again and leaves nothing behind. What changed within a list
@@ -6,33 +6,40 @@ or a dictionary cannot be put back and is an error.
 """
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from stalloc.errors import RecomputeError
 
+_SHARED = (str, bytes, bool, int, float, complex, type, ModuleType)
 _GROWING = (list, dict, set)
 _MAX_DEPTH = 3  # of containers in containers
 
 
+_State = tuple[Any, dict[str, Any], dict[str, Any]]
+"""An object, a dictionary of it, and what was in that."""
+
+
 class ModuleState:
-    """The attributes of a module and of those below it, and the generators, as they are now."""
+    """The attributes of a module, of those below it and of objects that they hold, and the generators, as of now."""
 
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
-        self._attributes = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
+        self._states = _states(module)
         self._random = random.getstate()
         self._numpy = _numpy_state()
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """This state in force for the block. Raises RecomputeError if a container of the module grows or shrinks."""
-        now = [(one, dict(vars(one)), dict(one._buffers)) for one, _, _ in self._attributes]
+        now = [(owner, target, dict(target)) for owner, target, _ in self._states]
         generators = random.getstate(), _numpy_state()
-        sizes = [_sizes(vars(one)) for one, _, _ in now]
-        _put(self._attributes)
+        sizes = [_sizes(target) for _, target, _ in self._states]
+        _put(self._states)
         _set_generators(self._random, self._numpy)
         try:
             yield
@@ -40,16 +47,67 @@ class ModuleState:
             # here, since a run ends with an exception as soon as all that backward needs is there
             _put(now)
             _set_generators(*generators)
-            for (one, _, _), before in zip(now, sizes, strict=True):
-                self._check_sizes(one, before)
+            for (owner, target, _), before in zip(now, sizes, strict=True):
+                self._check_sizes(owner, target, before)
 
-    def _check_sizes(self, module: Any, before: dict[str, int]) -> None:
-        changed = [name for name, size in _sizes(vars(module)).items() if before.get(name, size) != size]
+    def _check_sizes(self, owner: Any, attributes: dict[str, Any], before: dict[str, int]) -> None:
+        changed = [name for name, size in _sizes(attributes).items() if before.get(name, size) != size]
         if changed:
             raise RecomputeError(
-                f"{self._block} cannot be computed twice: its forward pass changes {type(module).__name__}."
+                f"{self._block} cannot be computed twice: its forward pass changes {type(owner).__name__}."
                 f"{changed[0]}. Leave this block as it is."
             )
+
+
+def _states(module: Any) -> list[_State]:
+    found: list[_State] = []
+    known: set[int] = set()
+    for one in module.modules():
+        found += [(one, vars(one), dict(vars(one))), (one, one._buffers, dict(one._buffers))]
+        for value in vars(one).values():
+            if _is_plain_object(value) and id(value) not in known:
+                known.add(id(value))
+                found.append((value, vars(value), dict(vars(value))))
+    return found
+
+
+def _put(states: list[_State]) -> None:
+    for _, target, wanted in states:
+        for name in [name for name in target if name not in wanted]:
+            del target[name]
+        for name, value in wanted.items():
+            if target.get(name, target) is not value:
+                target[name] = value
+
+
+def as_it_is_now(value: Any, depth: int = _MAX_DEPTH + 1) -> Any:
+    """A copy of an object of the program's that changes of the object do not reach; tensors and modules are shared.
+
+    What cannot be copied, and what lies deeper than a few objects, is shared too.
+    """
+    if depth == 0 or value is None or isinstance(value, _SHARED):
+        return value
+    if type(value) in (list, tuple, set):
+        return type(value)(as_it_is_now(one, depth - 1) for one in value)
+    if type(value) is dict:
+        return {key: as_it_is_now(one, depth - 1) for key, one in value.items()}
+    if not _is_plain_object(value):
+        return value
+    try:
+        copied = copy.copy(value)
+        if vars(copied) is not vars(value):
+            vars(copied).update({name: as_it_is_now(one, depth - 1) for name, one in vars(value).items()})
+    except Exception:  # the program's own ways to copy may do anything
+        return value
+    return copied
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the program's, whose attributes may change."""
+    if isinstance(value, _SHARED) or callable(value) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    torch = sys.modules["torch"]
+    return not isinstance(value, torch.Tensor | torch.Generator | torch.device | torch.dtype)
 
 
 def _sizes(attributes: dict[str, Any]) -> dict[str, int]:
@@ -60,16 +118,6 @@ def _size(value: Any, depth: int) -> int:
     if not isinstance(value, _GROWING) or depth == 0:
         return 0
     return len(value) + sum(_size(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
-
-
-def _put(states: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> None:
-    for module, attributes, buffers in states:
-        for target, wanted in ((vars(module), attributes), (module._buffers, buffers)):
-            for name in [name for name in target if name not in wanted]:
-                del target[name]
-            for name, value in wanted.items():
-                if target.get(name, target) is not value:
-                    target[name] = value
 
 
 def _numpy_state() -> Any:

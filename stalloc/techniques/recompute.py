@@ -8,7 +8,7 @@ torch.compile and while tracing, a block runs as it is.
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from stalloc.errors import BadInputError
 from stalloc.techniques.block_tape import BlockTape, Wanted
-from stalloc.techniques.module_state import ModuleState
-from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated, why_not
+from stalloc.techniques.module_state import ModuleState, as_it_is_now
+from stalloc.techniques.repeated_blocks import Block, why_not
 
 
 class RecomputedForward:
@@ -34,26 +33,26 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self.original(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        inputs = [one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves]
+        given = [(args, kwargs)]  # gone after the forward pass, so that nothing is held for longer than by the program
+        del args, kwargs
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         tape, state = BlockTape(self._name, self._wanted, devices), ModuleState(self._name, self._block)
-        num_runs = 0
 
         def run(*inputs: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
-            positional, named = tree_unflatten(list(inputs), structure)
-            if num_runs == 1:
+            if given:
+                positional, named = given.pop()
                 outputs = self.original(*positional, **named)
                 tape.finish(outputs)
                 return outputs
             tape.begin_again()
+            positional, named = tree_unflatten([as_it_is_now(one) for one in inputs], structure)
             with state.as_before():
                 return self.original(*positional, **named)
 
-        return torch_checkpoint(
-            run, *leaves, use_reentrant=False, context_fn=lambda: (tape.recording(), tape.repeating())
-        )
+        contexts = tape.recording(), tape.repeating()
+        return torch_checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
 
     @property
     def original(self) -> Any:
@@ -109,60 +108,3 @@ def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted]) -> Recomputation:
         names.append(block.name)
         forwards.append(block.module.forward)
     return Recomputation(tuple(names), left, tuple(forwards))
-
-
-def checkpoint(
-    model: Any, *, keep: Iterable[int | str] = (), blocks: int | Iterable[str] | None = None
-) -> Recomputation:
-    """Recompute the repeated blocks of a model, a torch module, in backward, instead of saving what they compute.
-
-    `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
-    counted below autograd. `blocks`: how many, from the first, or their names; all by default. What is done comes
-    back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed twice with the same
-    result is a RecomputeError.
-
-    Raises BadInputError if the model has no repeated blocks, or none of a name.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise BadInputError(f"{type(model).__name__} is no torch module: give checkpoint() a model.")
-    if is_replicated(model):
-        raise BadInputError(
-            "nn.DataParallel copies a model at each call: recompute with DistributedDataParallel instead."
-        )
-    found = find_blocks(model)
-    if not found:
-        raise BadInputError(
-            f"{type(model).__name__} has no repeated blocks (two modules of one class side by side, with children of "
-            "their own): there is nothing to recompute."
-        )
-    chosen = _chosen(found, blocks)
-    wanted = _by_name_or_position(keep)
-    return wrap(chosen, [wanted] * len(chosen))
-
-
-def _chosen(found: list[Block], blocks: int | Iterable[str] | None) -> list[Block]:
-    if blocks is None:
-        return found
-    if isinstance(blocks, int):
-        if not 0 <= blocks <= len(found):
-            raise BadInputError(f"{blocks} blocks are not possible: the model has {len(found)}.")
-        return found[:blocks]
-    named = set(blocks)
-    missing = sorted(named - {block.name for block in found})
-    if missing:
-        raise BadInputError(f"the model has no repeated block {missing[0]!r}: there are {found[0].name} and so on.")
-    return [block for block in found if block.name in named]
-
-
-def _by_name_or_position(keep: Iterable[int | str]) -> Wanted:
-    if isinstance(keep, str):
-        raise BadInputError(f"keep is {keep!r}: give a list of names or positions of operations.")
-    given = list(keep)
-    positions = frozenset(one for one in given if isinstance(one, int))
-    names = {one.removeprefix("aten.") for one in given if isinstance(one, str)}
-
-    def wanted(position: int, name: str) -> bool:
-        parts = name.removeprefix("aten.")
-        return position in positions or parts in names or parts.partition(".")[0] in names
-
-    return wanted

@@ -116,6 +116,17 @@ def remembered(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * len(layer.seen)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def metered(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.meter = getattr(layer, "meter", None) or Meter()
+    layer.meter.calls += 1
+    return x * layer.meter.calls
+
+
 def wandering(layer: Any, x: torch.Tensor) -> torch.Tensor:
     wandering.turn = getattr(wandering, "turn", 0) + 1  # type: ignore[attr-defined]
     return torch.tanh(x) if wandering.turn % 2 else torch.sigmoid(x)  # type: ignore[attr-defined]
@@ -148,6 +159,34 @@ def twice_before(make: Any) -> Any:
         return Twice(model), batch
 
     return made
+
+
+class Memory:
+    """What layers hand on beside their results, as a cache of keys and values is."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[torch.Tensor]] = {"inputs": []}
+        self.count = 0
+
+
+class Remembering(Layer):
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:  # type: ignore[override]
+        memory.seen["inputs"].append(x.detach())
+        memory.count += 1
+        return super().forward(x * len(memory.seen["inputs"]) * memory.count)
+
+
+class HandingOn(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = Memory()
+        for layer in self.layers:
+            x = layer(x, memory=memory)
+        assert memory.count == len(self.layers) == len(memory.seen["inputs"])
+        return x.square().mean()
+
+
+def handing_on() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+    return HandingOn([Remembering(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
 
 
 class LaterChanges(Stack):
@@ -200,6 +239,8 @@ CASES: dict[str, Any] = {
     "buffer_twice": twice_before(stack(levelled)),
     "checkpoint_inside": stack(checkpointed),
     "weight_changes_later": changed_later,
+    "hands_on": handing_on,
+    "object": stack(metered),
 }
 
 
