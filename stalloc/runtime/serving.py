@@ -214,15 +214,17 @@ class Serving:
 
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
-        status = self._status
+        status, record = self._status, self._state.record
+        hits, misses = record.hits, record.misses + record.conflicts
         with status.effort.counted():
             if not self._arenas.put_in_force(tape):
                 return False
+        status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
         self._tidying.begin_plan()
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
-        self._state.record.ask_after_misses = ask_after_misses
+        record.ask_after_misses = ask_after_misses
         return True
 
     def use(self, plan: "Plan") -> None:
