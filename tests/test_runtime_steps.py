@@ -125,6 +125,22 @@ def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
         yield from rng.permutation(kinds).tolist()
 
 
+def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
+    program = Program()
+    for _ in range(6):
+        program.step(lambda: program.train(1000))
+
+    def make_optimizer() -> None:
+        program.controller.expect_lasting()
+        for gradient in range(12):  # as large as the gradients, which have places that are free now
+            program.weights.append(program.allocate(MIB + 512 * gradient))
+
+    served = program.step(lambda: program.train(1000), make_optimizer)
+    assert served == (37, 12)
+    for _ in range(3):
+        assert program.step(lambda: program.train(1000)) == (37, 0)
+
+
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_kinds_in_random_order_are_planned_by_their_third_appearance(seed: int, streams: int) -> None:

@@ -175,7 +175,9 @@ class Controller:
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
-            self._lasting.expect(watching=self.status.phase is Phase.OBSERVING and self.status.settings.plan)
+            phase = self.status.phase
+            watching = phase is Phase.OBSERVING and self.status.settings.plan
+            self._lasting.expect(watching=watching, planned=phase is Phase.PLANNED)
 
     def take_lacking(self) -> tuple[int, bool]:
         """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
