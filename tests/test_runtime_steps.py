@@ -281,6 +281,21 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
+    print(f"seed {seed}")
+    program, rng = Program(), np.random.default_rng(seed)
+    program.controller.watching.expects_marks = False
+    for _ in range(90):
+        program.evaluate(int(rng.choice([1500, 2000, 2600])))
+    held = program.state.record.reserved_bytes
+    before = program.counts()
+    for _ in range(40):
+        program.evaluate(int(rng.choice([1500, 2000, 2600])))
+    assert program.counts() == (before[0] + 40 * 13, before[1])
+    assert program.state.record.reserved_bytes <= held
+
+
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch may be over by then, and its record gone."""
     go_on = threading.Event()

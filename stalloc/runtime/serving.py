@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
 
 _DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
+_DOUBT_REQUESTS = 1024  # the same for several kinds of steps, if this is more: where the program stands shows first
 _STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
@@ -189,6 +190,11 @@ class Serving:
             steps.places.find()
         return refusal
 
+    def serve_unmarked_kinds(self) -> Refusal | None:
+        """Put plans of kinds of steps in force that no marks tell apart, wherever in one of them the program is."""
+        ready = self._steps.take_ready()
+        return self._serve_kinds(ready) if ready is not None else None
+
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
         """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
         if self._status.phase is Phase.RESTING:
@@ -206,7 +212,12 @@ class Serving:
             serves = self._state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         self._status.steps_per_ring = 1
-        self._steps.follow(search)
+        if self._recording.marks:
+            self._steps.follow(search)
+        else:
+            self._steps.follow_unmarked(search)
+            judged_after = max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS)
+            self._state.record.doubt_at = self._state.record.total.num_allocs + judged_after
         return None
 
     def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:

@@ -7,11 +7,13 @@ background, as soon as the step after it is over too and shows what it hands on;
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_search import KindSearch, name_of
@@ -186,6 +188,23 @@ class Steps:
         if self._num_recorded + 1 >= _MIN_STEPS and self._fresh():
             self._start_search(trace)
 
+    def look_for_unmarked_kinds(self, trace: "Trace") -> bool:
+        """Nothing marks steps, and none repeats: plan the kinds of steps that the record consists of, if it does."""
+        from stalloc.lifespans.unmarked import with_steps_marked
+
+        parted = with_steps_marked(trace)
+        if self.search is not None or parted is None:
+            return False
+        rows = np.flatnonzero(trace.size > constants.TINY)
+        bounds = np.searchsorted(trace.start[rows], parted.mark_event).tolist()
+        size, stream = trace.size[rows], trace.stream[rows]
+        names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
+        wanted = {name for name, count in names.items() if count > 1} - self._refused
+        if wanted:
+            self.search = KindSearch([], wanted, self._made, self._effort)
+            self.search.start(parted)
+        return bool(wanted)
+
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
         more = bool(self._recorded.keys() - self._planned - self._refused)
@@ -260,6 +279,11 @@ class Steps:
         """There is no room for an arena of all kinds: these are not tried again as long as the program runs."""
         self._watched, self._pause = 0, self._next_pause
         self._refused |= self._planned
+
+    def follow_unmarked(self, search: KindSearch) -> None:
+        """The same where no mark says when a step begins."""
+        self.places.forget()
+        self.tapes, self._watched = search.tapes, 0
 
     def follow(self, search: KindSearch) -> None:
         """The plans of a search are in force."""

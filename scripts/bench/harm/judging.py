@@ -95,10 +95,11 @@ def hit_rates(steps: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     steps of its kind had, or else the median step.
     """
     counted = [_counted(before, step) for before, step in itertools.pairwise([_NOTHING, *steps])]
-    asked_of_kind: dict[str, int] = {}
+    of_kind: dict[str, list[int]] = {}
     for step, (_, asked, _) in zip(steps, counted, strict=True):
         if asked:
-            asked_of_kind[step["kind"]] = max(asked, asked_of_kind.get(step["kind"], 0))
+            of_kind.setdefault(step["kind"], []).append(asked)
+    asked_of_kind = {kind: sorted(numbers)[len(numbers) // 2] for kind, numbers in of_kind.items()}
     if not asked_of_kind:
         return (0.0 if steps else None), None if _always_new(steps) else 0.0
     usual = sorted(asked_of_kind.values())[len(asked_of_kind) // 2]

@@ -53,7 +53,8 @@ class Observer:
         reports = _reports()
         row["hits"] = sum(report.run_hits for report in reports)
         row["misses"] = sum(report.run_misses for report in reports)
-        row["on_plan"] = all(report.phase == Phase.PLANNED.value for report in reports if report.plans_made)
+        phases = {report.phase for report in reports if report.plans_made or report.watched_steps}
+        row["on_plan"] = phases == {Phase.PLANNED.value}
         row["planned"] = any(report.plan_peak_bytes is not None for report in reports)
         self._rows.append(row)
 
