@@ -63,6 +63,26 @@ def test_the_layers_of_one_kind_of_step_are_no_steps(num_steps: int, part: int) 
     assert with_steps_marked(cut.trace()) is None
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("part", range(0, 61, 6))
+def test_the_layers_of_a_training_step_are_no_steps(num_steps: int, part: int) -> None:
+    program, count = Program(), 0
+    for _ in range(num_steps + 1):
+        for kind, layer in itertools.product("abc", range(4)):  # forwards through blocks of layers
+            for number in range(3):
+                program.alloc(f"{kind} {layer} {number}", 1000 + 8 * number + 100 * ord(kind))
+                count += 1
+        for kind, layer in itertools.product("cba", range(3, -1, -1)):  # backwards
+            if count >= 61 * num_steps + part:
+                break
+            program.alloc("gradient", 5000 + 100 * ord(kind))
+            for number in range(3):
+                program.free(f"{kind} {layer} {number}")
+            program.alloc("gradient", 6000 + 100 * ord(kind))
+            count += 2
+    assert with_steps_marked(program.trace()) is None
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_what_does_not_repeat_has_no_steps(seed: int) -> None:
     print("seed", seed)

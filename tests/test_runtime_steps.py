@@ -281,6 +281,16 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
+def test_a_kind_that_comes_long_after_the_plan_is_planned_soon() -> None:
+    program = Program()
+    for number in range(100):
+        program.step(lambda width=[1000, 1000, 1400][number % 3] if number < 30 else 1000: program.train(width))
+    for number in range(24):
+        program.step(lambda width=[1000, 1700][number % 2]: program.train(width))
+    for number in range(10):
+        assert program.step(lambda width=[1000, 1700][number % 2]: program.train(width)) == (37, 0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
     print(f"seed {seed}")

@@ -25,6 +25,7 @@ _OFTEN = 2  # times that a kind of step comes, whether once or several times in 
 _MIN_COVERED = 0.9  # of the requests from the first step to the last, that are of steps which recur
 _MIN_SHARE = 0.5  # of the record, that this is
 _MAX_KINDS = 32
+_MAX_OUTLIVING = 0.1  # of the bytes that steps make
 _A_STEP = 2  # requests that the name of a step in the order of steps counts for
 _FIRST_LETTER = 1 << 16  # beyond the surrogates, which no text has
 
@@ -63,8 +64,10 @@ def with_steps_marked(trace: Trace) -> Trace | None:
     if not 1 < len(_merged(best, 1).recurring) <= _MAX_KINDS:
         return None  # perhaps there is but one step, of which these are parts
     bounds = best.first + np.cumsum([0, *map(len, best.steps)])
-    starts = np.append(trace.start[rows], trace.num_events)
-    names, columns = mark_columns([(event, MARK_STEP, "") for event in starts[bounds].tolist()])
+    begins = np.append(trace.start[rows], trace.num_events)[bounds]
+    if _outlive_the_next(trace.start[rows], trace.end[rows], trace.size[rows], begins):
+        return None  # layers, say, whose results are needed again later
+    names, columns = mark_columns([(event, MARK_STEP, "") for event in begins.tolist()])
     return dataclasses.replace(
         trace,
         names=names,
@@ -72,6 +75,13 @@ def with_steps_marked(trace: Trace) -> Trace | None:
         mark_kind=columns["mark_kind"],
         mark_name=columns["mark_name"],
     )
+
+
+def _outlive_the_next(start: Column, end: Column, size: Column, begins: Column) -> bool:
+    """Whether much of what steps make lives longer than the step after them; (n,) requests, (k,) begins of steps."""
+    born, dead = np.searchsorted(begins, start, side="right"), np.searchsorted(begins, end, side="right")
+    told = (born > 0) & (born + 2 < len(begins))
+    return bool(size[told & (dead > born + 1)].sum() > _MAX_OUTLIVING * size[told].sum())
 
 
 def _anchors(letters: Column, text: str) -> list[str]:

@@ -260,7 +260,8 @@ class Serving:
     def is_of_a_part(self) -> bool:
         """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record, is_served = self._state.record, self._status.phase is Phase.PLANNED
-        return is_served and not self._recording.step_times_ns and _STRAYS * record.misses > record.hits
+        lost = record.misses + (record.conflicts if self._steps.tapes is not None else 0)
+        return is_served and not self._recording.step_times_ns and _STRAYS * lost > record.hits
 
     def take_to_share(self) -> "Tape | None":
         """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
+_SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
@@ -133,9 +134,10 @@ class Steps:
         `records`: steps that are not known may be recorded.
         """
         missed, share = self._missed(num_plans)
+        is_unknown = share * _UNKNOWN_SHARE > 1
         if records:
-            self._watch(missed > 0)
-        return share * _UNKNOWN_SHARE > 1
+            self._watch(missed > 0, is_unknown)
+        return is_unknown
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
@@ -243,10 +245,10 @@ class Steps:
             self._start_search(self._recording.regular_trace())
         return True
 
-    def _watch(self, missed: bool) -> None:
-        """Record while there are steps that the plan does not know."""
+    def _watch(self, missed: bool, is_unknown: bool) -> None:
+        """Record while there are steps that the plan does not know, be it in a few requests or altogether."""
         if not self._watched:
-            self._pause -= 1
+            self._pause -= _SOONER if is_unknown else 1
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
                 self._missed_allocs = self._last_allocs
