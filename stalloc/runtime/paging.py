@@ -21,6 +21,7 @@ _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
+_PLANNED_SHIFT = 7  # the same beyond that, for planned places of one stream to take pages from one another
 
 
 class Paging:
@@ -162,7 +163,9 @@ class Paging:
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
         if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
-            excess -= self._peak_bytes >> _LOOSE_SHIFT
+            tape = self._memory.arenas.tape
+            apart = tape is not None and tape.num_streams > 1
+            excess -= self._peak_bytes >> (_LOOSE_SHIFT if apart else _PLANNED_SHIFT)
         if excess > 0:  # what is displaced gets pages of what displaced it
             excess -= self._unmap_arena(round_up(excess), anything=False)
             if excess > 0:
