@@ -87,23 +87,31 @@ def test_what_was_enough_with_room_grows_where_it_is_not() -> None:
     assert 900 * MIB <= found <= 905 * MIB
 
 
+def steps_of(*counts: tuple[str, int, int, bool]) -> list[dict[str, object]]:
+    """Steps by kind, hits and misses up to their ends, and whether a plan is in force there."""
+    return [{"kind": kind, "hits": hits, "misses": missed, "on_plan": on} for kind, hits, missed, on in counts]
+
+
 def test_steps_without_a_plan_count_as_misses() -> None:
-    counts = [("a", 0, 0), ("a", 0, 0), ("b", 0, 0), ("a", 90, 10), ("a", 190, 10), ("a", 290, 10)]
-    steps = [{"kind": kind, "hits": hits, "misses": missed, "conflicts": 0} for kind, hits, missed in counts]
-    overall, known = hit_rates(steps)
+    watched = [("a", 0, 0, False), ("a", 0, 0, False), ("b", 0, 0, False)]
+    overall, known = hit_rates(steps_of(*watched, ("a", 90, 10, True), ("a", 190, 10, True), ("a", 290, 10, True)))
     assert overall == pytest.approx(290 / 600)
     assert known == 1.0  # the fourth and the fifth time that it was seen
 
 
-def test_counts_that_begin_anew_with_a_plan_are_no_loss() -> None:
-    counts = [("a", 0, 0), ("a", 100, 0), ("a", 200, 0), ("a", 100, 0), ("a", 150, 50)]
-    steps = [{"kind": kind, "hits": hits, "misses": missed, "conflicts": 0} for kind, hits, missed in counts]
-    assert hit_rates(steps) == (pytest.approx(350 / 500), pytest.approx(150 / 200))
+def test_a_step_that_was_on_the_plan_in_part_counts_as_a_whole_one() -> None:
+    planned = [("a", 0, 0, True), ("a", 100, 0, True), ("a", 200, 0, True)]
+    overall, known = hit_rates(steps_of(*planned, ("a", 240, 0, False), ("a", 280, 0, True)))
+    assert (overall, known) == (pytest.approx(280 / 500), pytest.approx(80 / 200))
+
+
+def test_requests_of_other_threads_are_no_misses() -> None:
+    planned = [("a", 0, 0, True), ("a", 500, 0, True), ("a", 600, 0, True), ("a", 720, 0, True), ("a", 820, 0, True)]
+    assert hit_rates(steps_of(*planned)) == (pytest.approx(820 / 940), 1.0)
 
 
 def test_a_program_without_plan_has_no_hits() -> None:
-    steps = [{"kind": "a", "hits": 0, "misses": 0, "conflicts": 0}] * 6
-    assert hit_rates(steps) == (0.0, 0.0)
+    assert hit_rates(steps_of(*[("a", 0, 0, False)] * 6)) == (0.0, 0.0)
 
 
 @pytest.mark.slow

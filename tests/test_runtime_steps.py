@@ -125,6 +125,22 @@ def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
         yield from rng.permutation(kinds).tolist()
 
 
+def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
+    program = Program()
+    for _ in range(6):
+        program.step(lambda: program.train(1000))
+
+    def make_optimizer() -> None:
+        program.controller.expect_lasting()
+        for gradient in range(12):  # as large as the gradients, which have places that are free now
+            program.weights.append(program.allocate(MIB + 512 * gradient))
+
+    served = program.step(lambda: program.train(1000), make_optimizer)
+    assert served == (37, 12)
+    for _ in range(3):
+        assert program.step(lambda: program.train(1000)) == (37, 0)
+
+
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_kinds_in_random_order_are_planned_by_their_third_appearance(seed: int, streams: int) -> None:
@@ -263,6 +279,31 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
         run_step()
     assert program.controller.status.num_plans > 1  # the first was of layers
     assert program.counts() == (before[0] + 10 * 57, before[1])
+
+
+def test_a_kind_that_comes_long_after_the_plan_is_planned_soon() -> None:
+    program = Program()
+    for number in range(100):
+        program.step(lambda width=[1000, 1000, 1400][number % 3] if number < 30 else 1000: program.train(width))
+    for number in range(24):
+        program.step(lambda width=[1000, 1700][number % 2]: program.train(width))
+    for number in range(10):
+        assert program.step(lambda width=[1000, 1700][number % 2]: program.train(width)) == (37, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
+    print(f"seed {seed}")
+    program, rng = Program(), np.random.default_rng(seed)
+    program.controller.watching.expects_marks = False
+    for _ in range(90):
+        program.evaluate(int(rng.choice([1500, 2000, 2600])))
+    held = program.state.record.reserved_bytes
+    before = program.counts()
+    for _ in range(40):
+        program.evaluate(int(rng.choice([1500, 2000, 2600])))
+    assert program.counts() == (before[0] + 40 * 13, before[1])
+    assert program.state.record.reserved_bytes <= held
 
 
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ whoever made it. It shares no code with the planner's validator, which has judge
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,11 @@ class ArenaTape:
     def cross_streams(self) -> bool:
         """Whether memory passes from one stream to another."""
         return self.gives is not None and len(self.gives) > 0
+
+    @cached_property
+    def num_streams(self) -> int:
+        """How many streams have places."""
+        return len(np.unique(self.stream[self.offset >= 0]))
 
     @property
     def rings(self) -> Words:

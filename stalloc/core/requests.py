@@ -112,7 +112,7 @@ def _try(state, stream, size, requested, stage, position):
             if state.total.num_allocs >= state.doubt_at > 0:
                 state.doubt_at = 0
                 return Outcome(0, STALE, 0)
-            if state.mode == MODE_REPLAY:
+            if state.mode == MODE_REPLAY and state.allocating_persistent == 0:
                 return _serve_unplanned(state, stream, size, requested)
         elif stage == FIRST_TRY and state.num_sizable >= state.check_at > 0:
             state.check_at = 0
@@ -132,20 +132,24 @@ def _serve_planned(state, key, requested, waiting):
     if begins:
         end_step(state)
     entry, bits = entry_at(state, position), state.cell_bits
-    low, high = entry.cell_low, entry.cell_high
-    if entry.offset < 0 or not (cells_empty(bits, low, high) or revoke(state, low, high)):
-        if entry.offset >= 0 and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
+    low, high, lasts = entry.cell_low, entry.cell_high, state.allocating_persistent == 1
+    if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
+        if (
+            entry.offset >= 0
+            and not lasts
+            and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high)))
+        ):
             return Outcome(0, NEED_PAGES, position)
-        _count_conflict(state, entry)
+        _count_conflict(state, entry.offset < 0 or lasts)
         return Outcome(0, 0, 0)
     return _take_cells(state, position, requested)
 
 
 @inner()
-def _count_conflict(state, entry):
+def _count_conflict(state, unplanned):
     state.conflicts += 1
     state.step_misses += 1
-    state.step_unplanned += entry.offset < 0
+    state.step_unplanned += unplanned
 
 
 @inner()
@@ -157,7 +161,7 @@ def _take_place(state, position, key, requested):
     low, high = entry.cell_low, entry.cell_high
     if entry.key == key and entry.offset >= 0 and (cells_empty(bits, low, high) or revoke(state, low, high)):
         return _take_cells(state, position, requested)
-    _count_conflict(state, entry)
+    _count_conflict(state, entry.offset < 0)
     return Outcome(0, 0, 0)
 
 

@@ -152,17 +152,15 @@ class Pages:
 
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
         """Unmap those of so many pages that `held` has; the device must be done with them."""
-        end, at = address + count * PAGE_BYTES, address
-        while at < end:
-            begin = at
-            while at < end and at in held:
-                at += PAGE_BYTES
-            if begin < at:
-                _call("cuMemUnmap", begin, at - begin)
-                for one in range(begin, at, PAGE_BYTES):
-                    del held[one]
-            else:
-                at += PAGE_BYTES
+        end = address + count * PAGE_BYTES
+        if count > len(held):  # a range is as long as the device's memory, and most of it has none
+            pages = sorted(page for page in held if address <= page < end)
+        else:
+            pages = [page for page in range(address, end, PAGE_BYTES) if page in held]
+        for begin, size_bytes in _runs(pages):
+            _call("cuMemUnmap", begin, size_bytes)
+            for page in range(begin, begin + size_bytes, PAGE_BYTES):
+                del held[page]
 
 
 class PageRange:
@@ -197,19 +195,23 @@ class PageRange:
 
     def lacking(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of the addresses [begin, end) has no memory, in whole pages: address and bytes of each range."""
-        found: list[tuple[int, int]] = []
-        for page in range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES):
-            if page in self._held:
-                continue
-            if found and sum(found[-1]) == page:
-                found[-1] = found[-1][0], found[-1][1] + PAGE_BYTES
-            else:
-                found.append((page, PAGE_BYTES))
-        return found
+        pages = range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES)
+        return _runs([page for page in pages if page not in self._held])
 
     def mapped(self) -> list[int]:
         """The addresses of the pages that have memory, ascending."""
         return sorted(self._held)
+
+
+def _runs(pages: list[int]) -> list[tuple[int, int]]:
+    """Pages by their addresses, ascending, as ranges: address and bytes of each."""
+    found: list[tuple[int, int]] = []
+    for page in pages:
+        if found and sum(found[-1]) == page:
+            found[-1] = found[-1][0], found[-1][1] + PAGE_BYTES
+        else:
+            found.append((page, PAGE_BYTES))
+    return found
 
 
 def _access(device: int) -> Any:

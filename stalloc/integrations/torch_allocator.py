@@ -110,9 +110,11 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
     )
 
     devices = _Devices(len(runtime.controllers))
+    known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have stepped: some never have any state
 
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not optimizer.state:
+        if not optimizer.state and optimizer not in known:
+            known.add(optimizer)
             runtime.expect_lasting(devices.of(optimizer))
 
     register_optimizer_step_pre_hook(about_to_step)

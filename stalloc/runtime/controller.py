@@ -175,7 +175,9 @@ class Controller:
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
-            self._lasting.expect(watching=self.status.phase is Phase.OBSERVING and self.status.settings.plan)
+            phase = self.status.phase
+            watching = phase is Phase.OBSERVING and self.status.settings.plan
+            self._lasting.expect(watching=watching, planned=phase is Phase.PLANNED)
 
     def take_lacking(self) -> tuple[int, bool]:
         """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
@@ -205,6 +207,8 @@ class Controller:
         self.watching.begin()
 
     def _look(self) -> None:
+        if self.watching.unmarked_kinds_are_ready():
+            self._heed(self.serving.serve_unmarked_kinds())
         if (note := self.watching.look()) is not None:
             self.rest(note)
 
@@ -265,18 +269,17 @@ class Controller:
             return
         if self.status.phase is Phase.PLANNED:
             self.status.num_dropped, self.status.dropped_note = self.status.num_dropped + 1, note
+        follows_ring = self.steps.tapes is None
         self.watching.job = None
         self.steps.forget()
-        state = self.state
-        crowded = state.record.conflicts > state.record.misses
+        record = self.state.record
+        crowded = record.conflicts > record.misses
         self.arenas.drop_tape()
         if crowded:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
-        misled = (
-            is_part or 4 * state.record.misses > state.record.hits
-        )  # not a step that changed after it had served long
-        # what counts is drift that goes on: a plan that served for long begins the count anew
-        self._plans_in_a_row = 1 if state.record.step_count >= _SERVED_LONG else self._plans_in_a_row + 1
+        misled = follows_ring and (is_part or 4 * record.misses > record.hits)
+        # what counts is drift that goes on: a plan that served for long begins the count anew, and was of steps
+        self._plans_in_a_row = 1 if record.step_count >= _SERVED_LONG else self._plans_in_a_row + 1
         if misled and self.status.observed is not None:  # found in this run
             self.watching.was_misled(is_part=is_part)
         if self._plans_in_a_row >= self.status.settings.max_plans or not self.status.settings.plan:

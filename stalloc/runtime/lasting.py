@@ -22,9 +22,14 @@ class Lasting:
         self._building = watching and self._state.record.total.num_allocs == 0
         return self._building
 
-    def expect(self, *, watching: bool) -> None:
-        """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
+    def expect(self, *, watching: bool, planned: bool) -> None:
+        """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state).
+
+        While a plan is in force its arena lends nothing to that, where pages of the arena can move instead.
+        """
         self._building = False
+        if planned and self._memory.source.paged and not self._memory.paging.fills_device():
+            self._state.write(allocating_persistent=1)
         if watching and not self._state.record.allocating_persistent:
             self._memory.release_unused()
             if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:

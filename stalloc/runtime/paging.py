@@ -19,7 +19,9 @@ _ALL = 1 << 60
 _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
 _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
+_BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
+_PLANNED_SHIFT = 7  # the same beyond that, for planned places of one stream to take pages from one another
 
 
 class Paging:
@@ -139,17 +141,21 @@ class Paging:
         return self._state.record.reserved_bytes + self._source.free_bytes()
 
     def fills_device(self) -> bool:
-        """Whether the program's peak is most of what the device has: pages move once that is full, and not before."""
+        """Whether the program's peak is most of what the device has."""
+        return self._leaves_less_than(_FULL_SHIFT)
+
+    def _leaves_less_than(self, shift: int) -> bool:
+        """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
         self._allowed_bytes(0)
         device_bytes = self.device_bytes
-        return self._peak_bytes > device_bytes - (device_bytes >> _FULL_SHIFT)
+        return self._peak_bytes > device_bytes - (device_bytes >> shift)
 
     def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
         """Have so many bytes to be mapped, for a request; whether there are. What is free `between` stays."""
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
-        if excess > 0 and self.fills_device():
+        if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
             excess = 0
         if excess > 0:
             self.num_moves += 1
@@ -157,7 +163,9 @@ class Paging:
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
         if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
-            excess -= self._peak_bytes >> _LOOSE_SHIFT
+            tape = self._memory.arenas.tape
+            apart = tape is not None and tape.num_streams > 1
+            excess -= self._peak_bytes >> (_LOOSE_SHIFT if apart else _PLANNED_SHIFT)
         if excess > 0:  # what is displaced gets pages of what displaced it
             excess -= self._unmap_arena(round_up(excess), anything=False)
             if excess > 0:

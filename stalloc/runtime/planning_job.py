@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
 from stalloc.runtime.admission import admit
@@ -49,7 +47,7 @@ class PlanJob:
     def may_share(self) -> bool:
         """Whether the plan keeps several streams apart that could share memory, where the driver orders them."""
         tape = self.admitted
-        several = tape is not None and len(np.unique(tape.stream[tape.offset >= 0])) > 1
+        several = tape is not None and tape.num_streams > 1
         return self.streams == "separate" and several and ordering() is not None
 
     def start(self, planner: "Planner | None", observed: KeptTrace | None, effort: Effort) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stalloc.planner import Plan
 
 _DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
+_DOUBT_REQUESTS = 1024  # the same for several kinds of steps, if this is more: where the program stands shows first
 _STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
@@ -189,6 +190,11 @@ class Serving:
             steps.places.find()
         return refusal
 
+    def serve_unmarked_kinds(self) -> Refusal | None:
+        """Put plans of kinds of steps in force that no marks tell apart, wherever in one of them the program is."""
+        ready = self._steps.take_ready()
+        return self._serve_kinds(ready) if ready is not None else None
+
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
         """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""
         if self._status.phase is Phase.RESTING:
@@ -206,7 +212,12 @@ class Serving:
             serves = self._state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
         self._status.steps_per_ring = 1
-        self._steps.follow(search)
+        if self._recording.marks:
+            self._steps.follow(search)
+        else:
+            self._steps.follow_unmarked(search)
+            judged_after = max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS)
+            self._state.record.doubt_at = self._state.record.total.num_allocs + judged_after
         return None
 
     def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
@@ -214,15 +225,17 @@ class Serving:
 
         `plan` is what reports speak of. Once misses outnumber hits by `ask_after_misses` the plan is dropped; 0: never.
         """
-        status = self._status
+        status, record = self._status, self._state.record
+        hits, misses = record.hits, record.misses + record.conflicts
         with status.effort.counted():
             if not self._arenas.put_in_force(tape):
                 return False
+        status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
         self._tidying.begin_plan()
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
-        self._state.record.ask_after_misses = ask_after_misses
+        record.ask_after_misses = ask_after_misses
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -247,7 +260,8 @@ class Serving:
     def is_of_a_part(self) -> bool:
         """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
         record, is_served = self._state.record, self._status.phase is Phase.PLANNED
-        return is_served and not self._recording.step_times_ns and _STRAYS * record.misses > record.hits
+        lost = record.misses + (record.conflicts if self._steps.tapes is not None else 0)
+        return is_served and not self._recording.step_times_ns and _STRAYS * lost > record.hits
 
     def take_to_share(self) -> "Tape | None":
         """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""

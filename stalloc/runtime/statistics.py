@@ -30,9 +30,11 @@ class Report:
     planned_steps: int  #: whole steps served from the plan
     requests_per_step: int  #: requests over 512 bytes in a step of the plan
     hit_rate: float | None  #: share of those served from the plan, from the second planned step on
-    hits: int
+    hits: int  #: since the last plan was put in force
     misses: int
     conflicts: int  #: planned requests whose place was still taken
+    run_hits: int  #: of all plans
+    run_misses: int  #: what the plans did not serve while they were in force, those included whose place was taken
     run_allocated_peak_bytes: int  #: over the whole run
     run_reserved_peak_bytes: int
     end_allocated_bytes: int  #: when the report is made
@@ -141,6 +143,8 @@ def report(controller: "Controller") -> Report:
         hits=state.record.hits,
         misses=state.record.misses,
         conflicts=state.record.conflicts,
+        run_hits=controller.status.earlier_hits + state.record.hits,
+        run_misses=controller.status.earlier_misses + state.record.misses + state.record.conflicts,
         run_allocated_peak_bytes=max(allocated_peaks),
         run_reserved_peak_bytes=max(reserved_peaks),
         end_allocated_bytes=state.record.total.allocated_bytes,

@@ -24,5 +24,7 @@ class Status:
     planned_since_ns: int | None = None  #: monotonic time at which the last plan was put in force
     steps_per_ring: int = 1  #: of that plan
     num_plans: int = 0  #: that were put in force
+    earlier_hits: int = 0  #: of the plans before the last
+    earlier_misses: int = 0  #: the same, with planned requests whose place was still taken
     num_dropped: int = 0  #: plans that were given up since the program no longer followed them
     dropped_note: str = ""  #: why the last of those was

@@ -105,7 +105,7 @@ class StepPlaces:
 
     @property
     def take_turns(self) -> bool:
-        """Whether the planned kinds come in an order that repeats."""
+        """Whether several of the planned kinds come in an order that repeats."""
         order, turns = self._order, range(2, _ORDER // 2 + 1)
         is_known = bool(self._begins) and len(order) == _ORDER
-        return is_known and any(order[turn:] == order[:-turn] for turn in turns)
+        return is_known and len(set(order)) > 1 and any(order[turn:] == order[:-turn] for turn in turns)

@@ -7,11 +7,13 @@ background, as soon as the step after it is over too and shows what it hands on;
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_search import KindSearch, name_of
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
+_SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
@@ -131,9 +134,10 @@ class Steps:
         `records`: steps that are not known may be recorded.
         """
         missed, share = self._missed(num_plans)
+        is_unknown = share * _UNKNOWN_SHARE > 1
         if records:
-            self._watch(missed > 0)
-        return share * _UNKNOWN_SHARE > 1
+            self._watch(missed > 0, is_unknown)
+        return is_unknown
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
@@ -186,6 +190,23 @@ class Steps:
         if self._num_recorded + 1 >= _MIN_STEPS and self._fresh():
             self._start_search(trace)
 
+    def look_for_unmarked_kinds(self, trace: "Trace") -> bool:
+        """Nothing marks steps, and none repeats: plan the kinds of steps that the record consists of, if it does."""
+        from stalloc.lifespans.unmarked import with_steps_marked
+
+        parted = with_steps_marked(trace)
+        if self.search is not None or parted is None:
+            return False
+        rows = np.flatnonzero(trace.size > constants.TINY)
+        bounds = np.searchsorted(trace.start[rows], parted.mark_event).tolist()
+        size, stream = trace.size[rows], trace.stream[rows]
+        names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
+        wanted = {name for name, count in names.items() if count > 1} - self._refused
+        if wanted:
+            self.search = KindSearch([], wanted, self._made, self._effort)
+            self.search.start(parted)
+        return bool(wanted)
+
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
         more = bool(self._recorded.keys() - self._planned - self._refused)
@@ -224,10 +245,10 @@ class Steps:
             self._start_search(self._recording.regular_trace())
         return True
 
-    def _watch(self, missed: bool) -> None:
-        """Record while there are steps that the plan does not know."""
+    def _watch(self, missed: bool, is_unknown: bool) -> None:
+        """Record while there are steps that the plan does not know, be it in a few requests or altogether."""
         if not self._watched:
-            self._pause -= 1
+            self._pause -= _SOONER if is_unknown else 1
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
                 self._missed_allocs = self._last_allocs
@@ -260,6 +281,11 @@ class Steps:
         """There is no room for an arena of all kinds: these are not tried again as long as the program runs."""
         self._watched, self._pause = 0, self._next_pause
         self._refused |= self._planned
+
+    def follow_unmarked(self, search: KindSearch) -> None:
+        """The same where no mark says when a step begins."""
+        self.places.forget()
+        self.tapes, self._watched = search.tapes, 0
 
     def follow(self, search: KindSearch) -> None:
         """The plans of a search are in force."""

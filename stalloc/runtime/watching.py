@@ -26,8 +26,10 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.runtime.planning_job import Planner
+    from stalloc.trace import Trace
 
 _DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
+_POLL_REQUESTS = 64  # from one look at a search that is not over to the next
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
 
 
@@ -75,6 +77,7 @@ class Watching:
         status, record = self._status, self._state.record
         if self._recording.marks or not status.settings.plan:
             return False
+        self._steps.search = None  # steps that it found where there are no marks are none
         if status.phase is Phase.PLANNING:
             self._arenas.drop_tape()
             self._steps.forget()
@@ -120,7 +123,9 @@ class Watching:
         if found is None:
             return
         if found.tape is None:
-            if self._recording.marks and not self._looking.awaits_cycle:
+            if not self._recording.marks:
+                self._look_for_unmarked_kinds(found.trace)
+            elif not self._looking.awaits_cycle:
                 self._steps.look_for_kinds(found.trace)
                 self._settle()
             return
@@ -133,6 +138,23 @@ class Watching:
         if self._recording.marks:
             self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
             self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
+
+    def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
+        """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
+        if self._arenas.memory.source.paged and self._steps.look_for_unmarked_kinds(trace):
+            self._wait_seconds = self._status.settings.plan_wait_seconds
+            self._state.record.check_at = self._state.record.num_sizable + 1
+
+    def unmarked_kinds_are_ready(self) -> bool:
+        """Whether the plans of kinds of steps that no marks tell apart are made; once they are waited for."""
+        observes = self._status.phase is Phase.OBSERVING and not self._recording.marks
+        if not observes or self._steps.search is None:
+            return False
+        wait, self._wait_seconds = self._wait_seconds, 0.0
+        if self._steps.search_ends(wait):
+            return True
+        self._state.record.check_at = self._state.record.num_sizable + _POLL_REQUESTS
+        return False
 
     def _doubt_steps(self) -> None:
         """No marked step recurs: see whether a thread is to blame, or take what is held as held for good."""

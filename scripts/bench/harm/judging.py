@@ -91,33 +91,37 @@ def allowed_bytes(least: int) -> int:
 def hit_rates(steps: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     """The share of requests that the plan served: over all steps, and over those of a kind seen three times before.
 
-    Reports do not count the requests of steps without a plan: such a step counts as one without a hit, with as many
-    requests as other steps of its kind had, or else the median step. They may count from zero with a new plan.
+    Reports do not count requests while no plan is in force. Such a step counts as one with as many requests as other
+    steps of its kind had, or else the median step.
     """
-    asked_of_kind: dict[str, int] = {}
-    counts = []
-    before = 0, 0
-    for step in steps:
-        now = step["hits"], step["hits"] + step["misses"] + step["conflicts"]
-        if now[0] < before[0] or now[1] < before[1]:
-            before = 0, 0
-        hits, asked = now[0] - before[0], now[1] - before[1]
-        before = now
-        counts.append((step["kind"], hits, asked))
+    counted = [_counted(before, step) for before, step in itertools.pairwise([_NOTHING, *steps])]
+    of_kind: dict[str, list[int]] = {}
+    for step, (_, asked, _) in zip(steps, counted, strict=True):
         if asked:
-            asked_of_kind[step["kind"]] = max(asked, asked_of_kind.get(step["kind"], 0))
+            of_kind.setdefault(step["kind"], []).append(asked)
+    asked_of_kind = {kind: sorted(numbers)[len(numbers) // 2] for kind, numbers in of_kind.items()}
     if not asked_of_kind:
         return (0.0 if steps else None), None if _always_new(steps) else 0.0
     usual = sorted(asked_of_kind.values())[len(asked_of_kind) // 2]
     times_seen: dict[str, int] = {}
     served, total, known_served, known_total = 0, 0, 0, 0
-    for kind, hits, asked in counts:
-        asked = max(asked, asked_of_kind.get(kind, usual))
+    for step, (hits, asked, is_all) in zip(steps, counted, strict=True):
+        kind = step["kind"]
+        asked = asked if is_all else max(asked, asked_of_kind.get(kind, usual))
         served, total = served + hits, total + asked
         if times_seen.get(kind, 0) >= SEEN_BEFORE:
             known_served, known_total = known_served + hits, known_total + asked
         times_seen[kind] = times_seen.get(kind, 0) + 1
     return served / total, known_served / known_total if known_total else None
+
+
+_NOTHING = {"hits": 0, "misses": 0, "on_plan": False}
+
+
+def _counted(before: dict[str, Any], step: dict[str, Any]) -> tuple[int, int, bool]:
+    """Requests of a step that the plan served, those that were counted, and whether these are all."""
+    hits = step["hits"] - before["hits"]
+    return hits, hits + step["misses"] - before["misses"], before["on_plan"] and step["on_plan"]
 
 
 def _always_new(steps: list[dict[str, Any]]) -> bool:

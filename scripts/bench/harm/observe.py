@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.cli.program import run_program
+from stalloc.runtime.runtime_settings import Phase
 
 FOLDER = Path(__file__).resolve().parents[1] / "harm_programs"
 
@@ -50,8 +51,10 @@ class Observer:
             for device in self._devices:
                 torch.cuda.reset_peak_memory_stats(device)
         reports = _reports()
-        for name in ("hits", "misses", "conflicts"):
-            row[name] = sum(getattr(report, name) for report in reports)
+        row["hits"] = sum(report.run_hits for report in reports)
+        row["misses"] = sum(report.run_misses for report in reports)
+        phases = {report.phase for report in reports if report.plans_made or report.watched_steps}
+        row["on_plan"] = phases == {Phase.PLANNED.value}
         row["planned"] = any(report.plan_peak_bytes is not None for report in reports)
         self._rows.append(row)
 
