@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stalloc.core import constants
+from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.deferred import Deferred
@@ -22,6 +23,7 @@ class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments, and segments that go back together only."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
+    tape: ArenaTape | None  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
