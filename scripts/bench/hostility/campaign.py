@@ -19,7 +19,7 @@ from stalloc.planner import plan, save_plans
 from .corpus import MUTATORS, Seed, load, parse
 from .texts import packed
 from .verbs import Verb, run, verbs_of
-from .workers import Outcome, Run, Task, observe, run_all
+from .workers import UNMADE, Outcome, Run, Task, observe, run_all
 
 LIMIT_SECONDS, LIMIT_BYTES = 2.0, 1 << 30
 """Above what the intact file takes."""
@@ -189,6 +189,8 @@ class Campaign:
         return prepare
 
     def _note(self, plan: _Plan, outcome: Outcome) -> None:
+        if outcome.cause.endswith(UNMADE):
+            return  # there was no file yet: that is nothing about a verb
         kind, verb = plan.base.kind, plan.verb.name
         clean = plan.prepared.cost[verb]
         cell = self.cells[kind, verb]

@@ -27,6 +27,8 @@ ADDRESS_SPACE = 6 << 30
 """Bytes that a child may take beyond what it had, so that a bomb does not take the machine."""
 FRESH_BYTES = 128 << 20
 """A child that grew by more is replaced, so that later runs are measured from where the first began."""
+UNMADE = "while it prepares"
+"""How the cause of an outcome ends if the child died before the run began."""
 _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
