@@ -106,8 +106,8 @@ class BlockTape:
         results = operator(*args, **kwargs)
         written = _written(facts, args, kwargs)
         outside = written - self._own
-        of_program = own_generator(facts, args, kwargs)
-        random = draws_random(facts, args, kwargs) and not of_program
+        of_program = facts.generator is not None and own_generator(facts, args, kwargs)
+        random = facts.is_random and draws_random(facts, args, kwargs) and not of_program
         lasting = bool(outside) or of_program
         if written != outside:
             self._drop(written - outside)

@@ -7,6 +7,7 @@ or a dictionary cannot be put back and is an error.
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -64,11 +65,18 @@ def _states(module: Any) -> list[_State]:
     known: set[int] = set()
     for one in module.modules():
         found += [(one, vars(one), dict(vars(one))), (one, one._buffers, dict(one._buffers))]
-        for value in vars(one).values():
+        own = vars(one).keys() - _of_every_module()
+        for value in (vars(one)[name] for name in own):
             if _is_plain_object(value) and id(value) not in known:
                 known.add(id(value))
                 found.append((value, vars(value), dict(vars(value))))
     return found
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    """Attributes that torch gives to every module."""
+    return frozenset(vars(sys.modules["torch"].nn.Module()))
 
 
 def _put(states: list[_State]) -> None:
