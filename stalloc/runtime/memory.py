@@ -15,6 +15,7 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
+    from stalloc.core.arena_tape import ArenaTape
     from stalloc.runtime.poison_watch import Watch
 
 
@@ -22,6 +23,7 @@ class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments, and segments that go back together only."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
+    tape: "ArenaTape | None"  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
