@@ -8,7 +8,6 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.deferred import Deferred
@@ -16,6 +15,7 @@ from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
 
 if TYPE_CHECKING:
+    from stalloc.core.arena_tape import ArenaTape
     from stalloc.runtime.poison_watch import Watch
 
 
@@ -23,7 +23,7 @@ class ArenaHolder(Protocol):
     """Who has memory of the device beside the segments, and segments that go back together only."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
-    tape: ArenaTape | None  #: what is served by pages
+    tape: "ArenaTape | None"  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""

@@ -21,7 +21,7 @@ _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_PLANNED_SHIFT = 7  # the same beyond that, for planned places of one stream to take pages from one another
+_PLANNED_SHIFT = 5  # the same beyond that, for planned places of one stream to take pages from one another
 
 
 class Paging:
