@@ -69,8 +69,6 @@ class Controller:
         self._sought_cycle = False  # since the kinds of steps that were planned displaced one another
         self.observe()
 
-    # --- what the core asks for
-
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
@@ -149,8 +147,6 @@ class Controller:
         else:
             self.rest(f"{type(error).__name__}: {error}")
 
-    # --- what the program says
-
     def mark(self, kind: int, name: str) -> None:
         """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
         with self.lock:
@@ -199,8 +195,6 @@ class Controller:
         self.state.write(recording=0, check_at=0, allocating_persistent=0)
         self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
 
-    # --- phases
-
     def observe(self) -> None:
         """Watch from here on."""
         self._shortage.forget_arena()
@@ -222,8 +216,6 @@ class Controller:
     def _heed(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             self.rest(refusal.note)
-
-    # --- boundaries
 
     def _at_boundary(self) -> None:
         if self.status.phase is Phase.PLANNED:
