@@ -81,6 +81,7 @@ def test_a_run_keeps_its_budget_from_the_first_allocation(fitted: tuple[Path, di
     assert "fitted anew" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_fit_of_other_arguments_is_not_used(fitted: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     folder, _, _ = fitted
     (tmp_path / "train_gpt.fit.npz").write_bytes((folder / "train_gpt.fit.npz").read_bytes())
@@ -301,6 +302,7 @@ print(json.dumps([report.run_reserved_peak_bytes, report.phase, made.candidates[
 )
 
 
+@pytest.mark.slow
 def test_a_budget_from_code_is_fitted_once_and_kept(tmp_path: Path) -> None:
     program(tmp_path, FROM_CODE)
     environment = {**os.environ, "STALLOC_CACHE": "off"}
