@@ -168,6 +168,5 @@ class DeviceMemory:
         self._inherited = [self.segments, self.kept]
         self.source.forked()
         self.state.heap.keep_ranges()
-        self.segments = dict.fromkeys(
-            self.state.heap.segments()[0].tolist()
-        )  # threads that are gone may have left others
+        # threads that are gone may have left others
+        self.segments = dict.fromkeys(self.state.heap.segments()[0].tolist())
