@@ -132,7 +132,8 @@ def _serve_planned(state, key, requested, waiting):
     if begins:
         end_step(state)
     entry, bits = entry_at(state, position), state.cell_bits
-    low, high, lasts = entry.cell_low, entry.cell_high, state.allocating_persistent == 1
+    low, high = entry.cell_low, entry.cell_high
+    lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
         if (
             entry.offset >= 0
