@@ -67,12 +67,15 @@ def test_the_figures_are_those_of_the_other_verbs(
         assert held == {entry["name"]: entry["held_bytes"] for entry in top["by_site"]}
 
 
+def columns_of(text: str, number: int) -> np.ndarray:
+    """The columns of a device, one behind the other."""
+    (packed,) = re.findall(rf'<script type="application/octet-stream" id="columns-{number}">(.*?)</script>', text)
+    return np.frombuffer(gzip.decompress(base64.b64decode(packed)), "<u4").astype(np.int64)
+
+
 def held_at(text: str, device: dict[str, Any], number: int, moment: int) -> dict[str, int]:
     """Bytes by call site at a moment, from the columns that the page draws."""
-    (packed,) = re.findall(rf'<script type="application/octet-stream" id="columns-{number}">(.*?)</script>', text)
-    words = np.frombuffer(gzip.decompress(base64.b64decode(packed)), "<u4").astype(np.int64)
-    columns = words[: 6 * device["num_requests"]].reshape(6, -1)
-    start, duration, size, _, _, stack = columns
+    start, duration, size, _, _, stack = columns_of(text, number)[: 6 * device["num_requests"]].reshape(6, -1)
     live = (start <= moment) & (moment < start + duration)
     held: dict[str, int] = {}
     for one, units in zip(stack[live].tolist(), size[live].tolist(), strict=True):
@@ -83,9 +86,7 @@ def held_at(text: str, device: dict[str, Any], number: int, moment: int) -> dict
 
 def test_blocks_lie_inside_segments_and_never_over_one_another(shared_traces: Path, tmp_path: Path) -> None:
     text, (device,) = page_of(tmp_path, str(shared_traces / "llm_quantize_sqattn.pickle.gz"))
-    (packed,) = re.findall(r'<script type="application/octet-stream" id="columns-0">(.*?)</script>', text)
-    words = np.frombuffer(gzip.decompress(base64.b64decode(packed)), "<u4").astype(np.int64)
-    count = device["num_requests"]
+    words, count = columns_of(text, 0), device["num_requests"]
     start, duration, size = words[: 3 * count].reshape(3, -1)
     at = 6 * count
     assert [made["name"] for made in device["maps"]] == ["as recorded", "stalloc's plan"]

@@ -1,10 +1,15 @@
-"""Which event of a trace is meant by --at: an index, or the last out-of-memory error; and who asked for memory then."""
+"""Which event of a trace is meant by --at: an index, or the last out-of-memory error; who asked for memory then."""
 
 import numpy as np
 
 from stalloc.errors import BadInputError
 from stalloc.trace import Action, Trace
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name
+
+
+def moment_text(event: int) -> str:
+    """The moment after an event as people read it; -1: before the first."""
+    return f"after event {event:,}" if event >= 0 else "when recording began"
 
 
 def is_oom(trace: Trace, event: int) -> bool:

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.error_text import ErrorText
-from stalloc.analysis.moments import last_oom
+from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.cli.error_log import error_entry, errors_of, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
@@ -108,12 +108,11 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation
 def _print_device(console: Console, name: str, made: Explanation, notes: Sequence[str]) -> None:
     reserved, allocated = made.reserved_bytes, made.allocated_bytes
     unseen = f" and {human_bytes(made.record_unseen_bytes)} live throughout" if made.record_unseen_bytes else ""
-    moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
     print_prose(
         console,
         Text.assemble(
             (name, "bold"),
-            f", device {made.device}, {moment}: "
+            f", device {made.device}, {moment_text(made.event)}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
             f"{human_bytes(reserved - allocated)} reserved but not allocated",
         ),

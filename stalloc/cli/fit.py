@@ -29,12 +29,12 @@ from typing import Any
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.output import add_json_argument, command_text, memory_option, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command, run_program
+from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
 
-_HEADROOM = 512 << 20  # as of stalloc dryrun
 _PLENTY = 1 << 41
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
          "stalloc.techniques.appearing", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
@@ -59,26 +59,23 @@ def run(args: argparse.Namespace) -> int:
     command = program_command(args)
     from stalloc.files import check_writable
     from stalloc.fitting import keeping
+    from stalloc.fitting.fit_record import SUFFIX
     from stalloc.integrations import program_source
 
     keeping.check_single_rank()
     gpu = keeping.gpu_from_text(args.as_gpu) if args.as_gpu else find_gpu(args.gpu) if args.gpu else _real_or_default()
     if args.memory:
         gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
-    budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - _HEADROOM
-    if not 0 < budget_bytes <= gpu.total_bytes:
-        raise BadInputError(
-            f"a budget of {human_bytes(budget_bytes)} is not possible on {gpu.name}, which has "
-            f"{human_bytes(gpu.total_bytes)}: give less."
-        )
+    budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - ASSUMED_BYTES
+    keeping.check_possible(budget_bytes, gpu)
     if not args.trial_seconds > 0:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
     source = program_source.of_command(command)
     if source is None:
         raise BadInputError(f"{command[-1][:200]} is no program in a file: give a script, or -m and a module.")
     output = Path(args.output) if args.output else keeping.fit_file(source)
-    if not str(output).endswith(".fit.npz"):
-        raise BadInputError(f"{output} does not end in .fit.npz: name the fit so that people know what it is.")
+    if not str(output).endswith(SUFFIX):
+        raise BadInputError(f"{output} does not end in {SUFFIX}: name the fit so that people know what it is.")
     check_writable(output)
     fit, num_trials = _fitted(args, command, source, gpu, budget_bytes)
     fit.save(output)

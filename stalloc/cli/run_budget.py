@@ -79,11 +79,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     file = Path(args.fit) if args.fit else keeping.fit_file(source)
     budget_bytes = memory_option("--budget", args.budget) if args.budget else load_fit(file).budget_bytes
     shown = keeping.gpu_of_this_process()
-    if budget_bytes > shown.total_bytes:
-        raise BadInputError(
-            f"a budget of {human_bytes(budget_bytes)} is not possible on {shown.name}, which has "
-            f"{human_bytes(shown.total_bytes)}: give less."
-        )
+    keeping.check_possible(budget_bytes, shown)
     fit = keeping.find_or_make(source, command, budget_bytes, shown, file)
     return Held(fit, budget_bytes, keeping.plans_of(fit, file))
 

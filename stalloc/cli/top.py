@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis import Branch, Holder, Holders, holders
-from stalloc.analysis.moments import last_oom
+from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
@@ -84,7 +84,7 @@ def _at_error(args: argparse.Namespace, file: str, traces: list[Trace]) -> list[
 
 
 def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, made: Holders) -> None:
-    moment = f"after event {made.event:,}" if made.event >= 0 else "when recording began"
+    moment = moment_text(made.event)
     reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
     when = f"{_MOMENT[made.at]}, {moment}" if _MOMENT[made.at] else moment
     story = (

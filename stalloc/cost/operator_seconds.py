@@ -15,7 +15,10 @@ from stalloc.cost.gpu_rates import GpuRates
 
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.6, 0.7  #: of the data sheet's, that programs reach
 KERNEL_SECONDS = 4e-6  #: an operation takes at least this long
-ERROR = "a roofline at 60 % of peak FLOP/s and 70 % of bandwidth, not calibrated"
+ERROR = (
+    f"a roofline at {100 * SHARE_OF_FLOPS:.0f} % of peak FLOP/s and {100 * SHARE_OF_BANDWIDTH:.0f} % of bandwidth, "
+    "not calibrated"
+)
 """How the estimate is made, for whoever is shown one."""
 
 

@@ -208,7 +208,7 @@ class Fitting:
 def _what(step: StepSeen, proposed: Proposal) -> str:
     """What a proposal does, for people."""
     whole = sum(not choice.keep for choice in proposed.choices.values())
-    num_blocks = len({(call.block) for call in step.calls})
+    num_blocks = len({call.block for call in step.calls})
     if whole == len(proposed.choices):
         return f"recompute {whole} of {plural(num_blocks, 'block')}"
     kept = sum(len(choice.keep) for choice in proposed.choices.values())

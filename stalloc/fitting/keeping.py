@@ -21,14 +21,13 @@ from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.files import check_writable
 from stalloc.fitting.fit_record import SUFFIX, Fit, Program, load_fit
+from stalloc.fitting.trials import TRIAL_VARIABLE
 from stalloc.integrations import program_source
 from stalloc.notices import say
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
     from stalloc.runtime import Runtime
-
-TRIAL_VARIABLE = "STALLOC_TRIAL"
 
 
 def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
@@ -63,6 +62,15 @@ def check_single_rank() -> None:
         raise BadInputError(
             "a budget is kept for programs of one rank so far, and WORLD_SIZE is "
             f"{os.environ['WORLD_SIZE'][:20]}: use stalloc.checkpoint(model) in the program itself."
+        )
+
+
+def check_possible(budget_bytes: int, gpu: VirtualGPU) -> None:
+    """Raise BadInputError for a budget that is more than the GPU has, or nothing."""
+    if not 0 < budget_bytes <= gpu.total_bytes:
+        raise BadInputError(
+            f"a budget of {human_bytes(budget_bytes)} is not possible on {gpu.name}, which has "
+            f"{human_bytes(gpu.total_bytes)}: give less."
         )
 
 

@@ -24,6 +24,7 @@ from stalloc.errors import SetupError
 from stalloc.fitting.trial_work import TrialWork, measure
 
 STEPS = 3  #: of a trial
+TRIAL_VARIABLE = "STALLOC_TRIAL"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _become_trial(folder: Path, program: Callable[[], int], work: TrialWork) -> 
     code = 1
     try:
         os.setpgid(0, 0)
-        os.environ["STALLOC_TRIAL"] = "1"
+        os.environ[TRIAL_VARIABLE] = "1"
         os.environ.pop("STALLOC", None)
         os.environ["STALLOC_CACHE"] = "off"
         nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)

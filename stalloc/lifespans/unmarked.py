@@ -6,7 +6,6 @@ steps of other kinds. What always comes so many times, or always before the same
 several ways to part a record the one is taken that takes least to say: each kind once, and the order of the steps.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection
@@ -68,13 +67,7 @@ def with_steps_marked(trace: Trace) -> Trace | None:
     if _outlive_the_next(trace.start[rows], trace.end[rows], trace.size[rows], begins):
         return None  # layers, say, whose results are needed again later
     names, columns = mark_columns([(event, MARK_STEP, "") for event in begins.tolist()])
-    return dataclasses.replace(
-        trace,
-        names=names,
-        mark_event=columns["mark_event"],
-        mark_kind=columns["mark_kind"],
-        mark_name=columns["mark_name"],
-    )
+    return trace.replace(names=names, **columns)
 
 
 def _outlive_the_next(start: Column, end: Column, size: Column, begins: Column) -> bool:

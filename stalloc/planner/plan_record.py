@@ -62,9 +62,8 @@ class Plan:
     num_prologue: int = 0  #: entries of the tape that run once, before the ring
     ring_start: int = 0  #: tape time at which the ring begins
     ring_end: int = 0  #: tape time at which the ring starts over
-    tape_row: Rows = field(
-        default_factory=_empty
-    )  #: (k,) the row that each tape entry stands for; -1: later than the record
+    #: (k,) the row of this plan that each tape entry stands for; -1: it comes later than the record
+    tape_row: Rows = field(default_factory=_empty)
     tape_size: Sizes = field(default_factory=_empty)  #: (k,) bytes
     tape_stream: Ints = field(default_factory=_empty)  #: (k,)
     tape_start: Times = field(default_factory=_empty)  #: (k,) tape time

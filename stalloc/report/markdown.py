@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stalloc.analysis import explain, holders, summarize
-from stalloc.analysis.moments import last_oom
+from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.report.page.story import headline, remarks
@@ -33,8 +33,7 @@ def _section(name: str, trace: Trace) -> list[str]:
     lines += _table(("", ""), ((label, human_bytes(value)) for label, value in figures.items() if value is not None))
     shown = held.by_site[:_ROWS] if held.has_sites else held.by_class[:_ROWS]
     rows = ((entry.name, human_bytes(entry.held_bytes), f"{entry.requests:,}") for entry in shown)
-    moment = f"after event {held.event:,}" if held.event >= 0 else "before the first event"
-    lines += [f"Who holds {human_bytes(held.allocated_bytes)} {moment}:", ""]
+    lines += [f"Who holds {human_bytes(held.allocated_bytes)} {moment_text(held.event)}:", ""]
     lines += _table(("call site" if held.has_sites else "class", "held", "requests"), rows)
     causes = sorted(((size, cause) for cause, size in told.causes.items() if size), reverse=True)
     if causes:

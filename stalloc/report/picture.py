@@ -47,8 +47,8 @@ def write_picture(path: Path, trace: Trace, form: str) -> None:
 
 def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
     size, events = trace.aligned_size(UNIT_BYTES), max(trace.num_events, 1)
-    at = _highest(_live(trace, size))
-    series = [_live(trace, np.where(kind == number, size, 0))[at] / _GIB for number in range(len(names))]
+    at = _highest(trace.live_bytes(size)[1:])
+    series = [trace.live_bytes(np.where(kind == number, size, 0))[1:][at] / _GIB for number in range(len(names))]
     if series:
         colors = [OKABE_ITO[number % len(OKABE_ITO)] for number in range(len(names))]
         axes.stackplot(at, *series, labels=names, colors=colors, linewidth=0)
@@ -60,19 +60,10 @@ def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:
 
 def _highest(total: Column) -> Column:
     """The event at which most lives in each of _COLUMNS stretches."""
-    every = -(-len(total) // _COLUMNS)
+    every = max(1, -(-len(total) // _COLUMNS))
     padded = np.pad(total, (0, -len(total) % every), constant_values=-1)
     highest: Column = np.argmax(padded.reshape(-1, every), axis=1) + np.arange(0, len(padded), every)
     return highest
-
-
-def _live(trace: Trace, size: Column) -> Column:
-    """(m,) bytes that live after each event."""
-    events = max(trace.num_events, 1)
-    delta = np.bincount(np.maximum(trace.start, 0), weights=size, minlength=events + 1)
-    delta -= np.bincount(np.minimum(trace.end, events), weights=size, minlength=events + 1)
-    live: Column = np.cumsum(delta)[:events]
-    return live
 
 
 def _map(axes: Any, trace: Trace, made: AddressMap, kind: Column) -> None:

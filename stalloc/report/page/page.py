@@ -59,7 +59,7 @@ def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
 
 
 def _palettes() -> dict[str, object]:
-    names = ("OKABE_ITO", "TOL_MUTED", "REST", "SIZES")
+    names = ("OKABE_ITO", "TOL_MUTED", "REST", "SIZES", "HOLE", "FRAME", "INK")
     return {name: getattr(palettes, name) for name in names}
 
 

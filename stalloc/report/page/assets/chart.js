@@ -5,8 +5,8 @@
 const POINTS = 900;
 
 class LoadChart {
-  constructor(element, device, onMoment) {
-    Object.assign(this, { element, device, onMoment });
+  constructor(element, device) {
+    Object.assign(this, { element, device });
   }
 
   draw(view, coloring, theme) {

@@ -152,4 +152,4 @@ function humanBytes(bytes) {
 
 const count = (number) => number.toLocaleString("en-US");
 // The page counts events from one, so that zero is before the first; people read what the other verbs print.
-const eventName = (event) => (event <= 0 ? "before the first event" : "after event " + count(event - 1));
+const eventName = (event) => (event <= 0 ? "when recording began" : "after event " + count(event - 1));

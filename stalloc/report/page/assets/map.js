@@ -3,8 +3,8 @@
 // rectangles of one map never overlap: what is drawn is bounded by the pixels, and levels of detail bound the rest.
 
 class AddressView {
-  constructor(canvas, device, map, options) {
-    Object.assign(this, { canvas, device, map, options });
+  constructor(canvas, device, map) {
+    Object.assign(this, { canvas, device, map });
     this.low = 0;
     this.high = map.height;
     this.found = new Set();

@@ -9,7 +9,7 @@ function theme() {
   const dark = document.documentElement.dataset.theme === "dark";
   return dark
     ? { name: "dark", ink: "#ececec", grid: "#3a3f45", error: "#ff8a5c", nothing: word("#15181c"), hole: word("#4a4f55"), frame: word("#7a8087"), faded: word("#30353a") }
-    : { name: "light", ink: "#1a1a1a", grid: "#d8d8d8", error: "#c23b00", nothing: word("#ffffff"), hole: word("#d3d3d3"), frame: word("#8c8c8c"), faded: word("#ececec") };
+    : { name: "light", ink: PALETTES.INK, grid: "#d8d8d8", error: "#c23b00", nothing: word("#ffffff"), hole: word(PALETTES.HOLE), frame: word(PALETTES.FRAME), faded: word("#ececec") };
 }
 
 function draw() { // at most once a frame
@@ -207,7 +207,7 @@ function listen(map) {
 function press(key, map) {
   const middle = (view.begin + view.end) / 2, step = (view.end - view.begin) / 10, tall = (map.high - map.low) / 10;
   const actions = {
-    "+": () => (key.shiftKey && key.altKey ? map.zoomAddresses(0.8, (map.low + map.high) / 2) : zoom(0.8, middle)), "-": () => zoom(1.25, middle),
+    "+": () => zoom(0.8, middle), "-": () => zoom(1.25, middle),
     PageUp: () => map.zoomAddresses(0.8, (map.low + map.high) / 2), PageDown: () => map.zoomAddresses(1.25, (map.low + map.high) / 2),
     ArrowLeft: () => pan(-step), ArrowRight: () => pan(step), ArrowUp: () => map.panAddresses(tall), ArrowDown: () => map.panAddresses(-tall),
     Enter: () => moveTo(Math.floor(middle)), Escape: () => moveTo(view.moment, null), "[": () => moveTo(view.moment - 1), "]": () => moveTo(view.moment + 1), 0: reset,
