@@ -11,13 +11,14 @@ import pytest
 
 from stalloc.cli import main
 
-NAMES = ("octree_nca_train.pickle.gz", "qwen05b_h100.json.gz", "dtr_transformer.log.gz", "tiny_transformer.pickle.gz")
+NAMES = ("qwen05b_h100.json.gz", "dtr_transformer.log.gz", "tiny_transformer.pickle.gz")
 MORE = (
     "cnn_counterfactuals.pickle.gz",
     "ddp_sgd_v100_kineto.json.gz",
     "gnn_llm_3gpu_expandable_oom.pickle.gz",
     "llama3_8b_fsdp4_oom_rank0.pickle.gz",
     "llm_quantize_sqattn.pickle.gz",
+    "octree_nca_train.pickle.gz",
     "lm_step_steady.pickle.gz",
     "resnet18_zdevito.html.gz",
     "resnet50_pytorch_blog.pickle.gz",

@@ -5,6 +5,7 @@ A module's name says which it is, without its folder.
 """
 
 import ast
+import functools
 import importlib.util
 import re
 from collections import Counter
@@ -27,10 +28,17 @@ NAMED_TWICE = {
 }
 
 
+@functools.cache
 def sources() -> dict[str, Path]:
     """All modules by their path in the repository."""
     found = [*(ROOT / "stalloc").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     return {path.relative_to(ROOT).as_posix(): path for path in found}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A source as a tree, which several tests walk."""
+    return ast.parse(path.read_text())
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -46,7 +54,7 @@ def imported(folder: str) -> set[str]:
     base = ROOT / folder if folder == "kernels" else ROOT / "stalloc" / folder
     found = set()
     for path in base.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "stalloc":
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stalloc."):
@@ -77,7 +85,8 @@ def module_of(path: str) -> str:
 def imported_modules(path: str, modules: set[str]) -> set[str]:
     """The modules of stalloc that one imports, in functions too; not those for type checkers only."""
     package = module_of(path) if path.endswith("/__init__.py") else module_of(path).rpartition(".")[0]
-    found, rest = set(), [ast.parse(sources()[path].read_text())]
+    found: set[str] = set()
+    rest: list[ast.AST] = [parsed(sources()[path])]
     while rest:
         node = rest.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -116,7 +125,7 @@ def test_functions_are_short():
     longer = {
         f"{name}: {node.name}"
         for name, path in sources().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and function_lines(node) > MAX_FUNCTION_LINES
     }
     assert longer == set()

@@ -32,6 +32,7 @@ def random_case(seed: int, num_requests: int) -> Case:
     return Case("made up", f"seed {seed}", start, end, rng.integers(1, 40, num_requests), alignment=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", RUNNABLE)
 def test_a_baseline_packs_without_overlap(baseline: Baseline) -> None:
     for seed, num_requests in enumerate((1, 2, 7, 30, 30, 90)):
@@ -41,6 +42,7 @@ def test_a_baseline_packs_without_overlap(baseline: Baseline) -> None:
         assert judged(case, offset, case.load_bytes) >= case.load_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", RUNNABLE)
 def test_a_baseline_gives_the_same_offsets_again(baseline: Baseline) -> None:
     case = random_case(11, 40)
@@ -48,6 +50,7 @@ def test_a_baseline_gives_the_same_offsets_again(baseline: Baseline) -> None:
     assert np.array_equal(baseline.place(case.start, case.end, case.size), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("baseline", RUNNABLE)
 def test_a_baseline_needs_no_more_than_the_load_where_nothing_meets(baseline: Baseline) -> None:
     start = np.arange(20)

@@ -222,6 +222,7 @@ def test_a_budget_and_a_plan_exclude_each_other(tmp_path: Path) -> None:
     assert "--plan and --budget exclude each other" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_repeated_blocks_the_program_stays_as_it_is(tmp_path: Path) -> None:
     flat = PROGRAM.replace("range(3)", "range(1)")
     found, done = fit(tmp_path, "--budget", "1GiB", program(tmp_path, flat), 5)
@@ -266,6 +267,7 @@ def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., d
 RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stats()\n        return x.sum()")
 
 
+@pytest.mark.slow
 def test_a_program_that_resets_its_peaks_needs_what_it_needed(tmp_path: Path) -> None:
     found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path, RESETTING), 5)
     usual, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path), 5)

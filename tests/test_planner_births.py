@@ -83,7 +83,7 @@ def pipeline(num_microbatches: int, in_flight: int) -> tuple[np.ndarray, np.ndar
     return start, end, size * 512
 
 
-@pytest.mark.parametrize("num_microbatches", [pytest.param(40, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize("num_microbatches", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_long_pipeline_stays_close_to_the_bound_however_long(num_microbatches: int) -> None:
     start, end, size = pipeline(num_microbatches, 8)
     made = plan((start, end, size))

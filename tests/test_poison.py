@@ -271,7 +271,7 @@ print("fine")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("interpret", ["1", None])
+@pytest.mark.parametrize("interpret", [pytest.param("1", marks=pytest.mark.slow), None])
 def test_fills_and_checks_of_a_gpu_leave_what_those_of_the_host_leave(run_program: Any, interpret: str | None) -> None:
     """By the kernels, in Triton's interpreter, and one by one where no torch is at work."""
     done = run_program(

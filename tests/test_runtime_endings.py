@@ -158,7 +158,13 @@ sys.exit(7)
     assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
 
 
-@pytest.mark.parametrize("name", _ENDINGS)
+#: what waits at its end for a planner that takes long
+_LONG = "a thread that waits for such a planner"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == _LONG else name for name in _ENDINGS]
+)
 def test_a_program_ends_by_itself(run_fresh: Any, name: str) -> None:
     done = run_fresh(_PROLOGUE + _ENDINGS[name] + "\nsys.exit(7)\n")  # which does not wait for ever
     assert (done.returncode, done.stderr) == (7, "")

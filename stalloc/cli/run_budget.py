@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.cli.output import memory_option
-from stalloc.cli.tables import print_prose
 from stalloc.device import VirtualGPU
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
@@ -86,5 +85,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
 
 def print_outcome(console: "Console", result: dict[str, Any]) -> None:
     """Say whether the budget was kept, and by what."""
+    from stalloc.cli.tables import print_prose  # rich, which a run that prints no table does without
+
     kept = "kept" if result["budget_kept"] else "not kept: see above"
     print_prose(console, f"budget {human_bytes(result['budget_bytes'])}: {kept} ({printable(result['budget_by'])})")
