@@ -14,8 +14,8 @@ import pytest
 from stalloc.errors import BadInputError
 from stalloc.files import SCRATCH_PATTERN, check_writable, whole, write_whole
 from stalloc.planner import load_plans, plan, save_plans
-from stalloc.report import writing
 from stalloc.trace import load_traces, save_traces
+from stalloc.writers import writing
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 needs_others = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

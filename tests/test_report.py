@@ -12,7 +12,7 @@ import pytest
 from test_top import write_leak
 
 from stalloc.cli import main
-from stalloc.report.page.detail import LARGEST_IN_COLUMN, detail_levels
+from stalloc.writers.page.detail import LARGEST_IN_COLUMN, detail_levels
 
 QUICK = ("llm_quantize_sqattn.pickle.gz", "gnn_llm_3gpu_expandable_oom.pickle.gz", "somas_resnet50.csv.gz")
 OTHERS = (

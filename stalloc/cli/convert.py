@@ -123,15 +123,15 @@ def _check_output(source: Path, output: Path, *, force: bool) -> None:
 
 def _writer(target: str) -> Callable[[Path, Sequence[Trace]], list[str]]:
     if target == "snapshot":
-        from stalloc.report.snapshot_writer import write_snapshot
+        from stalloc.writers.snapshot_writer import write_snapshot
 
         return write_snapshot
     if target == "perfetto":
-        from stalloc.report.perfetto import write_perfetto
+        from stalloc.writers.perfetto import write_perfetto
 
         return write_perfetto
     if target == "csv":
-        from stalloc.report.lifespans_csv import write_lifespans_csv
+        from stalloc.writers.lifespans_csv import write_lifespans_csv
 
         return lambda path, traces: write_lifespans_csv(path, traces[0])
     return _write_trace

@@ -3,8 +3,8 @@
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. The page is one file that a browser
 opens from disk; it asks nothing of any network, and shows all devices of all files. It begins with what is wrong in
 words, with the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of
-addresses, as recorded and as stalloc plans it; who holds memory at the moment that is clicked, and what grew between
-two; and what keeps memory reserved that nobody uses.
+addresses, as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at
+the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
@@ -13,61 +13,40 @@ JSON: `output`, `format`, `bytes` of what was written, and `file` and `device` o
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
+from stalloc.cli.candidates import add_candidate_arguments, named_candidates
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
-from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
-from stalloc.trace import Trace, load_traces
-
-_FORMATS = ("html", "md", "png", "svg", "pdf")
-_ENDINGS = "a report ends in .html, .md, .png, .svg or .pdf"
+from stalloc.trace import load_traces
+from stalloc.writers.report import FORMATS, format_of, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc report`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to show")
     parser.add_argument("-o", "--output", default=None, metavar="PAGE", help="what to write (report.html)")
-    parser.add_argument("--format", choices=_FORMATS, help="what it is, where its name does not say so")
+    parser.add_argument("--format", choices=FORMATS, help="what it is, where its name does not say so")
     add_json_argument(parser)
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    add_candidate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, write, say where."""
     path = Path(args.output or f"report.{args.format or 'html'}")
-    form = args.format or path.suffix[1:].lower()
-    if form not in _FORMATS:
-        raise BadInputError(f"{file_label(str(path))}: {_ENDINGS}; name one, or give --format.")
+    form, allocators = format_of(path, args.format), named_candidates(args)
     traces = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
             traces += [(file, trace) for trace in of_device(file, load_traces(file), args.device)]
     with working(f"drawing {file_label(str(path))}"):
-        _write(path, form, traces)
+        write_report(path, form, traces, allocators)
     size, devices = path.stat().st_size, [{"file": file, "device": trace.device} for file, trace in traces]
     write_json(args, {"output": str(path), "format": form, "bytes": size, "devices": devices})
     if wants_text(args):
         opened = ", open it in a browser" if form == "html" else ""
         print(f"{file_label(str(path))}: {human_bytes(size)}{opened}")
     return 0
-
-
-def _write(path: Path, form: str, traces: Sequence[tuple[str, Trace]]) -> None:
-    if form == "html":
-        from stalloc.report.page import write_page
-
-        write_page(path, traces)
-    elif form == "md":
-        from stalloc.report.markdown import write_markdown
-
-        write_markdown(path, traces)
-    else:
-        from stalloc.report.picture import write_picture
-
-        if len(traces) != 1:
-            raise BadInputError(f"a picture shows one device, and there are {len(traces)}: choose one with --device.")
-        write_picture(path, traces[0][1], form)

@@ -29,6 +29,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from stalloc.analysis import Recorded, count_events, recorded
+from stalloc.cli.candidates import add_candidate_arguments, named_candidates
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -44,7 +45,7 @@ from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.replay.model_events import recorded_conf
-from stalloc.replay.registry import ALLOCATORS, make
+from stalloc.replay.registry import ALLOCATORS
 from stalloc.replay.simulation import (
     SWEEP,
     SWEEP_UNDER_PRESSURE,
@@ -61,16 +62,7 @@ _USUAL = (Candidate("torch"), Candidate("torch", "expandable_segments:True"), Ca
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc simulate`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to replay")
-    parser.add_argument(
-        "--allocator",
-        action="append",
-        default=[],
-        metavar="NAME[:SETTINGS]",
-        help=f"a model, can be repeated: {', '.join(ALLOCATORS)}",
-    )
-    parser.add_argument(
-        "--conf", action="append", default=[], metavar="SETTINGS", help="settings of torch's allocator; can be repeated"
-    )
+    add_candidate_arguments(parser)
     parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB (default: no limit)")
     parser.add_argument("--all", action="store_true", help="every model with its usual settings")
     parser.add_argument("--sweep", action="store_true", help="the common settings of torch's allocator")
@@ -81,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
     """Replay each device of each file; 0 also when something does not fit, which is a finding."""
     capacity = memory_option("--capacity", args.capacity) if args.capacity else 0
     candidates = _candidates(args, capacity)
-    for candidate in candidates:
-        make(candidate.allocator, candidate.settings, capacity)  # a bad name or setting is said before long work
     with working(f"reading {plural(len(args.files), 'file')}"):
         loaded = [(file, trace) for file in args.files for trace in load_traces(file)]
     jobs = [(trace, _with_recorded(trace, candidates)) for _, trace in loaded]
@@ -100,11 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _candidates(args: argparse.Namespace, capacity: int) -> list[Candidate]:
-    chosen = []
-    for text in args.allocator:
-        name, _, settings = text.partition(":")
-        chosen.append(Candidate(name, settings))
-    chosen += [Candidate("torch", conf) for conf in args.conf]
+    chosen = named_candidates(args, capacity)
     if args.all:
         chosen += [*(Candidate(name) for name in ALLOCATORS), _HINDSIGHT]
     if args.sweep:

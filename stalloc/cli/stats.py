@@ -36,8 +36,8 @@ from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.report.lifespan_graph import Relations, relations, write_relations
 from stalloc.trace import load_traces
+from stalloc.writers.lifespan_graph import Relations, relations, write_relations
 
 _MAX_CUTS_SHOWN = 12
 

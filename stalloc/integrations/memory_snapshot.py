@@ -1,8 +1,8 @@
 """torch.cuda.memory_snapshot and the memory history under stalloc: the same record, from stalloc's own books.
 
 Contract: segments are what the device holds now, blocks cover them without a gap, and sizes add up to what
-torch.cuda.memory_stats says. The history is stalloc's recording, written by the sink of stalloc.report, with the Python
-stacks of what was requested since the program asked for a history.
+torch.cuda.memory_stats says. The history is stalloc's recording, written by stalloc.writers, with the Python stacks of
+what was requested since the program asked for a history.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class History:
         traces: list[list[Any]] = [[] for _ in controllers]
         annotations: list[Any] = []
         if self.enabled and include_traces is not False:
-            from stalloc.report.snapshot_writer import snapshot_of
+            from stalloc.writers.snapshot_writer import snapshot_of
 
             used = [controller for controller in controllers if controller.state.record.num_events]
             recorded, _ = snapshot_of([controller.recording.trace() for controller in used])

@@ -48,6 +48,12 @@ class Candidate:
     allocator: str
     settings: str = ""
 
+    @classmethod
+    def named(cls, text: str) -> "Candidate":
+        """NAME or NAME:SETTINGS, as people write it."""
+        name, _, settings = text.partition(":")
+        return cls(name, settings)
+
 
 @dataclass(frozen=True)
 class Simulated:

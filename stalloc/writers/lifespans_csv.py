@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
+from stalloc.writers.writing import write_chunks
 
 
 def write_lifespans_csv(path: Path, trace: Trace) -> list[str]:

@@ -7,9 +7,9 @@ from stalloc.analysis import explain, holders, summarize
 from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
-from stalloc.report.page.story import headline, remarks
-from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
+from stalloc.writers.page.story import headline, remarks
+from stalloc.writers.writing import write_chunks
 
 _ROWS = 8
 

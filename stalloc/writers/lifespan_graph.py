@@ -13,8 +13,8 @@ import networkx as nx
 
 from stalloc.errors import BadInputError
 from stalloc.lifespans import classify, cut_events, find_step_period, fold, lifespan_graph
-from stalloc.report.writing import write_chunks
 from stalloc.trace import Trace
+from stalloc.writers.writing import write_chunks
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.files import whole
-from stalloc.report.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
-from stalloc.report.page.detail import detail_levels
-from stalloc.report.palettes import FRAME, HOLE, INK, OKABE_ITO
 from stalloc.trace import Trace
+from stalloc.writers.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
+from stalloc.writers.page.detail import detail_levels
+from stalloc.writers.palettes import FRAME, HOLE, INK, OKABE_ITO
 
 FORMATS = ("png", "svg", "pdf")
 _COLUMNS = 1200  # of detail: stretches of events that are told apart

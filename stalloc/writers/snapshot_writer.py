@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.report.placing import ALIGN_BYTES, Places, places_of, recorded_blocks
-from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_END, Action, Trace
 from stalloc.trace.sites import read_sites
+from stalloc.writers.placing import ALIGN_BYTES, Places, places_of, recorded_blocks
+from stalloc.writers.writing import write_chunks
 
 _NAMES = {int(action): action.name.lower() for action in Action}
 _SEGMENT_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)

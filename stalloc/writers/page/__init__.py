@@ -1,3 +1,3 @@
 """`stalloc report`: one self-contained page that shows a program's memory; opened from disk, it asks no network."""
 
-from stalloc.report.page.page import write_page as write_page
+from stalloc.writers.page.page import write_page as write_page

@@ -18,11 +18,13 @@ from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_na
 from stalloc.analysis.moments import last_oom
 from stalloc.columns import Column
 from stalloc.printable import printable
-from stalloc.report.page.address_map import AddressMap, planned_map, recorded_map
-from stalloc.report.page.detail import detail_levels
-from stalloc.report.page.story import headline, remarks
+from stalloc.replay.simulation import Candidate
 from stalloc.trace import MARK_STEP, Action, Trace
 from stalloc.trace.sites import read_sites
+from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
+from stalloc.writers.page.detail import detail_levels
+from stalloc.writers.page.replayed_map import replayed_map
+from stalloc.writers.page.story import headline, remarks
 
 COLUMNS = ("start", "duration", "size", "kind", "stream", "stack")
 _ALIGNMENT = 512
@@ -39,8 +41,11 @@ class DeviceData:
     """Base64 of gzip of the columns, one behind the other."""
 
 
-def device_data(trace: Trace) -> DeviceData:
-    """Everything that the page shows of a device. Raises BadInputError as `explain` and `plan` do."""
+def device_data(trace: Trace, allocators: Sequence[Candidate] = ()) -> DeviceData:
+    """Everything that the page shows of a device, with maps of more allocators.
+
+    Raises BadInputError as `explain` and `plan` do, and as `replayed_map` does.
+    """
     told = explain(trace, "oom" if last_oom(trace) is not None else "peak")
     held = holders(trace)
     summary = summarize(trace)
@@ -50,7 +55,8 @@ def device_data(trace: Trace) -> DeviceData:
     size = trace.aligned_size(_ALIGNMENT)
     level = detail_levels(trace.start, trace.end, size)
     order = np.lexsort((trace.start, -level.astype(np.int64)))
-    maps = [made for made in (recorded_map(trace), planned_map(trace)) if made is not None]
+    replayed = [replayed_map(trace, candidate) for candidate in allocators]
+    maps = [made for made in (recorded_map(trace), *replayed, planned_map(trace)) if made is not None]
     start = trace.start + 1  # 0: before the first event
     columns = {
         "start": start,

@@ -8,33 +8,28 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
 from stalloc.printable import printable
-from stalloc.report import palettes
-from stalloc.report.page.device_data import DeviceData, device_data
-from stalloc.report.writing import write_chunks
+from stalloc.replay.simulation import Candidate
 from stalloc.trace import Trace
+from stalloc.writers import palettes
+from stalloc.writers.page.device_data import DeviceData, device_data
+from stalloc.writers.writing import write_chunks
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "data.js", "colors.js", "holders.js", "map.js", "chart.js", "page.js")
 
 
-def write_page(
-    path: Path, traces: Sequence[tuple[str, Trace]], progress: Callable[[str], None] = lambda said: None
-) -> None:
-    """Write the page of these traces, each with the name of its file.
+def write_page(path: Path, traces: Sequence[tuple[str, Trace]], allocators: Sequence[Candidate] = ()) -> None:
+    """Write the page of these traces, each with the name of its file, and with a map of each of these allocators.
 
-    Raises BadInputError for a trace that cannot be explained and for a file that cannot be written; then what was there
-    before is still there.
+    Raises BadInputError for a trace that cannot be explained, an allocator that has no map and a file that cannot be
+    written; then what was there before is still there.
     """
-    devices = []
-    for name, trace in traces:
-        progress(f"device {trace.device} of {name}")
-        devices.append((name, device_data(trace)))
-    write_chunks(path, _chunks(devices))
+    write_chunks(path, _chunks([(name, device_data(trace, allocators)) for name, trace in traces]))
 
 
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:

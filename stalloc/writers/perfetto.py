@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.report.placing import Places, places_of
-from stalloc.report.writing import write_chunks
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_STEP, Action, Trace
 from stalloc.trace.sites import UNKNOWN, site_names
+from stalloc.writers.placing import Places, places_of
+from stalloc.writers.writing import write_chunks
 
 _CUDA = 1  # the device type, as torch counts them
 _STEP = "ProfilerStep#"

@@ -6,8 +6,8 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.planner import plan
-from stalloc.report.placing import covered_ranges, recorded_addresses
 from stalloc.trace import Action, Trace
+from stalloc.writers.placing import covered_ranges, recorded_addresses
 
 UNIT_BYTES = 512
 _MAX_SECONDS = 5.0
@@ -33,7 +33,19 @@ def recorded_map(trace: Trace) -> AddressMap | None:
     address = recorded_addresses(trace)
     if address is None:
         return None
-    low, high, begin, end = _segments(trace)
+    segments = _segments(trace)
+    note = "" if len(segments[0]) else "segments are not in the file"
+    return side_by_side("as recorded", trace, address, segments, note)
+
+
+def side_by_side(
+    name: str, trace: Trace, address: Column, segments: tuple[Column, Column, Column, Column], note: str = ""
+) -> AddressMap:
+    """The map of requests at (n,) addresses (uint64), without the ranges that were never used.
+
+    `segments` are (s,) columns: address ranges [low, high) (uint64) that were reserved in the moments [begin, end).
+    """
+    low, high, begin, end = segments
     covered, size = covered_ranges(
         np.concatenate([address, low]), np.concatenate([np.maximum(trace.size, 1), (high - low).astype(np.int64)])
     )
@@ -44,11 +56,8 @@ def recorded_map(trace: Trace) -> AddressMap | None:
         return (bottom[row] + (at - covered[row]).astype(np.int64)) // UNIT_BYTES
 
     top = unit(high - np.uint64(1)) + 1 if len(high) else np.zeros(0, np.int64)
-    segments = np.stack([begin, end, unit(low), top], axis=1) if len(low) else np.zeros((0, 4), np.int64)
-    note = "" if len(low) else "segments are not in the file"
-    return AddressMap(
-        name="as recorded", place=unit(address), height=int(size.sum()) // UNIT_BYTES, segments=segments, note=note
-    )
+    rows = np.stack([begin, end, unit(low), top], axis=1) if len(low) else np.zeros((0, 4), np.int64)
+    return AddressMap(name=name, place=unit(address), height=int(size.sum()) // UNIT_BYTES, segments=rows, note=note)
 
 
 def planned_map(trace: Trace) -> AddressMap:
@@ -62,7 +71,7 @@ def planned_map(trace: Trace) -> AddressMap:
 
 
 def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:
-    """Address ranges [low, high) (uint64) that were reserved in the moments [begin, end)."""
+    """Address ranges [low, high) (uint64) that were reserved in the moments [begin, end), by the record."""
     grows = np.isin(trace.action, (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP))
     rows = np.flatnonzero(grows | np.isin(trace.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)))
     low = np.concatenate([trace.address[rows], trace.segment_address])
