@@ -36,7 +36,7 @@ _LAZY: dict[str, str] = {
     "compact_when_full": "stalloc.compaction",
     "contiguous_buffers": "stalloc.compaction",
     "checkpoint": "stalloc.techniques",
-    "report": "stalloc.writers.report",
+    "report": "stalloc.writers.reporting",
     "budget": "stalloc.fitting",
     "fit": "stalloc.fitting",
 }

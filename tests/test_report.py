@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from test_top import write_leak
+from warm_programs import run_stalloc
 
+import stalloc
 from stalloc.cli import main
 from stalloc.writers.page.detail import LARGEST_IN_COLUMN, detail_levels
 
@@ -84,26 +87,64 @@ def held_at(text: str, device: dict[str, Any], number: int, moment: int) -> dict
     return held
 
 
-def test_blocks_lie_inside_segments_and_never_over_one_another(shared_traces: Path, tmp_path: Path) -> None:
-    text, (device,) = page_of(tmp_path, str(shared_traces / "llm_quantize_sqattn.pickle.gz"))
-    words, count = columns_of(text, 0), device["num_requests"]
+MODELS = ("torch", "expandable", "stalloc", "cupy", "bfc", "rmm_pool", "rmm_arena", "stream_ordered", "tlsf")
+
+
+def test_blocks_of_every_map_lie_inside_segments_and_never_over_one_another(
+    shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(shared_traces / "llm_quantize_sqattn.pickle.gz")
+    chosen = [word for name in MODELS for word in ("--allocator", name)]
+    text, (device,) = page_of(tmp_path, file, *chosen)
+    words, count, num_maps = columns_of(text, 0), device["num_requests"], len(MODELS) + 2
     start, duration, size = words[: 3 * count].reshape(3, -1)
-    at = 6 * count
-    assert [made["name"] for made in device["maps"]] == ["as recorded", "stalloc's plan"]
-    places = [words[at + number * count : at + (number + 1) * count] for number in range(2)]
-    segments = words[at + 2 * count : at + 2 * count + 4 * device["maps"][0]["segments"]].reshape(-1, 4)
-    for place, made in zip(places, device["maps"], strict=True):
-        assert (place + size).max() <= made["height"]
+    assert [made["name"] for made in device["maps"]] == [
+        *("as recorded", *(f"{name} (model)" for name in MODELS), "stalloc's plan")
+    ]
+    (simulated,) = told(capsys, "simulate", file, *chosen)
+    peaks = {f"{result['allocator']} (model)": result["peak_reserved_bytes"] for result in simulated["results"]}
+    at, frames = 6 * count, (6 + num_maps) * count
+    for made in device["maps"]:
+        place, at = words[at : at + count], at + count
+        segments, frames = words[frames : frames + 4 * made["segments"]].reshape(-1, 4), frames + 4 * made["segments"]
+        begin, end, bottom, top = segments.T
+        assert max((place + size).max(), top.max()) <= made["height"]
+        most = 0
         for moment in range(1, device["num_events"] + 1, 97):
-            live = (start <= moment) & (moment < start + duration)
-            order = np.argsort(place[live])
-            bottom, top = place[live][order], (place + size)[live][order]
-            assert (bottom[1:] >= top[:-1]).all()
-    for moment in range(1, device["num_events"] + 1, 97):
-        live = np.flatnonzero((start <= moment) & (moment < start + duration))
-        there = segments[(segments[:, 0] <= moment) & (moment < segments[:, 1])]
-        inside = (there[:, 2] <= places[0][live, None]) & (places[0][live, None] + size[live, None] <= there[:, 3])
-        assert inside.any(axis=1).all()
+            live = np.flatnonzero((start <= moment) & (moment < start + duration) & (size > 0))
+            order = live[np.argsort(place[live])]
+            assert (place[order][1:] >= (place + size)[order][:-1]).all(), made["name"]
+            there = (begin <= moment) & (moment < end)
+            most = max(most, 512 * int((top - bottom)[there].sum()))
+            if "moments" in made["note"]:
+                continue  # segments are shown as they were some events before
+            low, high = (column[there][np.argsort(bottom[there])] for column in (bottom, top))
+            ends = high[np.append(low[1:] != high[:-1], True)]  # of what lies side by side
+            assert (place[order] >= low[np.searchsorted(low, place[order], side="right") - 1]).all(), made["name"]
+            assert (place[order] < ends[-1]).all(), made["name"]
+            reach = ends[np.searchsorted(ends, place[order], side="right")]
+            assert ((place + size)[order] <= reach).all(), made["name"]
+        assert most <= peaks.get(made["name"], most), made["name"]
+        assert most >= 0.95 * peaks.get(made["name"], 0), made["name"]
+
+
+def test_a_model_without_fixed_addresses_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_leak(tmp_path / "leak.pickle")
+    for words in (["--allocator", "compacting"], ["--allocator", "nobodys"], ["--conf", "max_split:1"]):
+        assert main(["report", file, "-o", str(tmp_path / "out.html"), *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_a_report_from_code_is_that_of_the_verb(tmp_path: Path) -> None:
+    file = write_leak(tmp_path / "leak.pickle", oom=True)
+    page = stalloc.report(file, tmp_path / "code.html", allocators=["torch:max_split_size_mb:32"])
+    assert main(["report", file, "-o", str(tmp_path / "verb.html"), "--conf", "max_split_size_mb:32"]) == 0
+    assert page.read_bytes() == (tmp_path / "verb.html").read_bytes()
+    stalloc.report(stalloc.load_traces(file), tmp_path / "summary", format="md")
+    assert "grows 32.00 MiB a step" in (tmp_path / "summary").read_text(encoding="utf-8")
+    with pytest.raises(stalloc.BadInputError, match=r"ends in \.html"):
+        stalloc.report(file, tmp_path / "out.docx")
 
 
 def test_what_strangers_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
@@ -188,3 +229,30 @@ def test_without_matplotlib_a_picture_is_one_sentence(run_program: Any, tmp_path
 def test_an_ending_that_is_none_of_a_report_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", write_leak(tmp_path / "leak.pickle"), "-o", str(tmp_path / "out.docx")]) == 2
     assert ".html, .md, .png, .svg or .pdf" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_a_run_is_shown_with_all_that_was_reserved(tmp_path: Path) -> None:
+    loop = Path(__file__).parent / "programs" / "cupy_loop.py"
+    page, result = tmp_path / "run.html", tmp_path / "run.json"
+    words = ("run", "--device", "virtual", "--report", page, "--json", result, loop)
+    done = run_stalloc(*words, folder=tmp_path, variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {page}" in done.stderr
+    (headers,) = re.findall(r'<script type="application/json" id="headers">(.*?)</script>', page.read_text())
+    (device,), ran = json.loads(headers), json.loads(result.read_text())
+    assert ran["plans_made"] >= 1
+    assert device["summary"]["reserved_peak_bytes"] == ran["run_reserved_peak_bytes"]
+    assert device["summary"]["allocated_peak_bytes"] == ran["run_allocated_peak_bytes"]
+    assert any("cupy_loop.py" in site for site in device["sites"])
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_where_the_page_of_a_run_cannot_be_written_is_said_before_the_program_runs(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("print('ran')\n")
+    for name, said in (("run.docx", "a report ends in"), ("no/run.html", "no/run.html")):
+        words = ("run", "--device", "virtual", "--report", tmp_path / name, program)
+        done = run_stalloc(*words, folder=tmp_path, variables=dict(os.environ))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (125, "", 1), done.stderr
+        assert said in done.stderr

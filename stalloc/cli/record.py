@@ -85,9 +85,7 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
             "this process runs under stalloc already, without a recording: type stalloc record in a shell, or start "
             "it with subprocess."
         )
-    code = run_program(command)
-    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
-    return code, [controller.recording.trace() for controller in used]
+    return run_program(command), runtime.recorded()
 
 
 def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:

@@ -15,13 +15,13 @@ JSON: `output`, `format`, `bytes` of what was written, and `file` and `device` o
 import argparse
 from pathlib import Path
 
-from stalloc.cli.candidates import add_candidate_arguments, named_candidates
+from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.figures import human_bytes
 from stalloc.trace import load_traces
-from stalloc.writers.report import FORMATS, format_of, write_report
+from stalloc.writers.reporting import FORMATS, format_of, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,8 @@ after Ctrl-C (130) and SIGTERM (143), which leave the report.
 
 import argparse
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stalloc.cli.native import compare, native_settings
 from stalloc.cli.output import (
@@ -48,6 +49,10 @@ from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
 from stalloc.notices import say
+from stalloc.printable import printable
+
+if TYPE_CHECKING:
+    from stalloc.runtime import Runtime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stacks", action="store_true", help="note call sites, so that an out-of-memory error names who holds memory"
     )
     parser.add_argument(
+        "--report",
+        metavar="PAGE",
+        help="record the whole run and show it: what `stalloc report` writes; no further kinds of steps are planned",
+    )
+    parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
     add_json_argument(parser)
@@ -104,6 +114,11 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.save_plan:
         check_writable(args.save_plan)
+    if args.report:
+        from stalloc.writers.reporting import format_of
+
+        form = format_of(Path(args.report), None)
+        check_writable(args.report)
     held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
 
@@ -115,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
         streams=args.streams,
         handover_bytes=args.handover_bytes,
         arena="pool" if args.arena == "pool" else "pages",
-        call_sites=args.stacks,
+        call_sites=args.stacks or bool(args.report),
+        keep_recording=bool(args.report),
     )
     cache = None
     if held is None and not args.plan and not args.save_plan and not args.observe_steps:
@@ -140,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
         _print(result, args, kept=cache is not None and cache.kept)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
+    if args.report:
+        _report(runtime, Path(args.report), form, command_text(*program_command(args)))
     write_json(args, result)
     return code
 
@@ -210,6 +228,16 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
     save_plans(path, plans)
     say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
+
+
+def _report(runtime: "Runtime", path: Path, form: str, program: str) -> None:
+    from stalloc.writers.reporting import write_report
+
+    traces = [(program, trace) for trace in runtime.recorded()]
+    if not traces:
+        raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
+    write_report(path, form, traces)
+    say(f"wrote {printable(str(path))}")
 
 
 def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> None:

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from stalloc.analysis import Recorded, count_events, recorded
-from stalloc.cli.candidates import add_candidate_arguments, named_candidates
+from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
 from stalloc.cli.output import (
     add_json_argument,
     command_text,

@@ -1,11 +1,17 @@
 """The arena: the memory that the plan is served from. Contract: the lock is held."""
 
 from stalloc.compiled import inner, njit
+from stalloc.core.cells import has_page
 from stalloc.core.constants import (
+    ACTION_SEGMENT_ALLOC,
+    ACTION_SEGMENT_FREE,
+    ACTION_SEGMENT_UNMAP,
     GENERAL_KIND,
+    GRANULE,
     MODE_REPLAY,
 )
 from stalloc.core.counters import count_segment
+from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
 from stalloc.core.records import cell_at
@@ -18,6 +24,8 @@ def serve_arena(device, arena, arena_bytes):
     state = locked(device)
     begin_serving(state, arena, arena_bytes, True)
     state.arena_mapped_bytes = arena_bytes
+    if state.recording == 1:
+        record(state, ACTION_SEGMENT_ALLOC, 0, arena, arena_bytes)
     unlock(state)
 
 
@@ -88,6 +96,17 @@ def arena_is_idle(device):
     return idle
 
 
+@inner()
+def _record_return(state):
+    """Record that the arena's memory goes back to the device."""
+    if state.arena_pages == 0:
+        record(state, ACTION_SEGMENT_FREE, 0, state.arena, state.arena_bytes)
+        return
+    for page in range(state.arena_bytes // GRANULE):
+        if has_page(state, page):
+            record(state, ACTION_SEGMENT_UNMAP, 0, state.arena + page * GRANULE, GRANULE)
+
+
 @njit()
 def forget_arena(device):
     """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it must stay. For Python."""
@@ -97,6 +116,8 @@ def forget_arena(device):
         arena_bytes = 0
     else:
         count_segment(state, GENERAL_KIND, -state.arena_mapped_bytes)
+        if state.recording == 1:
+            _record_return(state)
         clear(state)
     unlock(state)
     return arena_bytes

@@ -8,8 +8,9 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.arena import begin_serving
 from stalloc.core.cells import cells_empty, flip_cells, has_memory, has_page, needed_at, tape_time
-from stalloc.core.constants import GENERAL_KIND, GRANULE, UNMAPPED
+from stalloc.core.constants import ACTION_SEGMENT_MAP, ACTION_SEGMENT_UNMAP, GENERAL_KIND, GRANULE, UNMAPPED
 from stalloc.core.counters import count_parted, count_resized
+from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
@@ -73,6 +74,8 @@ def _set_pages(state, begin, end, mapped):
     count_resized(state, GENERAL_KIND, size)
     state.num_segment_allocs += mapped
     state.num_segment_frees += not mapped
+    if state.recording == 1:
+        record(state, ACTION_SEGMENT_MAP if mapped else ACTION_SEGMENT_UNMAP, 0, state.arena + begin, end - begin)
 
 
 @njit(**BORROWING)

@@ -88,8 +88,7 @@ class History:
         if self.enabled and include_traces is not False:
             from stalloc.writers.snapshot_writer import snapshot_of
 
-            used = [controller for controller in controllers if controller.state.record.num_events]
-            recorded, _ = snapshot_of([controller.recording.trace() for controller in used])
+            recorded, _ = snapshot_of(self._runtime.recorded())
             for index, history in enumerate(recorded["device_traces"]):
                 wanted = [event for event in history if event["time_us"] >= self._begin_us]
                 traces[index] = [_completed(event) for event in wanted[max(0, len(wanted) - self._max_entries) :]]

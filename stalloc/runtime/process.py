@@ -33,6 +33,7 @@ from stalloc.trace import MARK_STEP
 if TYPE_CHECKING:
     from stalloc.runtime.planning_job import Planner
     from stalloc.runtime.poison_watch import Watch
+    from stalloc.trace import Trace
 
 _MAX_DEVICES = 128
 _FORKED = (
@@ -229,6 +230,11 @@ class Runtime:
         """What is allocated on these devices up to the next mark of a step is meant to last."""
         for index in devices:
             self.controllers[index].expect_lasting()
+
+    def recorded(self) -> "list[Trace]":
+        """What was recorded so far, of each device of which something was."""
+        used = [controller for controller in self.controllers if controller.state.record.num_events]
+        return [controller.recording.trace() for controller in used]
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used, or tried to use."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.core.constants import ACTION_ALLOC, ACTION_OOM
+from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
@@ -143,7 +144,10 @@ class Recording:
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
         events = self._state.recorded()
-        trace = self._trace(events, self.marks)
+        held = segments(self._state)
+        bases = np.array([segment.address for segment in held], np.int64).view(np.uint64)
+        sizes = np.array([segment.size_bytes for segment in held], np.int64)
+        trace = self._trace(events, self.marks, (bases, sizes, np.zeros(len(held), np.int64)))
         address = self._with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
         return self._with_call_sites(dataclasses.replace(trace, address=address), events)
 
@@ -156,12 +160,16 @@ class Recording:
         before = np.concatenate([[0], np.cumsum(kept)]).tolist()
         return self._trace(events[kept], [(before[event], kind, name) for event, kind, name in self.marks])
 
-    def _trace(self, events: np.ndarray, marks: list[tuple[int, int, str]]) -> "Trace":
+    def _trace(
+        self,
+        events: np.ndarray,
+        marks: list[tuple[int, int, str]],
+        held: tuple[Column, Column, Column] | None = None,
+    ) -> "Trace":
         from stalloc.trace.recorder import from_recorded
 
         state, tags = self._state, events["action"]
         raw = state.tables.streams["value"][: state.record.num_streams].tolist()
-        bases, sizes = state.heap.segments()
         return from_recorded(
             self._device.index,
             tags & 0xFF,
@@ -172,7 +180,7 @@ class Recording:
             marks,
             raw,
             reserved_start_bytes=self._reserved_start,
-            segments=(bases.view(np.uint64), sizes, np.zeros(len(bases), np.int64)),
+            segments=held,
             info={
                 "device_name": self._device.name,
                 "total_bytes": self._device.total_bytes,

@@ -6,6 +6,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.replay.compacting import Compacting
 from stalloc.replay.model import TableModel
 from stalloc.replay.model_events import events_of
@@ -31,8 +32,12 @@ def replayed_map(trace: Trace, candidate: Candidate) -> AddressMap:
     placed = address > 0  # the others have no bytes
     address[~placed] = address[placed].min(initial=1 << 62)
     changes = np.flatnonzero(np.diff(fed.reserved_bytes, prepend=0)) + 1
+    if isinstance(model, Planned):  # whose pages move without a change of what is reserved
+        changes = np.arange(1, len(events.kind) + 1)
     looked_at = changes[np.unique(np.linspace(0, len(changes) - 1, min(len(changes), _MAX_MOMENTS)).astype(np.int64))]
-    note = f"segments as of {len(looked_at):,} of {len(changes):,} changes" if len(looked_at) < len(changes) else ""
+    note = f"{human_bytes(int(fed.reserved_bytes.max(initial=0)))} reserved at the peak"
+    if len(looked_at) < len(changes):
+        note += f", segments as of {len(looked_at):,} moments"
     segments = _segments(_model(candidate), events, looked_at, max(trace.num_events, 1) + 1)
     name = ", ".join(filter(None, (candidate.allocator, candidate.settings)))
     return side_by_side(f"{name} (model)", trace, address, segments, note)
