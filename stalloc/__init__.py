@@ -30,6 +30,7 @@ _LAZY: dict[str, str] = {
     "mem_pool": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
+    "watch": "stalloc.integrations.showing",
     "adopt": "stalloc.compaction",
     "allow_compaction": "stalloc.compaction",
     "compact": "stalloc.compaction",

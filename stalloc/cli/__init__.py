@@ -34,6 +34,7 @@ VERBS = (
     "simulate",
     "explain",
     "report",
+    "live",
     "info",
     "bench",
 )

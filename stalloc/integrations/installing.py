@@ -99,10 +99,12 @@ def _start(
         _warn_of_another_torch(plan, plans)
     devices.activate(device, gpu)
     from stalloc.integrations.ranks import plan_together
+    from stalloc.integrations.showing import watch_runtime
     from stalloc.runtime import Settings, start
 
     runtime = start(settings or Settings(), plans, plan_together)
     runtime.try_plans(known_plans)
+    watch_runtime(runtime)
     return runtime
 
 

@@ -71,29 +71,35 @@ def _why(size_bytes: int, free: int, pieces: list[int], page_bytes: int) -> str:
     return f"{found}: enough together, but not in one piece."
 
 
-def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites | None) -> str:
-    """The call sites that hold most, else the sizes: live blocks of one size are mostly of one kind."""
+def largest_holders(
+    state: DeviceState, call_sites: CallSites | None, most: int, blocks: list[HeapBlock] | None = None
+) -> list[tuple[str, int, int]]:
+    """Name, bytes and number of blocks of those who hold most: call sites if they are noted, else sizes.
+
+    Live blocks of one size are mostly of one kind. `blocks` are those of the device, if they are known.
+    """
+    if blocks is None:
+        blocks = [block for segment in segments(state) for block in segment.blocks]
     live = [block for block in blocks if block.state not in (BLOCK_FREE, BLOCK_UNMAPPED) and block.requested_bytes]
     if call_sites is not None and call_sites.is_on:
-        return _holding_sites(live, call_sites.names_at(state.address, [block.address for block in live]))
-    count = Counter(block.requested_bytes for block in live)
-    held = sorted(count, key=lambda size: (-size * count[size], -size))[:_MAX_HOLDERS]
-    told = ", ".join(
-        f"{human_bytes(size * count[size])} by {count[size]:,} of {human_bytes(size)}"
-        if count[size] > 1
-        else f"{human_bytes(size)} by one block"
-        for size in held
-    )
-    return f"Most is held: {told}. " if told else ""
-
-
-def _holding_sites(live: list[HeapBlock], names: list[str]) -> str:
-    """The call sites that hold most."""
+        names = call_sites.names_at(state.address, [block.address for block in live])
+    else:
+        names = [human_bytes(block.requested_bytes) for block in live]
     count, held = Counter(names), Counter[str]()
     for block, name in zip(live, names, strict=True):
         held[name] += block.requested_bytes
-    most = sorted(held, key=lambda name: (-held[name], name))[:_MAX_HOLDERS]
-    told = ", ".join(
-        f"{human_bytes(held[name])} by {plural(count[name], 'block')} of {printable(name)}" for name in most
-    )
+    return [(name, held[name], count[name]) for name in sorted(held, key=lambda name: (-held[name], name))[:most]]
+
+
+def _holders(state: DeviceState, blocks: list[HeapBlock], call_sites: CallSites | None) -> str:
+    """The sentence about who holds most."""
+    sited = call_sites is not None and call_sites.is_on
+
+    def by(name: str, count: int) -> str:
+        if sited:
+            return f"{plural(count, 'block')} of {printable(name)}"
+        return f"{count:,} of {name}" if count > 1 else "one block"
+
+    found = largest_holders(state, call_sites, _MAX_HOLDERS, blocks)
+    told = ", ".join(f"{human_bytes(held)} by {by(name, count)}" for name, held, count in found)
     return f"Most is held: {told}. " if told else ""
