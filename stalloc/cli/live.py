@@ -13,6 +13,7 @@ name, bytes, number of blocks), and for each of `devices` its bytes, `hit_rate`,
 
 import argparse
 import contextlib
+import os
 import shlex
 import time
 from collections import deque
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = table_console()
     if args.once or not console.is_terminal:
-        console.print(_picture(figures, {}))
+        console.print(_picture(figures, {}), soft_wrap=True)
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         _follow(console, pid, figures)
@@ -118,6 +119,8 @@ def _picture(figures: dict[str, Any], seen: dict[int, "deque[int]"]) -> Group:
         lines.append(Text("most is held by", style="bold"))
     for _, name, size, count in held:
         lines.append(Text(f"  {human_bytes(int(size)):>10}  {plural(int(count), 'block')} of {printable(str(name))}"))
+    for line in lines:  # a picture is as wide as the terminal, whatever a name or a command is
+        line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
 
 
@@ -158,4 +161,6 @@ def _number(entry: dict[str, Any], name: str) -> int:
 
 def _command(figures: dict[str, Any]) -> str:
     words = figures.get("command", [])
-    return printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
+    if not isinstance(words, list) or not words:
+        return ""
+    return printable(shlex.join([os.path.basename(str(words[0])), *map(str, words[1:])]))
