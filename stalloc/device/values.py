@@ -11,8 +11,9 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
@@ -58,6 +59,10 @@ class Values:
     def is_followed(self, value: Any) -> bool:
         """Whether a value is a small tensor of integers or booleans on the GPU."""
         return isinstance(value, self.torch.Tensor) and value.is_cuda and value.dtype in self.kinds
+
+    def is_small(self, value: Any) -> bool:
+        """Whether a value is a tensor on the GPU that the host can afford to look at."""
+        return isinstance(value, self.torch.Tensor) and value.is_cuda and value.numel() <= MAX_ELEMENTS
 
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
@@ -108,8 +113,13 @@ class Values:
         if isinstance(value, self.torch.Tensor):
             if not value.is_cuda:
                 return value
+            if value.numel() > MAX_ELEMENTS:
+                raise LookupError
             known = self.known(value)
-            if known is None or value.numel() > MAX_ELEMENTS:
+            if known is None and value.is_floating_point() and type(value) in self.plain:
+                used.append(_Known(None, None, None, certain=False))  # a part of large data
+                return self._zeros(1, value.dtype).expand(value.shape)
+            if known is None:
                 raise LookupError
             used.append(known)
             return self.host(value, known)
@@ -155,20 +165,26 @@ class Values:
         """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
         try:
             known = self.known(tensor)
+            if known is None or not known.certain:
+                self._count()
             if known is None:
-                self._count()
                 return None
-            if not known.certain:
-                self._count()
             with self.unseen():
                 return self.host(tensor, known)
         except Exception:
             return None
 
+    def decide(self, tensor: Any, computed: tuple[Any, bool] | None) -> None:
+        """Count a size, or an answer, that follows from what a tensor holds, where that is not certain."""
+        if type(tensor) in self.plain and (computed is None or not computed[1]):
+            self._count()
+
     def _count(self) -> None:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(self._skipped):
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(self._skipped):
             frame = frame.f_back
+        if frame is None:
+            return  # autograd's own thread repeats what the program's has read
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if place in self._places or len(self._places) < _MAX_SITES:
             self._places[place] += 1
@@ -177,10 +193,12 @@ class Values:
         """The places that read what is not certain, those that read most first."""
         return [Decision(place=place, num_reads=num) for place, num in self._places.most_common()]
 
-    def expect(self, num: int) -> None:
-        """Let the next count that is read from the GPU be `num`."""
-        self._library.stalloc_virtual_expect(ctypes.c_int64(num))
-
-    def expect_nothing(self) -> None:
-        """End what `expect` began."""
-        self._library.stalloc_virtual_expect(ctypes.c_int64(-1))
+    @contextlib.contextmanager
+    def expecting(self, num: int | None) -> Iterator[None]:
+        """A block in which the next count that is read from the GPU is `num`; None for whatever is there."""
+        if num is not None:
+            self._library.stalloc_virtual_expect(ctypes.c_int64(num))
+        try:
+            yield
+        finally:
+            self._library.stalloc_virtual_expect(ctypes.c_int64(-1))
