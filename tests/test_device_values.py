@@ -102,9 +102,15 @@ print(json.dumps({
     "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
     "different columns": torch.unique(edges, dim=1).tolist(),
     "runs of columns": list(torch.unique_consecutive(edges, dim=1).shape),
-    "entries of a sparse matrix": torch.sparse_coo_tensor(edges, torch.ones(6, device="cuda"), (3, 3)).coalesce()._nnz(),
+    "entries of a sparse matrix": torch.sparse_coo_tensor(edges, torch.ones(6).cuda(), (3, 3)).coalesce()._nnz(),
     "copies": copy.deepcopy(lengths).tolist(),
     "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
+    "few floating-point numbers": [
+        (torch.tensor([[1.0, 2.0]]).cuda() * torch.tensor(1.5).cuda()).tolist(),
+        (torch.ceil(lengths.float() / 2)).long().tolist(),
+        round((lengths > 3).float().mean().item(), 3),
+        bool((torch.tensor([1.0, 5.0], device="cuda").diff() <= 0).any()),
+    ],
     "decisions": decisions(),
 }))
 """
@@ -126,6 +132,7 @@ def more_values(run_checks: Any) -> Any:
         ("entries of a sparse matrix", 4),
         ("copies", [3, 9, 4]),
         ("equal", [True, False]),
+        ("few floating-point numbers", [[[1.5, 3.0]], [2, 5, 2], 0.667, False]),
         ("decisions", []),
     ],
 )
@@ -148,6 +155,7 @@ kept = scores[scores[:, 0] > 0.5]
 kept.sum().backward()
 torch.distributions.Categorical(logits=scores, validate_args=True)
 loss.item()
+str(scores)
 print(json.dumps({"answers": [finite, below, close, picked, len(kept)], "decisions": decisions()}))
 """
 )
@@ -158,6 +166,21 @@ def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_chec
     assert found["answers"] == [True, True, True, [0, 4], 0]
     lines = [1 + _DOUBTFUL.splitlines().index(line) for line in _DOUBTFUL.splitlines() if _decides(line)]
     assert sorted(int(line) for line, _ in found["decisions"]) == lines
+
+
+_STALE = (
+    _PROLOGUE
+    + """
+uploaded = [torch.tensor(0.5, dtype=dtype).cuda() for dtype in (torch.float32, torch.float64) for _ in range(16)]
+del uploaded  # kernels write their counts where these were
+scores = torch.randn(600, 600, device="cuda")
+print(json.dumps([scores[scores > 1].numel(), len(scores.nonzero()), torch.randn(4, device="cuda").sum().item()]))
+"""
+)
+
+
+def test_a_count_that_no_kernel_wrote_is_not_what_was_uploaded_there_before(run_checks: Any) -> None:
+    assert run_checks(_STALE) == [0, 0, 0.0]
 
 
 def _decides(line: str) -> bool:

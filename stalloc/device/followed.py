@@ -2,8 +2,8 @@
 
 Contract: after `follow_values(torch, library)` every function named below runs on the virtual GPU as before, with the
 same requests and frees in the same order; where its result is a small tensor of integers or booleans, it also runs on
-the host, and `Values` keeps what comes out. Reads (`value_reads`) then give that. Floating-point numbers count as what
-was uploaded or as zero, and what a comparison makes of them is doubtful.
+the host, and `Values` keeps what comes out. Reads (`value_reads`) then give that. So it is for few floating-point
+numbers that are made of known ones; others count as zero, and what a comparison makes of them is doubtful.
 
 Functions are replaced in `torch` and `torch.Tensor`, not in the dispatcher: other arguments cost one look at their
 type, and nothing changes which operators a program calls.
@@ -26,7 +26,7 @@ from stalloc.device.value_reads import (
     reader_of_lengths,
     sampler,
 )
-from stalloc.device.values import MAX_ELEMENTS, Values
+from stalloc.device.values import Values
 
 _NOTHING = object()  # no argument
 _UNARY = ("__invert__", "__neg__")
@@ -42,6 +42,7 @@ _FUNCTIONS = (
     *("take", "take_along_dim", "tril", "triu", "diag", "index_add", "index_copy", "scatter_add", "scatter_reduce"),
     *("masked_fill", "masked_scatter", "masked_select", "nonzero", "unique", "unique_consecutive", "repeat_interleave"),
     *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose"),
+    *("mean", "exp", "log", "log2", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc"),
 )  # of `torch`, and methods of a tensor where there is one
 _JUDGING = {
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"),
@@ -53,14 +54,15 @@ _METHODS = (
     *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
     *("__xor__", "__rxor__", "__ixor__", "__lshift__", "__rshift__", "__pow__", "__abs__"),
     *("__floordiv__", "__rfloordiv__", "__ifloordiv__", "__mod__", "__neg__", "__getitem__", "__setitem__"),
-    *("add_", "sub_", "mul_", "bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_", "clamp_"),
+    *("__truediv__", "__rtruediv__", "__rdiv__", "__itruediv__"),
+    *("add_", "sub_", "mul_", "div_", "bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_", "clamp_"),
     *("fill_", "zero_", "masked_fill_", "index_fill_", "scatter", "scatter_", "scatter_add_", "index_put_"),
     *("index_add_", "index_copy_", "scatter_reduce_", "masked_scatter_", "contiguous", "repeat"),
-    *("long", "int", "bool", "short", "type"),
+    *("long", "int", "bool", "short", "type", "float", "double", "half", "bfloat16"),
 )
 _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
-    *("tril_indices", "triu_indices"),
+    *("tril_indices", "triu_indices", "linspace"),
 )
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
 _LARGEST = ("one_hot", "bincount")
@@ -78,7 +80,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     @functools.wraps(function)
     def follow(a: Any = _NOTHING, b: Any = _NOTHING, c: Any = _NOTHING, *more: Any, **named: Any) -> Any:
         kind = getattr(a[0] if type(a) in (list, tuple) and a else a, "dtype", None)
-        if kind not in kinds and not judges:
+        if kind not in kinds and not judges and not (values.knows_numbers and values.knows(a)):
             if c is not _NOTHING:  # most tensors are data, and pass on
                 return function(a, b, c, *more, **named)
             if b is not _NOTHING:
@@ -93,15 +95,17 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     # most calls are of these, and of data: they are spared what others need
     @functools.wraps(function)
     def follow_operator(a: Any, b: Any) -> Any:
-        return follow(a, b) if judges or a.dtype in kinds else function(a, b)
+        if judges or a.dtype in kinds or (values.knows_numbers and values.knows(a)):
+            return follow(a, b)
+        return function(a, b)
 
     @functools.wraps(function)
     def follow_unary(a: Any) -> Any:
-        return function(a) if a.dtype not in kinds else follow(a)
+        return follow(a) if a.dtype in kinds or values.knows(a) else function(a)
 
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
-        if not values.is_followed(first) and not (judges and values.is_small(first)):
+        if not values.is_followed(first) and not (judges and values.is_small(first)) and not values.knows(args[0]):
             return function(*args, **named)
         computed = values.compute(function, args, named)
         if not counted:
@@ -109,7 +113,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         else:
             if name not in _LARGEST or len(args) + len(named) == 1:
                 values.decide(first, computed)
-            with values.expecting(None if computed is None else _count(name, computed[0], args, named)):
+            with values.expecting(0 if computed is None else _count(name, computed[0], args, named)):
                 result = function(*args, **named)
         values.learn(result, computed)
         return result
@@ -132,7 +136,7 @@ def _made(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if values.is_followed(result) and result.numel() <= MAX_ELEMENTS:
+        if values.can_keep(result):
             values.learn(result, values.compute(function, args, kwargs, makes=True))
         return result
 

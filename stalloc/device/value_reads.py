@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.device.values import MAX_ELEMENTS, Values
+from stalloc.device.values import MAX_NUMBERS, Values
 
 
 def reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,10 +16,10 @@ def reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[
 
     @functools.wraps(function)
     def read(self: Any) -> Any:
-        if not self.is_cuda or (self.dtype not in values.kinds and not decides):
-            return function(self)
         result = function(self)  # its requests, its waiting, and its errors
-        host = values.read(self)
+        if not self.is_cuda:
+            return result
+        host = values.read(self) if decides or self.dtype in values.kinds else values.read_data(self)
         if host is None:
             return result
         with values.unseen():
@@ -36,14 +36,16 @@ def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs) if kwargs else function(self, *args)
-        if result is self or self.dtype not in kinds or type(result) not in values.plain:
+        if result is self or type(result) not in values.plain:
             return result
-        if result.is_cuda and result.dtype in values.kinds and result.numel() <= MAX_ELEMENTS:
-            values.learn(result, values.compute(same, (self, result.dtype), {}))
-        elif self.is_cuda and not result.is_cuda:
-            host = values.read(self)
+        if result.is_cuda:
+            if (self.dtype in kinds or result.numel() <= MAX_NUMBERS) and values.can_keep(result):
+                values.learn(result, values.compute(same, (self, result.dtype), {}))
+        elif self.is_cuda:
+            host = values.read(self) if self.dtype in kinds else values.read_data(self)
             if host is not None:
-                result.copy_(host)
+                with values.torch.no_grad():
+                    result.copy_(host)
         return result
 
     return move
@@ -57,7 +59,7 @@ def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, source, *args, **kwargs)
-        if values.is_followed(self):
+        if values.is_followed(self) or values.knows(self):
             computed = values.compute(function, (self, source), {})
             values.learn(self, None if computed is None else (self, computed[1]))
         elif not self.is_cuda and values.is_followed(source):
@@ -94,7 +96,7 @@ def coalescer(values: Values, function: Callable[..., Any]) -> Callable[..., Any
         indices = self._indices()
         computed = values.compute(values.torch.unique, (indices,), {"dim": 1})
         values.decide(indices, computed)
-        with values.expecting(None if computed is None else computed[0].shape[1]):
+        with values.expecting(0 if computed is None else computed[0].shape[1]):
             result = function(self)
         values.learn(result._indices(), computed)
         return result
@@ -150,7 +152,7 @@ def count_nonzero_on_read(values: Values, torch: Any) -> None:
             return original(tensor)
         computed = values.compute(operator, (tensor,), {})
         values.decide(tensor, computed)
-        with values.expecting(None if computed is None else computed[0].shape[0]):
+        with values.expecting(0 if computed is None else computed[0].shape[0]):
             result = original(tensor)
         values.learn(result, computed)
         return result

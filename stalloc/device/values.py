@@ -1,9 +1,9 @@
-"""What is known of the small tensors of integers and booleans on the virtual GPU.
+"""What is known of the small tensors on the virtual GPU: of integers and booleans, and of few floating-point numbers.
 
 Contract: what is known of a tensor is kept beside its storage, goes with it, and is the host's result of the functions
 that wrote it. What is not known counts as zero, as everything that a kernel would have computed does, and so does what
 follows from it: a decision on it is counted, with the line that took it. Changes in place that are not followed are
-seen by the version that PyTorch counts.
+seen by the version that PyTorch counts. Floating-point numbers are kept only where they are certain.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
+MAX_NUMBERS = 1024  # of floating-point tensors: scales, boxes, shares
 _MAX_SITES = 64
 _LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
@@ -51,6 +52,8 @@ class Values:
         self.plain = (torch.Tensor, torch.nn.Parameter)
         #: a block in which no dispatch mode of the program sees what is done on the host
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
+        self.knows_numbers = False
+        """Whether a floating-point tensor was ever known."""
         self._known: dict[int, _Known] = {}
         self._places: Counter[str] = Counter()
         self._sweep_at = 1024
@@ -63,6 +66,25 @@ class Values:
     def is_small(self, value: Any) -> bool:
         """Whether a value is a tensor on the GPU that the host can afford to look at."""
         return isinstance(value, self.torch.Tensor) and value.is_cuda and value.numel() <= MAX_ELEMENTS
+
+    def can_keep(self, tensor: Any) -> bool:
+        """Whether a tensor is one that may become known: it is on the GPU, and small for its kind."""
+        if not isinstance(tensor, self.torch.Tensor) or not tensor.is_cuda:
+            return False
+        if tensor.dtype in self.kinds:
+            return tensor.numel() <= MAX_ELEMENTS
+        return tensor.numel() <= MAX_NUMBERS and tensor.is_floating_point() and not tensor.requires_grad
+
+    def knows(self, value: Any) -> bool:
+        """Whether a value is a floating-point tensor whose numbers are known for certain, or begins with one."""
+        value = value[0] if type(value) in (list, tuple) and value else value
+        if not self.knows_numbers or type(value) not in self.plain or value.numel() > MAX_NUMBERS:
+            return False
+        try:
+            found = self._known.get(value.untyped_storage()._cdata)
+            return found is not None and found.certain and found.version == self._version(value)
+        except Exception:
+            return False  # a tensor of another making may have no memory
 
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
@@ -151,12 +173,15 @@ class Values:
         if isinstance(result, (list, tuple)):
             for one, known in zip(result, host, strict=False):
                 self.learn(one, (known, certain))
-        elif self.is_followed(result) and type(result) in self.plain and result.shape == host.shape:
+        elif type(result) in self.plain and self.can_keep(result) and result.shape == host.shape:
+            if result.dtype not in self.kinds and not certain:
+                return
             there = self._known.get(result.untyped_storage()._cdata)
             if there is not None:  # changed in place on the host too, or a view
                 there.certain, there.version = there.certain and certain, self._version(result)
             elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
                 num = result.untyped_storage().nbytes() // result.element_size()
+                self.knows_numbers = self.knows_numbers or result.dtype not in self.kinds
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
                 with self.unseen():
                     self.host(result, kept).copy_(host)
@@ -174,6 +199,21 @@ class Values:
         except Exception:
             return None
 
+    def read_data(self, tensor: Any) -> Any:
+        """What is read of floating-point numbers: what is known of them, None for what is in memory.
+
+        A single number that is not known is zero: what was copied to its address for another one may still be there.
+        """
+        try:
+            with self.unseen():
+                if self.knows(tensor):
+                    return self.host(tensor, self._known[tensor.untyped_storage()._cdata])
+                if type(tensor) in self.plain and tensor.numel() * tensor.element_size() <= _LONGEST_NUMBER:
+                    return self._zeros(tensor.numel(), tensor.dtype).reshape(tensor.shape)
+        except Exception:
+            pass
+        return None
+
     def decide(self, tensor: Any, computed: tuple[Any, bool] | None) -> None:
         """Count a size, or an answer, that follows from what a tensor holds, where that is not certain."""
         if type(tensor) in self.plain and (computed is None or not computed[1]):
@@ -182,6 +222,8 @@ class Values:
     def _count(self) -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(self._skipped):
+            if frame.f_code.co_filename.endswith("_tensor_str.py"):
+                return  # to print is not to decide
             frame = frame.f_back
         if frame is None:
             return  # autograd's own thread repeats what the program's has read
