@@ -26,10 +26,11 @@ from stalloc.device.value_reads import (
     reader_of_lengths,
     sampler,
 )
-from stalloc.device.values import Values
+from stalloc.device.values import MAX_ELEMENTS, Values
 
 _NOTHING = object()  # no argument
-_UNARY = ("__invert__", "__neg__")
+_CONVERSIONS = ("long", "int", "bool", "short", "float", "double", "half", "bfloat16")
+_UNARY = ("__invert__", "__neg__", "__abs__", *_CONVERSIONS)
 _FUNCTIONS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "isin"),
     *("logical_and", "logical_or", "logical_xor", "logical_not"),
@@ -37,12 +38,12 @@ _FUNCTIONS = (
     *("add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum", "pow"),
     *("all", "any", "_is_all_true", "_is_any_true", "sum", "prod", "max", "min", "amax", "amin", "argmax", "argmin"),
     *("count_nonzero", "cumsum", "cumprod", "cummax", "cummin", "diff", "bincount", "searchsorted", "bucketize"),
-    *("sort", "argsort", "topk", "sign", "square", "fmod", "bitwise_left_shift", "bitwise_right_shift", "outer"),
+    *("sort", "argsort", "topk", "sign", "fmod", "bitwise_left_shift", "bitwise_right_shift", "outer"),
     *("cat", "concat", "stack", "hstack", "vstack", "tile", "clone", "flip", "roll", "where", "index_select", "gather"),
     *("take", "take_along_dim", "tril", "triu", "diag", "index_add", "index_copy", "scatter_add", "scatter_reduce"),
     *("masked_fill", "masked_scatter", "masked_select", "nonzero", "unique", "unique_consecutive", "repeat_interleave"),
     *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose"),
-    *("mean", "exp", "log", "log2", "sqrt", "rsqrt", "reciprocal", "floor", "ceil", "round", "trunc"),
+    *("floor", "ceil", "round", "trunc"),
 )  # of `torch`, and methods of a tensor where there is one
 _JUDGING = {
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"),
@@ -53,12 +54,12 @@ _METHODS = (
     *("__and__", "__or__", "__xor__", "__invert__", "__iand__", "__ior__", "__rand__", "__ror__"),
     *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
     *("__xor__", "__rxor__", "__ixor__", "__lshift__", "__rshift__", "__pow__", "__abs__"),
-    *("__floordiv__", "__rfloordiv__", "__ifloordiv__", "__mod__", "__neg__", "__getitem__", "__setitem__"),
+    *("__floordiv__", "__rfloordiv__", "__ifloordiv__", "__mod__", "__neg__", "__getitem__"),
     *("__truediv__", "__rtruediv__", "__rdiv__", "__itruediv__"),
     *("add_", "sub_", "mul_", "div_", "bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_", "clamp_"),
     *("fill_", "zero_", "masked_fill_", "index_fill_", "scatter", "scatter_", "scatter_add_", "index_put_"),
     *("index_add_", "index_copy_", "scatter_reduce_", "masked_scatter_", "contiguous", "repeat"),
-    *("long", "int", "bool", "short", "type", "float", "double", "half", "bfloat16"),
+    *_CONVERSIONS,
 )
 _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
@@ -73,7 +74,9 @@ _COUNTED = (*_ALONG, "repeat_interleave", *_LARGEST)
 
 
 def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    kinds, counted, judges = values.kinds, name in _COUNTED, name.strip("_") in _JUDGING
+    kinds, counted, judges, most = values.kinds, name in _COUNTED, name.strip("_") in _JUDGING, MAX_ELEMENTS
+
+    passes = not judges
 
     # Arguments have names, since Python lets go of them in this order, as it does without this function between; a
     # tuple lets go of its last one first, and the program would free its temporary tensors in another order.
@@ -92,20 +95,22 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         finally:
             del args
 
-    # most calls are of these, and of data: they are spared what others need
+    # most calls are of these, and of data, the quickest sign of which is a gradient: they are spared what others need
     @functools.wraps(function)
     def follow_operator(a: Any, b: Any) -> Any:
-        if judges or a.dtype in kinds or (values.knows_numbers and values.knows(a)):
-            return follow(a, b)
-        return function(a, b)
+        if (passes and a.requires_grad) or a.numel() > most or not (judges or a.dtype in kinds or values.knows(a)):
+            return function(a, b)
+        return follow(a, b)
 
     @functools.wraps(function)
-    def follow_unary(a: Any) -> Any:
-        return follow(a) if a.dtype in kinds or values.knows(a) else function(a)
+    def follow_unary(a: Any, **named: Any) -> Any:
+        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
+            return function(a, **named)
+        return follow(a, **named)
 
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
-        if not values.is_followed(first) and not (judges and values.is_small(first)) and not values.knows(args[0]):
+        if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_known(args)):
             return function(*args, **named)
         computed = values.compute(function, args, named)
         if not counted:
@@ -132,11 +137,13 @@ def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any
     return one.shape[along or 0]
 
 
-def _made(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    fills = name.startswith(("ones", "zeros"))  # with floating-point numbers these are sums and states to be
+
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if values.can_keep(result):
+        if values.can_keep(result) and (result.dtype in values.kinds or not fills):
             values.learn(result, values.compute(function, args, kwargs, makes=True))
         return result
 
@@ -184,14 +191,11 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
             if not inspect.isfunction(getattr(owner, name, None)):  # a function of Python calls the other
                 replace(owner, name, functools.partial(_followed, values, name))
     for name in _METHODS:
-        if name == "__setitem__":
-            replace(tensor, name, functools.partial(_setter, values))
-        elif name != "type":
-            replace(tensor, name, functools.partial(_followed, values, name))
-    for name in _MAKERS:
-        replace(torch, name, functools.partial(_made, values))
-    for name in _NEW:
-        replace(tensor, name, functools.partial(_made, values))
+        replace(tensor, name, functools.partial(_followed, values, name))
+    replace(tensor, "__setitem__", functools.partial(_setter, values))
+    for owner, names in ((torch, _MAKERS), (tensor, _NEW)):
+        for name in names:
+            replace(owner, name, functools.partial(_made, values, name))
     for name in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__complex__", "is_nonzero"):
         replace(tensor, name, functools.partial(reader, values, name))
     for name in ("equal", "allclose"):

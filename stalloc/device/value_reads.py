@@ -31,15 +31,17 @@ def reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[
 def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
 
-    same, kinds = _original_to(values), values.kinds
+    same, kinds, most = _original_to(values), values.kinds, MAX_NUMBERS
 
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs) if kwargs else function(self, *args)
-        if result is self or type(result) not in values.plain:
+        if self.requires_grad or result is self or (self.numel() > most and self.dtype not in kinds):
+            return result
+        if type(result) not in values.plain:
             return result
         if result.is_cuda:
-            if (self.dtype in kinds or result.numel() <= MAX_NUMBERS) and values.can_keep(result):
+            if values.can_keep(result):
                 values.learn(result, values.compute(same, (self, result.dtype), {}))
         elif self.is_cuda:
             host = values.read(self) if self.dtype in kinds else values.read_data(self)

@@ -86,6 +86,16 @@ class Values:
         except Exception:
             return False  # a tensor of another making may have no memory
 
+    def is_of_known(self, args: tuple[Any, ...]) -> bool:
+        """Whether a result of these arguments, the first of floating-point numbers, is certain as far as one sees."""
+        for value in args:
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            for one in parts:
+                is_data = isinstance(one, self.torch.Tensor) and one.is_cuda and one.dtype not in self.kinds
+                if is_data and not self.knows(one):
+                    return False
+        return self.knows(args[0])
+
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
         if type(tensor) not in self.plain:
