@@ -1,7 +1,7 @@
 """Llama 3 8B, sharded over four GPUs, to the loss of its first step, where a recording of torchtitan ran out of memory.
 
-python llama3_fsdp.py: writes llama3_fsdp.pickle, of rank 0. What the recording's call sites and sizes tell of the program:
-parameters of 16 bits, one FSDP unit a layer, one for the embedding, one for the last norm with the head, which stays
+python llama3_fsdp.py: writes llama3_fsdp.pickle, of rank 0. What call sites and sizes tell of the program: parameters
+of 16 bits, one FSDP unit a layer, one for the embedding, one for the last norm with the head, which stays
 gathered; one sequence of 8,192 tokens; every second layer is checkpointed; attention by cuDNN with the keys repeated;
 the table of rotations is made complex and cast to 16 bits with the rest, which leaves its real part. The process group
 is fake: it moves nothing and takes no memory, as the recording does not show what NCCL takes either.
