@@ -89,6 +89,104 @@ def test_what_is_known_is_no_doubtful_decision(values: Any) -> None:
     assert values["decisions"] == []
 
 
+_MORE = (
+    _PROLOGUE
+    + """
+import copy
+import torch.nn.functional as F
+lengths = torch.tensor([3, 9, 4]).cuda()
+edges = torch.tensor([[0, 1, 1, 2, 2, 2], [1, 0, 0, 2, 2, 1]]).cuda()
+starts = F.pad(lengths.cumsum(0), (1, 0))
+print(json.dumps({
+    "numbers of Python": [float(lengths.sum()), complex(lengths.max()).real],
+    "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
+    "different columns": torch.unique(edges, dim=1).tolist(),
+    "runs of columns": list(torch.unique_consecutive(edges, dim=1).shape),
+    "entries of a sparse matrix": torch.sparse_coo_tensor(edges, torch.ones(6).cuda(), (3, 3)).coalesce()._nnz(),
+    "copies": copy.deepcopy(lengths).tolist(),
+    "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
+    "few floating-point numbers": [
+        (torch.tensor([[1.0, 2.0]]).cuda() * torch.tensor(1.5).cuda()).tolist(),
+        (torch.ceil(lengths.float() / 2)).long().tolist(),
+        ((lengths > 3).sum().float() / 4).item(),
+        bool((torch.tensor([1.0, 5.0], device="cuda").diff() <= 0).any()),
+    ],
+    "decisions": decisions(),
+}))
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def more_values(run_checks: Any) -> Any:
+    return run_checks(_MORE)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("numbers of Python", [16.0, 9.0]),
+        ("starts of packed sequences", [[0, 3, 12, 16], 9]),
+        ("different columns", [[0, 1, 2, 2], [1, 0, 1, 2]]),
+        ("runs of columns", [2, 4]),
+        ("entries of a sparse matrix", 4),
+        ("copies", [3, 9, 4]),
+        ("equal", [True, False]),
+        ("few floating-point numbers", [[[1.5, 3.0]], [2, 5, 2], 0.5, False]),
+        ("decisions", []),
+    ],
+)
+def test_sizes_that_follow_from_known_numbers_are_right(more_values: Any, what: str, expected: Any) -> None:
+    assert more_values[what] == expected
+
+
+_DOUBTFUL = (
+    _PROLOGUE
+    + """
+model = torch.nn.Linear(4, 4, device="cuda")
+scores = model(torch.randn(1000, 4, device="cuda"))
+loss = scores.mean()
+finite = bool(torch.isfinite(loss).all())
+below = bool(loss < 1)
+close = torch.allclose(scores, scores * 2)
+labels = torch.zeros(3, 600, 600, dtype=torch.long, device="cuda").random_(0, 20)
+picked = list(torch.randn(3, 600, 600, 4, device="cuda")[labels != 255].shape)
+kept = scores[scores[:, 0] > 0.5]
+kept.sum().backward()
+torch.distributions.Categorical(logits=scores, validate_args=True)
+loss.item()
+str(scores)
+print(json.dumps({"answers": [finite, below, close, picked, len(kept)], "decisions": decisions()}))
+"""
+)
+
+
+def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_checks: Any) -> None:
+    found = run_checks(_DOUBTFUL)
+    assert found["answers"] == [True, True, True, [0, 4], 0]
+    lines = [1 + _DOUBTFUL.splitlines().index(line) for line in _DOUBTFUL.splitlines() if _decides(line)]
+    assert sorted(int(line) for line, _ in found["decisions"]) == lines
+
+
+_STALE = (
+    _PROLOGUE
+    + """
+uploaded = [torch.tensor(0.5, dtype=dtype).cuda() for dtype in (torch.float32, torch.float64) for _ in range(16)]
+del uploaded  # kernels write their counts where these were
+scores = torch.randn(600, 600, device="cuda")
+print(json.dumps([scores[scores > 1].numel(), len(scores.nonzero()), torch.randn(4, device="cuda").sum().item()]))
+"""
+)
+
+
+def test_a_count_that_no_kernel_wrote_is_not_what_was_uploaded_there_before(run_checks: Any) -> None:
+    assert run_checks(_STALE) == [0, 0, 0.0]
+
+
+def _decides(line: str) -> bool:
+    return line.startswith(("finite", "below", "close", "picked", "kept =", "torch.distributions"))
+
+
 _GENERATION = (
     _PROLOGUE
     + """
@@ -203,6 +301,7 @@ sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
 import scripted
 
 def count(x):
+    x = torch.nn.functional.pad(x, (0, 1), value=9)
     return (x[None] == torch.arange(4, device="cuda")[:, None]).any(-1).sum()
 
 import torch._dynamo

@@ -119,11 +119,16 @@ def _results(
             tried = _try(name, offered, measure)
             if name == "expandable" and not tried["uses_torch"]:
                 continue
-            if name == "native":
-                uncertain = _uncertain(tried, model, command)
             if history.exists():
                 tell(f"replaying what it needs under {allocator_name(name)}")
             results[name] = _need(name, tried, _replayed(history, name, settings), offered)
+            if name == "native":
+                uncertain = _uncertain(
+                    tried,
+                    results[name],
+                    lambda which, file: _native(model, _PLENTY, command, file, workspaces=which),
+                    settings,
+                )
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
             results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
@@ -146,15 +151,22 @@ def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
     return replace(need, needed_bytes=size_bytes, needed_by=needed_by, devices=devices)
 
 
-def _uncertain(tried: dict[str, Any], model: list[str], command: list[str]) -> dict[str, Any]:
-    """What a native run could not know, with the peaks between which it lies whatever cuDNN asks for."""
+def _uncertain(
+    tried: dict[str, Any], need: Need, measure: Callable[[str, Path], dict[str, Any]], settings: dict[str, str]
+) -> dict[str, Any]:
+    """What a native run could not know, with the figures between which its own lie whatever cuDNN asks for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
-        runs = [tried, *(_native(model, _PLENTY, command, workspaces=which) for which in ("least", "most"))]
-        for name, figure in (("taken_bytes", "reserved_peak_bytes"), ("allocated_peak_bytes", "allocated_peak_bytes")):
-            seen = [device[figure] for one in runs for device in one["devices"]]
-            convolutions[name] = [min(seen), max(seen)]
+        seen = [{name: getattr(need, name) for name in FIGURES}]
+        with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+            for which in ("least", "most"):
+                file = Path(folder) / f"{which}.pickle"
+                one = measure(which, file)
+                other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), _PLENTY)
+                seen.append({name: getattr(other, name) for name in FIGURES})
+        for name in FIGURES:
+            convolutions[name] = [min(one[name] for one in seen), max(one[name] for one in seen)]
     return uncertain
 
 

@@ -60,15 +60,19 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         console.print("  or: the same with a larger --gpu, or a smaller batch")
 
 
+def _between(ends: list[int]) -> str:
+    return " to ".join(dict.fromkeys(human_bytes(end) for end in ends))
+
+
 def _doubts(uncertain: dict[str, Any]) -> list[str]:
     lines = []
     convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
     if convolutions.get("unknown_bytes"):
         lines.append(
             f"cuDNN's workspace is a guess for {convolutions['num_unseen']} of {convolutions['num_convolutions']} "
-            "convolutions: under PyTorch's own allocator reserved may be "
-            f"{' to '.join(human_bytes(most) for most in convolutions['taken_bytes'])}, allocated "
-            f"{' to '.join(human_bytes(most) for most in convolutions['allocated_peak_bytes'])}"
+            "convolutions: under PyTorch's own allocator the program needs "
+            f"{_between(convolutions['needed_bytes'])}, takes {_between(convolutions['taken_bytes'])} given plenty, "
+            f"allocates {_between(convolutions['allocated_peak_bytes'])}"
         )
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])

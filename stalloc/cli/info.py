@@ -6,6 +6,7 @@ It is what a report of a problem should contain. Nothing is changed, and neither
 import argparse
 import os
 import platform
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -17,9 +18,11 @@ from stalloc.allocator_conf import conf_in_force
 from stalloc.cli.output import add_json_argument, table_console, wants_text, write_json
 from stalloc.cli.tables import print_items, print_table
 from stalloc.device import DEFAULT_GPU, KNOWN_GPUS
-from stalloc.device.cudnn import workspace_table
+from stalloc.device.cudnn import WorkspaceRow, workspace_table
+from stalloc.device.cudnn_rows import as_csv, rows_of
 from stalloc.device.nvidia_driver import driver_version, gpus
 from stalloc.device.virtual_build import built_directory, compiler
+from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
 
@@ -43,8 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`--json`, and the table of cuDNN's work spaces."""
     parser.add_argument(
         "--cudnn-table",
-        action="store_true",
-        help="show the workspaces that the virtual GPU gives cuDNN's convolutions, and the source of each figure",
+        nargs="?",
+        const="",
+        metavar="TRACE",
+        help="show the workspaces that the virtual GPU gives cuDNN's convolutions, and the source of each figure; of a "
+        "TRACE made by stalloc record --stacks, the rows that it tells, as lines of that table",
     )
     add_json_argument(parser)
 
@@ -154,9 +160,27 @@ def _range(first: str, below: str, shown: Callable[[int], str]) -> str:
     return f"{shown(int(first or 0))} to below {shown(int(below))}"
 
 
+def _recorded_rows(path: str) -> list[WorkspaceRow]:
+    """The rows that a trace tells, of all its devices."""
+    from stalloc.trace import load_traces
+
+    notes = [trace.info["convolutions"] for trace in load_traces(path) if "convolutions" in trace.info]
+    if not notes:
+        raise BadInputError(
+            f"{printable(path)} tells no work spaces: record a program with convolutions with stalloc record --stacks."
+        )
+    return [row for note in notes for row in rows_of(note, printable(path))]
+
+
 def run(args: argparse.Namespace) -> int:
     """Print or write what was found; always 0."""
     if args.cudnn_table:
+        told = _recorded_rows(args.cudnn_table)
+        if wants_text(args):
+            sys.stdout.write(as_csv(told))
+        write_json(args, {"cudnn_workspaces": [row.fields for row in told]})
+        return 0
+    if args.cudnn_table is not None:
         rows = [row.fields for row in workspace_table()]
         if wants_text(args):
             _print_workspaces(rows)

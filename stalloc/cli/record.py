@@ -4,7 +4,8 @@
 
 The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch's and CuPy's has its call site.
 With --stacks it runs under PyTorch's own allocator and history instead, so that the addresses and segments are those of
-PyTorch; requests of CuPy's are not in the recording then. JSON: `output`, and
+PyTorch; requests of CuPy's are not in the recording then, but cuDNN's work spaces are told apart: `stalloc info
+--cudnn-table FILE` shows them. JSON: `output`, and
 for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
 program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
 """
@@ -13,7 +14,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stalloc.analysis import recorded
 from stalloc.cli.output import (
@@ -33,11 +34,15 @@ from stalloc.cli.program import (
 )
 from stalloc.cli.tables import print_prose
 from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.files import check_writable
 from stalloc.torch_release import known_release
 from stalloc.trace import Trace
+
+if TYPE_CHECKING:
+    from stalloc.integrations.convolutions import SeenConvolutions
 
 _MAX_EVENTS = 1 << 22  #: of PyTorch's history
 
@@ -92,15 +97,21 @@ def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list
     """The same under PyTorch's allocator, by its own history."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
+    from stalloc.integrations.convolutions import SeenConvolutions
     from stalloc.integrations.imports import after_import
     from stalloc.trace import load_traces
 
     kind = device.activate(args.device, gpu)
 
+    seen: list[SeenConvolutions] = []
+
     def begin() -> None:
         if kind == "virtual":
             after_torch_import()
-        sys.modules["torch"].cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_EVENTS)
+        torch: Any = sys.modules["torch"]
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_EVENTS)
+        if hasattr(torch.ops.aten.convolution_backward.default, "redispatch"):  # from torch 2.2 on
+            seen.append(SeenConvolutions(torch))
 
     after_import("torch", begin)
     code = run_program(command)
@@ -110,7 +121,22 @@ def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         torch.cuda.memory._dump_snapshot(f"{folder}/history.pickle")
         traces = load_traces(f"{folder}/history.pickle")
-        return code, [dataclasses.replace(trace, info=trace.info | known_release()) for trace in traces]
+        more = [known_release() | _work_spaces(kind, torch, trace, seen) for trace in traces]
+        return code, [
+            dataclasses.replace(trace, info=trace.info | info) for trace, info in zip(traces, more, strict=True)
+        ]
+
+
+def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:
+    """What is kept of a program's convolutions; nothing where it made none."""
+    from stalloc.device.cudnn_rows import note_of
+
+    found = [pair for convolutions in seen for pair in convolutions.work_spaces(trace)]
+    major, minor = torch.cuda.get_device_capability(trace.device)
+    card = shown_name(kind, torch.cuda.get_device_name(trace.device))
+    cudnn = torch.backends.cudnn.version() or 0
+    note = note_of(found, card=card, architecture=10 * major + minor, cudnn=cudnn)
+    return {"convolutions": note} if found else {}
 
 
 def _entry(trace: Trace) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Contract: after `follow_values(torch, library)` every function named below runs on the virtual GPU as before, with the
 same requests and frees in the same order; where its result is a small tensor of integers or booleans, it also runs on
-the host, and `Values` keeps what comes out. Reads (`item`, `tolist`, `bool`, `cpu`, sizes that depend on data) then
-give that.
+the host, and `Values` keeps what comes out. Reads (`value_reads`) then give that. So it is for few floating-point
+numbers that are made of known ones; others count as zero, and what a comparison makes of them is doubtful.
 
 Functions are replaced in `torch` and `torch.Tensor`, not in the dispatcher: other arguments cost one look at their
 type, and nothing changes which operators a program calls.
@@ -11,48 +11,79 @@ type, and nothing changes which operators a program calls.
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from stalloc.device import value_reads
+from stalloc.device.value_reads import (
+    coalescer,
+    copier,
+    count_nonzero_on_read,
+    judge,
+    mover,
+    reader,
+    reader_of_lengths,
+    sampler,
+)
 from stalloc.device.values import MAX_ELEMENTS, Values
 
 _NOTHING = object()  # no argument
-_UNARY = ("__invert__", "__neg__")
+_CONVERSIONS = ("long", "int", "bool", "short", "float", "double", "half", "bfloat16")
+_UNARY = ("__invert__", "__neg__", "__abs__", *_CONVERSIONS)
 _FUNCTIONS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "isin"),
     *("logical_and", "logical_or", "logical_xor", "logical_not"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
     *("add", "sub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "clamp", "minimum", "maximum", "pow"),
-    *("all", "any", "sum", "prod", "max", "min", "amax", "amin", "argmax", "argmin", "count_nonzero"),
-    *("cumsum", "cumprod", "diff", "bincount", "searchsorted", "sort", "argsort", "topk"),
-    *("cat", "concat", "stack", "clone", "flip", "roll", "where", "index_select", "gather", "take", "tril", "triu"),
-    *("masked_fill", "masked_select", "nonzero", "unique", "unique_consecutive", "repeat_interleave"),
+    *("all", "any", "_is_all_true", "_is_any_true", "sum", "prod", "max", "min", "amax", "amin", "argmax", "argmin"),
+    *("count_nonzero", "cumsum", "cumprod", "cummax", "cummin", "diff", "bincount", "searchsorted", "bucketize"),
+    *("sort", "argsort", "topk", "sign", "fmod", "bitwise_left_shift", "bitwise_right_shift", "outer"),
+    *("cat", "concat", "stack", "hstack", "vstack", "tile", "clone", "flip", "roll", "where", "index_select", "gather"),
+    *("take", "take_along_dim", "tril", "triu", "diag", "index_add", "index_copy", "scatter_add", "scatter_reduce"),
+    *("masked_fill", "masked_scatter", "masked_select", "nonzero", "unique", "unique_consecutive", "repeat_interleave"),
+    *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose"),
+    *("floor", "ceil", "round", "trunc"),
 )  # of `torch`, and methods of a tensor where there is one
+_JUDGING = {
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"),
+    *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "isclose"),
+}  # of floating-point numbers too, that make booleans
 _METHODS = (
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
     *("__and__", "__or__", "__xor__", "__invert__", "__iand__", "__ior__", "__rand__", "__ror__"),
     *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
-    *("__floordiv__", "__mod__", "__neg__", "__getitem__", "__setitem__"),
-    *("add_", "sub_", "mul_", "bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_", "clamp_"),
+    *("__xor__", "__rxor__", "__ixor__", "__lshift__", "__rshift__", "__pow__", "__abs__"),
+    *("__floordiv__", "__rfloordiv__", "__ifloordiv__", "__mod__", "__neg__", "__getitem__"),
+    *("__truediv__", "__rtruediv__", "__rdiv__", "__itruediv__"),
+    *("add_", "sub_", "mul_", "div_", "bitwise_and_", "bitwise_or_", "logical_and_", "logical_or_", "clamp_"),
     *("fill_", "zero_", "masked_fill_", "index_fill_", "scatter", "scatter_", "scatter_add_", "index_put_"),
-    *("contiguous", "repeat", "long", "int", "bool", "short", "type"),
+    *("index_add_", "index_copy_", "scatter_reduce_", "masked_scatter_", "contiguous", "repeat"),
+    *_CONVERSIONS,
 )
-_MAKERS = ("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like")
+_MAKERS = (
+    *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
+    *("tril_indices", "triu_indices", "linspace"),
+)
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
 _LARGEST = ("one_hot", "bincount")
-_COUNTED = ("unique", "unique_consecutive", "repeat_interleave", *_LARGEST)
+_ALONG = {"unique": 4, "unique_consecutive": 3}
+"""Functions whose result may be cut along one dimension, and which argument that is."""
+_COUNTED = (*_ALONG, "repeat_interleave", *_LARGEST)
 """Functions that read how long their result is; some, the largest number."""
 
 
 def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    kinds, counted = values.kinds, name in _COUNTED
+    kinds, counted, judges, most = values.kinds, name in _COUNTED, name.strip("_") in _JUDGING, MAX_ELEMENTS
+
+    passes = not judges
 
     # Arguments have names, since Python lets go of them in this order, as it does without this function between; a
     # tuple lets go of its last one first, and the program would free its temporary tensors in another order.
     @functools.wraps(function)
     def follow(a: Any = _NOTHING, b: Any = _NOTHING, c: Any = _NOTHING, *more: Any, **named: Any) -> Any:
         kind = getattr(a[0] if type(a) in (list, tuple) and a else a, "dtype", None)
-        if kind not in kinds:
+        if kind not in kinds and not judges and not (values.knows_numbers and values.knows(a)):
             if c is not _NOTHING:  # most tensors are data, and pass on
                 return function(a, b, c, *more, **named)
             if b is not _NOTHING:
@@ -64,27 +95,31 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         finally:
             del args
 
-    # most calls are of these, and of data: they are spared what others need
+    # most calls are of these, and of data, the quickest sign of which is a gradient: they are spared what others need
     @functools.wraps(function)
     def follow_operator(a: Any, b: Any) -> Any:
-        return function(a, b) if a.dtype not in kinds else follow(a, b)
+        if (passes and a.requires_grad) or a.numel() > most or not (judges or a.dtype in kinds or values.knows(a)):
+            return function(a, b)
+        return follow(a, b)
 
     @functools.wraps(function)
-    def follow_unary(a: Any) -> Any:
-        return function(a) if a.dtype not in kinds else follow(a)
+    def follow_unary(a: Any, **named: Any) -> Any:
+        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
+            return function(a, **named)
+        return follow(a, **named)
 
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not values.is_followed(args[0][0] if isinstance(args[0], (list, tuple)) else args[0]):
+        first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
+        if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_known(args)):
             return function(*args, **named)
         computed = values.compute(function, args, named)
-        if not counted or computed is None:
+        if not counted:
             result = function(*args, **named)
         else:
-            values.expect(_length(computed[0]) if name not in _LARGEST else computed[0].shape[-1] - 1)
-            try:
+            if name not in _LARGEST or len(args) + len(named) == 1:
+                values.decide(first, computed)
+            with values.expecting(0 if computed is None else _count(name, computed[0], args, named)):
                 result = function(*args, **named)
-            finally:
-                values.expect_nothing()
         values.learn(result, computed)
         return result
 
@@ -93,16 +128,22 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     return follow_operator if name.startswith("__") else follow
 
 
-def _length(computed: Any) -> int:
+def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """The number that a function reads from the GPU to know how large its result is."""
     one = computed[0] if isinstance(computed, (list, tuple)) else computed
-    return one.shape[0] if one is not None and one.dim() else 0
+    if name in _LARGEST:
+        return one.shape[-1] - 1
+    along = named.get("dim", args[_ALONG[name]] if name in _ALONG and len(args) > _ALONG[name] else None)
+    return one.shape[along or 0]
 
 
-def _made(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    fills = name.startswith(("ones", "zeros"))  # with floating-point numbers these are sums and states to be
+
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if values.is_followed(result) and result.numel() <= MAX_ELEMENTS:
+        if values.can_keep(result) and (result.dtype in values.kinds or not fills):
             values.learn(result, values.compute(function, args, kwargs, makes=True))
         return result
 
@@ -120,128 +161,6 @@ def _setter(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
             function(self, index, value)
 
     return change
-
-
-def _reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    decides = name in ("__bool__", "__int__", "__index__", "is_nonzero")
-
-    @functools.wraps(function)
-    def read(self: Any) -> Any:
-        if not self.is_cuda or (self.dtype not in values.kinds and not decides):
-            return function(self)
-        result = function(self)  # its requests, its waiting, and its errors
-        host = values.read(self)
-        if host is None:
-            return result
-        with values.unseen():
-            return function(host)
-
-    return read
-
-
-def _mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
-
-    same, kinds = _original_to(values), values.kinds
-
-    @functools.wraps(function)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(self, *args, **kwargs) if kwargs else function(self, *args)
-        if result is self or self.dtype not in kinds or type(result) not in values.plain:
-            return result
-        if result.is_cuda and result.dtype in values.kinds and result.numel() <= MAX_ELEMENTS:
-            values.learn(result, values.compute(same, (self, result.dtype), {}))
-        elif self.is_cuda and not result.is_cuda:
-            host = values.read(self)
-            if host is not None:
-                result.copy_(host)
-        return result
-
-    return move
-
-
-def _original_to(values: Values) -> Callable[..., Any]:
-    return values.torch._C.TensorBase.to if hasattr(values.torch._C, "TensorBase") else values.torch._C._TensorBase.to
-
-
-def _copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(self, source, *args, **kwargs)
-        if values.is_followed(self):
-            computed = values.compute(function, (self, source), {})
-            values.learn(self, None if computed is None else (self, computed[1]))
-        elif not self.is_cuda and values.is_followed(source):
-            host = values.read(source)
-            if host is not None:
-                function(self, host)
-        return result
-
-    return copy
-
-
-def _reader_of_lengths(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`ctc_loss`, which copies its lengths to the host before it begins."""
-
-    @functools.wraps(function)
-    def lose(log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
-        if targets.dtype == values.torch.int64:  # with others it may be cuDNN's, which does not
-            args = tuple(_on_host(values, one) for one in args)
-            kwargs = {name: _on_host(values, one) for name, one in kwargs.items()}
-        return function(log_probs, targets, *args, **kwargs)
-
-    return lose
-
-
-def _on_host(values: Values, value: Any) -> Any:
-    """A tensor of numbers as PyTorch would copy it to the host without a request, where it is known."""
-    if not values.is_followed(value) or value.dtype != values.torch.int64:
-        return value
-    host = values.read(value)
-    return value if host is None else host
-
-
-def _sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`multinomial`, which before torch 2.3 reads whether its probabilities are in order."""
-
-    @functools.wraps(function)
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        values.expect(0)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            values.expect_nothing()
-
-    return sample
-
-
-def _count_nonzero_on_read(values: Values, torch: Any) -> None:
-    """`nonzero`, which indexing by masks calls inside, forward and backward, reads the true count."""
-    operator = torch.ops.aten.nonzero.default
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-    def original(tensor: Any) -> Any:
-        if hasattr(operator, "redispatch"):
-            return operator.redispatch(torch._C._dispatch_keys(tensor) & below, tensor)
-        key = torch._C.DispatchKey.CUDA if tensor.is_cuda else torch._C.DispatchKey.CPU  # before torch 2.2
-        return operator._op_dk(key, tensor)
-
-    def nonzero(tensor: Any) -> Any:
-        if not values.is_followed(tensor):
-            return original(tensor)
-        computed = values.compute(operator, (tensor,), {})
-        if computed is not None:
-            values.expect(computed[0].shape[0])
-        try:
-            result = original(tensor)
-        finally:
-            values.expect_nothing()
-        values.learn(result, computed)
-        return result
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("nonzero", nonzero, "BackendSelect")
-    values.library_of_operators = library  # type: ignore[attr-defined]
 
 
 def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
@@ -267,25 +186,29 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     for name in _FUNCTIONS:
         for owner in (torch, tensor):
             replace(owner, name, functools.partial(_followed, values, name))
-    replace(torch.nn.functional, "one_hot", functools.partial(_followed, values, "one_hot"))
+    for name in ("one_hot", "pad"):
+        for owner in (torch.nn.functional, torch._C._nn):
+            if not inspect.isfunction(getattr(owner, name, None)):  # a function of Python calls the other
+                replace(owner, name, functools.partial(_followed, values, name))
     for name in _METHODS:
-        if name == "__setitem__":
-            replace(tensor, name, functools.partial(_setter, values))
-        elif name != "type":
-            replace(tensor, name, functools.partial(_followed, values, name))
-    for name in _MAKERS:
-        replace(torch, name, functools.partial(_made, values))
-    for name in _NEW:
-        replace(tensor, name, functools.partial(_made, values))
-    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "is_nonzero"):
-        replace(tensor, name, functools.partial(_reader, values, name))
-    for name in ("to", "cuda", "cpu", "type", "type_as"):
-        replace(tensor, name, functools.partial(_mover, values))
-    replace(tensor, "copy_", functools.partial(_copier, values))
-    replace(torch, "ctc_loss", functools.partial(_reader_of_lengths, values))
+        replace(tensor, name, functools.partial(_followed, values, name))
+    replace(tensor, "__setitem__", functools.partial(_setter, values))
+    for owner, names in ((torch, _MAKERS), (tensor, _NEW)):
+        for name in names:
+            replace(owner, name, functools.partial(_made, values, name))
+    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "__complex__", "is_nonzero"):
+        replace(tensor, name, functools.partial(reader, values, name))
+    for name in ("equal", "allclose"):
+        for owner in (torch, tensor):
+            replace(owner, name, functools.partial(judge, values))
+    for name in ("to", "cuda", "cpu", "type", "type_as", "__deepcopy__"):
+        replace(tensor, name, functools.partial(mover, values))
+    replace(tensor, "coalesce", functools.partial(coalescer, values))
+    replace(tensor, "copy_", functools.partial(copier, values))
+    replace(torch, "ctc_loss", functools.partial(reader_of_lengths, values))
     for owner in (torch, tensor):
-        replace(owner, "multinomial", functools.partial(_sampler, values))
-    _count_nonzero_on_read(values, torch)
+        replace(owner, "multinomial", functools.partial(sampler, values))
+    count_nonzero_on_read(values, torch)
     return values
 
 
@@ -294,5 +217,5 @@ def leave_uncompiled(dynamo: Any) -> None:
     rules: Any = getattr(dynamo, "trace_rules", None)
     if not hasattr(rules, "add"):
         rules = dynamo.skipfiles  # before torch 2.3
-    for module in (__name__, Values.__module__):
+    for module in (__name__, value_reads.__name__, Values.__module__):
         rules.add(module)

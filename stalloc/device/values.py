@@ -1,9 +1,9 @@
-"""What is known of the small tensors of integers and booleans on the virtual GPU.
+"""What is known of the small tensors on the virtual GPU: of integers and booleans, and of few floating-point numbers.
 
 Contract: what is known of a tensor is kept beside its storage, goes with it, and is the host's result of the functions
 that wrote it. What is not known counts as zero, as everything that a kernel would have computed does, and so does what
 follows from it: a decision on it is counted, with the line that took it. Changes in place that are not followed are
-seen by the version that PyTorch counts.
+seen by the version that PyTorch counts. Floating-point numbers are kept only where they are certain.
 """
 
 import contextlib
@@ -11,11 +11,13 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
+MAX_NUMBERS = 1024  # of floating-point tensors: scales, boxes, shares
 _MAX_SITES = 64
 _LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
@@ -50,6 +52,8 @@ class Values:
         self.plain = (torch.Tensor, torch.nn.Parameter)
         #: a block in which no dispatch mode of the program sees what is done on the host
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
+        self.knows_numbers = False
+        """Whether a floating-point tensor was ever known."""
         self._known: dict[int, _Known] = {}
         self._places: Counter[str] = Counter()
         self._sweep_at = 1024
@@ -58,6 +62,39 @@ class Values:
     def is_followed(self, value: Any) -> bool:
         """Whether a value is a small tensor of integers or booleans on the GPU."""
         return isinstance(value, self.torch.Tensor) and value.is_cuda and value.dtype in self.kinds
+
+    def is_small(self, value: Any) -> bool:
+        """Whether a value is a tensor on the GPU that the host can afford to look at."""
+        return isinstance(value, self.torch.Tensor) and value.is_cuda and value.numel() <= MAX_ELEMENTS
+
+    def can_keep(self, tensor: Any) -> bool:
+        """Whether a tensor is one that may become known: it is on the GPU, and small for its kind."""
+        if not isinstance(tensor, self.torch.Tensor) or not tensor.is_cuda:
+            return False
+        if tensor.dtype in self.kinds:
+            return tensor.numel() <= MAX_ELEMENTS
+        return tensor.numel() <= MAX_NUMBERS and tensor.is_floating_point() and not tensor.requires_grad
+
+    def knows(self, value: Any) -> bool:
+        """Whether a value is a floating-point tensor whose numbers are known for certain, or begins with one."""
+        value = value[0] if type(value) in (list, tuple) and value else value
+        if not self.knows_numbers or type(value) not in self.plain or value.numel() > MAX_NUMBERS:
+            return False
+        try:
+            found = self._known.get(value.untyped_storage()._cdata)
+            return found is not None and found.certain and found.version == self._version(value)
+        except Exception:
+            return False  # a tensor of another making may have no memory
+
+    def is_of_known(self, args: tuple[Any, ...]) -> bool:
+        """Whether a result of these arguments, the first of floating-point numbers, is certain as far as one sees."""
+        for value in args:
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            for one in parts:
+                is_data = isinstance(one, self.torch.Tensor) and one.is_cuda and one.dtype not in self.kinds
+                if is_data and not self.knows(one):
+                    return False
+        return self.knows(args[0])
 
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
@@ -108,8 +145,13 @@ class Values:
         if isinstance(value, self.torch.Tensor):
             if not value.is_cuda:
                 return value
+            if value.numel() > MAX_ELEMENTS:
+                raise LookupError
             known = self.known(value)
-            if known is None or value.numel() > MAX_ELEMENTS:
+            if known is None and value.is_floating_point() and type(value) in self.plain:
+                used.append(_Known(None, None, None, certain=False))  # a part of large data
+                return self._zeros(1, value.dtype).expand(value.shape)
+            if known is None:
                 raise LookupError
             used.append(known)
             return self.host(value, known)
@@ -141,12 +183,15 @@ class Values:
         if isinstance(result, (list, tuple)):
             for one, known in zip(result, host, strict=False):
                 self.learn(one, (known, certain))
-        elif self.is_followed(result) and type(result) in self.plain and result.shape == host.shape:
+        elif type(result) in self.plain and self.can_keep(result) and result.shape == host.shape:
+            if result.dtype not in self.kinds and not certain:
+                return
             there = self._known.get(result.untyped_storage()._cdata)
             if there is not None:  # changed in place on the host too, or a view
                 there.certain, there.version = there.certain and certain, self._version(result)
             elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
                 num = result.untyped_storage().nbytes() // result.element_size()
+                self.knows_numbers = self.knows_numbers or result.dtype not in self.kinds
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
                 with self.unseen():
                     self.host(result, kept).copy_(host)
@@ -155,20 +200,43 @@ class Values:
         """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
         try:
             known = self.known(tensor)
+            if known is None or not known.certain:
+                self._count()
             if known is None:
-                self._count()
                 return None
-            if not known.certain:
-                self._count()
             with self.unseen():
                 return self.host(tensor, known)
         except Exception:
             return None
 
+    def read_data(self, tensor: Any) -> Any:
+        """What is read of floating-point numbers: what is known of them, None for what is in memory.
+
+        A single number that is not known is zero: what was copied to its address for another one may still be there.
+        """
+        try:
+            with self.unseen():
+                if self.knows(tensor):
+                    return self.host(tensor, self._known[tensor.untyped_storage()._cdata])
+                if type(tensor) in self.plain and tensor.numel() * tensor.element_size() <= _LONGEST_NUMBER:
+                    return self._zeros(tensor.numel(), tensor.dtype).reshape(tensor.shape)
+        except Exception:
+            pass
+        return None
+
+    def decide(self, tensor: Any, computed: tuple[Any, bool] | None) -> None:
+        """Count a size, or an answer, that follows from what a tensor holds, where that is not certain."""
+        if type(tensor) in self.plain and (computed is None or not computed[1]):
+            self._count()
+
     def _count(self) -> None:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(self._skipped):
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(self._skipped):
+            if frame.f_code.co_filename.endswith("_tensor_str.py"):
+                return  # to print is not to decide
             frame = frame.f_back
+        if frame is None:
+            return  # autograd's own thread repeats what the program's has read
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if place in self._places or len(self._places) < _MAX_SITES:
             self._places[place] += 1
@@ -177,10 +245,12 @@ class Values:
         """The places that read what is not certain, those that read most first."""
         return [Decision(place=place, num_reads=num) for place, num in self._places.most_common()]
 
-    def expect(self, num: int) -> None:
-        """Let the next count that is read from the GPU be `num`."""
-        self._library.stalloc_virtual_expect(ctypes.c_int64(num))
-
-    def expect_nothing(self) -> None:
-        """End what `expect` began."""
-        self._library.stalloc_virtual_expect(ctypes.c_int64(-1))
+    @contextlib.contextmanager
+    def expecting(self, num: int | None) -> Iterator[None]:
+        """A block in which the next count that is read from the GPU is `num`; None for whatever is there."""
+        if num is not None:
+            self._library.stalloc_virtual_expect(ctypes.c_int64(num))
+        try:
+            yield
+        finally:
+            self._library.stalloc_virtual_expect(ctypes.c_int64(-1))

@@ -79,7 +79,7 @@ void memory_copy(void *to, const void *from, size_t size_bytes) {
     }
     bool readable = !is_device_memory(from) || was_copied(from, size_bytes);
     if (!is_device_memory(to)) {
-        if (!readable && answer_expected(to, size_bytes)) return;
+        if (is_device_memory(from) && answer_expected(to, size_bytes)) return; // whatever was there before
         if (readable) memmove(to, from, size_bytes);
         else memset(to, 0, size_bytes);
     } else if (readable && size_bytes <= gpu.copy_limit_bytes) {

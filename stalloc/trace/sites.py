@@ -253,7 +253,9 @@ _OPERATORS = ("at::_ops::", "at::native::")
 _ALLOCATOR = ("torch::unwind", "torch::CapturedTraceback", "torch::cuda::(anonymous", "c10::cuda::", "at::detail::")
 _LIBRARIES = re.compile(r"^/(torch|torch_npu|torchgen|functorch|triton|cupy|cupy_backends)/")
 _STANDARD = re.compile(r"/(lib/python3(\.\d+)?|torch/(nn|cuda|utils|optim|autograd|_\w+|distributed))/")
-_OURS = re.compile(r"/stalloc/((cli|core|integrations|runtime)/(\w+/)?\w+|device/(followed|values)|__main__)\.py$")
+_OURS = re.compile(
+    r"/stalloc/((cli|core|integrations|runtime)/(\w+/)?\w+|device/(followed|values|value_reads)|__main__)\.py$"
+)
 _TORCH_FILES = re.compile(
     r"(module|functional|_tensor|_ops|container|conv|linear|batchnorm|normalization|pooling|activation|embedding|sparse|"
     r"dropout|upsampling|loss|_functions|function|graph|optimizer|adam|adamw|sgd|_contextlib|checkpoint|"

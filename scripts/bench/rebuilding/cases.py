@@ -13,6 +13,7 @@ class Case:
     torch: str
     """The release that made the recording, or the nearest one."""
     gpu: str
+    """Its name, and after a colon the bytes that were left for the allocator, where the recording ran out of them."""
     program: tuple[str, ...]
     """The script beside this file, or below `fidelity/programs`, and its arguments."""
     writes: str
@@ -59,6 +60,14 @@ CASES = (
         program=("lm27b.py", "step", "128"),
         writes="lm27b.128.pickle",
         needs=("numpy", "einops"),
+    ),
+    Case(
+        name="Llama 3 8B, FSDP on 4 GPUs, to its out-of-memory error",
+        recording="traces/llama3_8b_fsdp4_oom_rank0.pickle.gz",
+        torch="2.11",
+        gpu="A100-40GB:41000000000",
+        program=("llama3_fsdp.py",),
+        writes="llama3_fsdp.pickle",
     ),
     Case(
         name="Qwen 0.5B, Hugging Face, inference",

@@ -1,8 +1,10 @@
 """Run a program on a virtual GPU: python recorded.py GPU SCRIPT [ARGS…], in a folder of its own.
 
+GPU is a name, or a name and the bytes that the recorded program's allocator could have: "A100-40GB:41000000000".
 Stacks of a memory history are kept to Python's frames, since symbols of C++ take minutes; nothing else is changed.
 """
 
+import dataclasses
 import functools
 import runpy
 import sys
@@ -10,7 +12,9 @@ from pathlib import Path
 
 from stalloc.device import activate, find_gpu
 
-activate("virtual", find_gpu(sys.argv[1]))
+name, _, memory = sys.argv[1].partition(":")
+gpu = find_gpu(name)
+activate("virtual", dataclasses.replace(gpu, total_bytes=int(memory)) if memory else gpu)
 import torch
 
 torch.cuda.memory._record_memory_history = functools.partial(torch.cuda.memory._record_memory_history, stacks="python")
