@@ -1,9 +1,10 @@
-"""Looking at a program while it runs in a trial: fills a StepSeen.
+"""Looking at a program while it runs as it is, in a trial.
 
 Contract: the program computes what it would; in its third step nothing is allocated, kept or freed on account of being
 looked at.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
-from stalloc.fitting.observation import BlockSeen, CallSeen, Event, OperationSeen, StepSeen, rounded
+from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.repeated_blocks import Block, why_not
-
-OPERATIONS_STEP, MEMORY_STEP = 1, 2
+from stalloc.techniques.tensor_memory import rounded
 
 
 class Observer:
@@ -31,26 +31,22 @@ class Observer:
         self._step = 0
         self._blocks: list[BlockSeen] = []
         self._calls: list[CallSeen] = []
-        self._inputs: list[list[tuple[Any, int]]] = []  # of each call: what it was given, and bytes
-        self._events: list[Event] = []
+        self._inputs: list[_Input] = []  # those that are still there, while the forward pass of the third step runs
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = _Timing(self)
         when_models_appear(self._appeared)
 
     def step_ended(self) -> None:
         """The optimizer has made a step."""
-        if self._step == MEMORY_STEP:
-            self._note_peak()
         self._step += 1
         if self._step == OPERATIONS_STEP:
             self._mode.__enter__()
         elif self._step == OPERATIONS_STEP + 1:
             self._mode.__exit__(None, None, None)
-            torch.cuda.reset_peak_memory_stats()
 
-    def seen(self) -> StepSeen:
+    def seen(self) -> ProgramSeen:
         """What was seen so far."""
-        return StepSeen(self._blocks, self._calls, self._events, sum(self._seconds))
+        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step)
 
     def took(self, seconds: float) -> None:
         """An operation of the second step was made."""
@@ -87,7 +83,9 @@ class Observer:
     def _look_at_operations(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._blocks[row].operations:  # a second call in the step
             return forward(*args, **kwargs)
-        tape = BlockTape(block.name, lambda position, name: True, {torch.device("cuda", torch.cuda.current_device())})
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tape = BlockTape(block.name, lambda position, name: True, given)
+        del given
         first, num_needed = len(self._seconds), 0
         storages: set[int] = set()
 
@@ -106,9 +104,9 @@ class Observer:
             self._refuse(row, str(error))
             return forward(*args, **kwargs)
         names, kept, lasting, random = tape.names, tape.kept_bytes, tape.lasting, tape.random
-        seconds, saved = self._seconds[first:], tape.positions_of(storages)
+        seconds, saved = self._seconds[first:], tape.sizes_within(storages)
         seen = [
-            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, place in saved)
+            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, saved.get(place, ()))
             for place, (name, time) in enumerate(zip(names, seconds, strict=True))
         ]
         changed = {"operations": seen, "num_needed": min(num_needed, len(seen))}
@@ -116,38 +114,38 @@ class Observer:
         return results
 
     def _look_at_memory(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
-        self._note_peak()
+        self._look_for_gone(len(self._calls), False)
         begin = torch.cuda.memory_allocated()
         results = forward(*args, **kwargs)
-        end, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        self._note_peak()
-        call, given, made = len(self._calls), _storages((args, kwargs)), _storages(results)
-        new = sum(size for key, (_, size) in made.items() if key not in given)
-        self._calls.append(CallSeen(row, max(0, end - begin - new), 0, max(0, most - end)))
-        self._inputs.append([one for key, one in given.items() if key not in made])
-        self._events.append(("saved", call, self._calls[call].saved_bytes))
-        reached = False
+        end = torch.cuda.memory_allocated()
+        self._look_for_gone(len(self._calls), True)
+        call, given, made = len(self._calls), _memory((args, kwargs)), _memory(results)
+        new = sum(size for key, (*_, size) in made.items() if key not in given)
+        self._calls.append(CallSeen(row, max(0, end - begin - new)))
+        self._inputs += [
+            _Input(call, place, reference) for key, (place, reference, _) in given.items() if key not in made
+        ]
 
         def backward_comes(_: Any) -> None:
-            nonlocal reached
-            if not reached:
-                reached = True
-                self._backward_comes(call)
+            self._inputs.clear()
 
         for one in tree_leaves(results):
             if isinstance(one, torch.Tensor) and one.requires_grad:
                 one.register_hook(backward_comes)
         return results
 
-    def _backward_comes(self, call: int) -> None:
-        self._note_peak()
-        unsaved = sum(size for reference, size in self._inputs[call] if reference.expired())
-        self._calls[call] = CallSeen(**{**vars(self._calls[call]), "input_bytes": unsaved})
-        self._events.append(("again", call, torch.cuda.memory_allocated()))
+    def _look_for_gone(self, call: int, is_end: bool) -> None:
+        """Note which inputs of the calls so far are gone at the begin or the end of a call."""
+        for one in [one for one in self._inputs if one.reference.expired()]:
+            self._calls[one.call].unsaved.append((one.place, call, is_end))
+            self._inputs.remove(one)
 
-    def _note_peak(self) -> None:
-        self._events.append(("peak", torch.cuda.max_memory_allocated(), 0))
-        torch.cuda.reset_peak_memory_stats()
+
+@dataclass(frozen=True, eq=False)
+class _Input:
+    call: int
+    place: int
+    reference: Any
 
 
 class _Timing(TorchDispatchMode):
@@ -164,11 +162,12 @@ class _Timing(TorchDispatchMode):
         return results
 
 
-def _storages(values: Any) -> dict[int, tuple[Any, int]]:
-    """The device memory of all tensors, each with a weak reference and the bytes that torch counts."""
-    found = {}
-    for one in tree_leaves(values):
-        if isinstance(one, torch.Tensor) and one.is_cuda and one.layout == torch.strided:
+def _memory(values: Any) -> dict[int, tuple[int, Any, int]]:
+    """The device memory of all tensors: the place of the tensor among them, a weak reference, and bytes."""
+    found: dict[int, tuple[int, Any, int]] = {}
+    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    for place, one in enumerate(tensors):
+        if one.is_cuda and one.layout == torch.strided:
             storage = one.untyped_storage()
-            found[storage._cdata] = StorageWeakRef(storage), rounded(storage.nbytes())
+            found.setdefault(storage._cdata, (place, StorageWeakRef(storage), rounded(storage.nbytes())))
     return found
