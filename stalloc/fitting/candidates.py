@@ -18,7 +18,6 @@ from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
-from stalloc.fitting.unsaved import gone_in, unsaved_of
 from stalloc.techniques.recompute_settings import RecomputeSettings
 
 ROUNDS = 3
@@ -78,20 +77,24 @@ class Fitting:
             )
 
     def _foresee(self) -> None:
-        """Run the program with all blocks computed again, from which it is known what other choices need."""
-        self.tell("running the program with all blocks computed again")
+        """Run the program as it is and with all blocks computed again, from which other choices are foreseen."""
+        as_is = self._watch(RecomputeSettings())
+        if as_is.failure:
+            return
         while True:
             settings = settings_of(self.step, whole_blocks(self.step))
-            rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
-            measured = self._trial(TrialWork("recorded", settings, watched=rows))
-            if not measured.failure or not settings.blocks:
+            again = self._watch(settings) if settings.blocks else as_is
+            if not again.failure:
                 break
-            self._leave_out(measured)
-        self._note(measured.notes)
-        if not measured.failure:
-            self._recorded[settings] = measured
-            run = RunSeen.from_json(measured.seen)
-            self._foresight = Foresight(run, unsaved_of(self.step), gone_in(run, self.step))
+            self._leave_out(again)
+        self._note(again.notes)
+        self._foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+
+    def _watch(self, settings: RecomputeSettings) -> Measured:
+        self.tell(f"running the program with {plural(len(settings.blocks), 'block')} computed again")
+        rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
+        self._recorded[settings] = self._trial(TrialWork("recorded", settings, watched=rows))
+        return self._recorded[settings]
 
     def _search(self) -> None:
         """The cheapest proposal that is expected to fit, then less by what was too much, or more by what was left."""

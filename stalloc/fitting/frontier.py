@@ -90,7 +90,7 @@ def selective(step: ProgramSeen) -> dict[int, Choice]:
             kept = [
                 place
                 for place, one in enumerate(block.operations)
-                if one.saved and one.kept_bytes and not one.is_random and not one.is_lasting and place not in core
+                if one.is_saved and one.kept_bytes and not one.is_random and not one.is_lasting and place not in core
             ]
             choices[row] = _choice(block, tuple(kept))
     return choices

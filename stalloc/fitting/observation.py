@@ -20,7 +20,7 @@ class OperationSeen:
     kept_bytes: int  #: what keeping its result takes; 0: it cannot be kept
     is_lasting: bool = False  #: its result is always kept, since it has effects
     is_random: bool = False
-    saved: tuple[int, ...] = ()  #: bytes of each piece of memory of its results that autograd saves
+    is_saved: bool = False  #: whether autograd saves its result, or a part of it
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ class CallSeen:
 
     block: int  #: row of the blocks
     saved_bytes: int  #: what it made and saved for backward, beside its results
-    unsaved: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Inputs that nobody held until backward: their places, and the row and end, else begin, of the call by which they
-    were gone."""
 
 
 @dataclass(frozen=True)

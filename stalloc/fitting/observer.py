@@ -4,11 +4,9 @@ Contract: the program computes what it would; in its third step nothing is alloc
 looked at.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -20,7 +18,7 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.repeated_blocks import Block, why_not
-from stalloc.techniques.tensor_memory import rounded
+from stalloc.techniques.tensor_memory import sizes_of
 
 
 class Observer:
@@ -31,7 +29,6 @@ class Observer:
         self._step = 0
         self._blocks: list[BlockSeen] = []
         self._calls: list[CallSeen] = []
-        self._inputs: list[_Input] = []  # those that are still there, while the forward pass of the third step runs
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = _Timing(self)
         when_models_appear(self._appeared)
@@ -104,9 +101,9 @@ class Observer:
             self._refuse(row, str(error))
             return forward(*args, **kwargs)
         names, kept, lasting, random = tape.names, tape.kept_bytes, tape.lasting, tape.random
-        seconds, saved = self._seconds[first:], tape.sizes_within(storages)
+        seconds, saved = self._seconds[first:], tape.positions_of(storages)
         seen = [
-            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, saved.get(place, ()))
+            OperationSeen(name, time, kept.get(place, 0), place in lasting, place in random, place in saved)
             for place, (name, time) in enumerate(zip(names, seconds, strict=True))
         ]
         changed = {"operations": seen, "num_needed": min(num_needed, len(seen))}
@@ -114,38 +111,13 @@ class Observer:
         return results
 
     def _look_at_memory(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
-        self._look_for_gone(len(self._calls), False)
         begin = torch.cuda.memory_allocated()
         results = forward(*args, **kwargs)
         end = torch.cuda.memory_allocated()
-        self._look_for_gone(len(self._calls), True)
-        call, given, made = len(self._calls), _memory((args, kwargs)), _memory(results)
-        new = sum(size for key, (*_, size) in made.items() if key not in given)
+        given, made = _memory((args, kwargs)), _memory(results)
+        new = sum(size for key, size in made.items() if key not in given)
         self._calls.append(CallSeen(row, max(0, end - begin - new)))
-        self._inputs += [
-            _Input(call, place, reference) for key, (place, reference, _) in given.items() if key not in made
-        ]
-
-        def backward_comes(_: Any) -> None:
-            self._inputs.clear()
-
-        for one in tree_leaves(results):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(backward_comes)
         return results
-
-    def _look_for_gone(self, call: int, is_end: bool) -> None:
-        """Note which inputs of the calls so far are gone at the begin or the end of a call."""
-        for one in [one for one in self._inputs if one.reference.expired()]:
-            self._calls[one.call].unsaved.append((one.place, call, is_end))
-            self._inputs.remove(one)
-
-
-@dataclass(frozen=True, eq=False)
-class _Input:
-    call: int
-    place: int
-    reference: Any
 
 
 class _Timing(TorchDispatchMode):
@@ -162,12 +134,6 @@ class _Timing(TorchDispatchMode):
         return results
 
 
-def _memory(values: Any) -> dict[int, tuple[int, Any, int]]:
-    """The device memory of all tensors: the place of the tensor among them, a weak reference, and bytes."""
-    found: dict[int, tuple[int, Any, int]] = {}
-    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    for place, one in enumerate(tensors):
-        if one.is_cuda and one.layout == torch.strided:
-            storage = one.untyped_storage()
-            found.setdefault(storage._cdata, (place, StorageWeakRef(storage), rounded(storage.nbytes())))
-    return found
+def _memory(values: Any) -> dict[int, int]:
+    """The bytes of all device memory that tensors hold, by storage."""
+    return sizes_of([one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.is_cuda])

@@ -1,12 +1,12 @@
-"""A run in which every block is computed again, request by request, and from it the peak of every other choice.
+"""Two runs, one as it is and one in which every block is computed again: from these, the peak of every other choice.
 
-Contract: nothing is modelled that was not seen. In that run each operation of a block allocates twice: in the forward
-pass, and again in backward. Where a result is kept the first allocation lives on until the second would have been
-freed, and the second is not made; a block that is left alone keeps what backward reads of it, and makes nothing a
-second time. All steps of the run are looked at, the first included.
+Contract: nothing is modelled that was not seen. In the second run each operation of a block allocates twice: in the
+forward pass, and again in backward. Where a result is kept the first allocation lives on until the second would have
+been freed, and the second is not made; what a block makes that is left alone lives as long as in the first run. All
+steps of the runs are looked at, the first included.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,33 +50,30 @@ class RunSeen:
 
 
 @dataclass(frozen=True)
-class _Pairs:
-    """Requests of one call that were made in the forward pass and made again, row by row."""
+class _Call:
+    """Requests of one call, rows of the run."""
 
-    first: Column
-    second: Column
+    made: Column  #: in the forward pass
+    first: Column  #: those of them that are made again
+    second: Column  #: the same when they are
     position: Column  #: of their operation
     is_result: Column  #: whether they outlive it
-    is_saved: Column  #: whether the second outlives the second time: backward reads it
     again: Column  #: all requests of the second time
     again_position: Column
-    unsaved: Column  #: requests of the first time that are held for the second alone
 
 
 class Foresight:
-    """What other choices would have made of a run.
+    """What other choices would have made of a run in which every block is computed again."""
 
-    What the run held until backward though the program as it is does not: `unsaved` gives, for each block, positions
-    of operations with the bytes of what autograd does save of them; `gone`, for each call, places of inputs with the
-    event by which they were gone.
-    """
-
-    def __init__(
-        self, run: RunSeen, unsaved: Sequence[Mapping[int, Collection[int]]], gone: Sequence[Mapping[int, int]]
-    ) -> None:
+    def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run = run
-        self._pairs = _paired(run, unsaved)
-        self._holders = _holders(run, gone)
+        self._calls = _calls_of(run)
+        self._end_as_is = _ends_as_is(run, as_is, self._calls)
+        self._holders: dict[int, list[int]] = {}  # calls that hold an input
+        for number, call in enumerate(run.calls):
+            for request in call.inputs:
+                if request >= 0:
+                    self._holders.setdefault(request, []).append(number)
 
     def peak_bytes(self, kept: Mapping[int, Collection[int]]) -> int:
         """The most that would be allocated, where the blocks of these rows are computed again with operations kept."""
@@ -91,25 +88,25 @@ class Foresight:
         """Which requests would be made, and where each would end."""
         run = self._run
         end, live = run.end.copy(), np.ones(len(run.end), bool)
-        for call, pairs in zip(run.calls, self._pairs, strict=True):
-            positions = kept.get(call.block)
+        for recorded, call in zip(run.calls, self._calls, strict=True):
+            positions = kept.get(recorded.block)
             if positions is None:
-                held = pairs.is_saved
-                live[pairs.again] = False
-                end[pairs.unsaved] = np.minimum(end[pairs.unsaved], call.forward[-1][1])
+                live[call.again] = False
+                end[call.made] = self._end_as_is[call.made]
             else:
                 wanted = np.fromiter(positions, np.int64)
-                held = pairs.is_result & np.isin(pairs.position, wanted)
-                live[pairs.again[np.isin(pairs.again_position, wanted)]] = False
-            first, second = pairs.first[held], pairs.second[held]
-            end[first] = np.maximum(end[first], run.end[second])
+                held = call.is_result & np.isin(call.position, wanted)
+                live[call.again[np.isin(call.again_position, wanted)]] = False
+                end[call.first[held]] = np.maximum(end[call.first[held]], run.end[call.second[held]])
         for request, holders in self._holders.items():
-            if not any(run.calls[call].block in kept for call, _ in holders):
-                end[request] = min(end[request], max(event for _, event in holders))
+            if any(run.calls[number].block in kept for number in holders):
+                end[request] = max(end[request], run.end[request])
+            else:
+                end[request] = self._end_as_is[request]
         return live, end
 
 
-def _paired(run: RunSeen, unsaved: Sequence[Mapping[int, Collection[int]]]) -> list[_Pairs]:
+def _calls_of(run: RunSeen) -> list[_Call]:
     spans = [
         (*span, number, phase, position)
         for number, call in enumerate(run.calls)
@@ -119,8 +116,7 @@ def _paired(run: RunSeen, unsaved: Sequence[Mapping[int, Collection[int]]]) -> l
     table = np.array(sorted(spans), np.int64).reshape(-1, 5)
     span = np.searchsorted(table[:, 0], run.start, side="right") - 1
     inside = (span >= 0) & (run.start < table[span, 1]) if len(table) else np.zeros(len(span), bool)
-    # what is never freed is a library's own (a workspace of cuBLAS for each thread), whoever came first
-    rows = np.flatnonzero(inside & (run.end < run.end.max(initial=0)))
+    rows = np.flatnonzero(inside & _is_freed(run))
     span = span[rows]
     ordinal = np.arange(len(rows)) - np.searchsorted(span, span)  # rows are in the order of their starts
     of_call: list[tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]] = [({}, {}) for _ in run.calls]
@@ -128,47 +124,45 @@ def _paired(run: RunSeen, unsaved: Sequence[Mapping[int, Collection[int]]]) -> l
         rows.tolist(), table[span].tolist(), ordinal.tolist(), strict=True
     ):
         of_call[number][phase][position, place] = row
-    return [_pairs_of(run, call, *found, unsaved[call.block]) for call, found in zip(run.calls, of_call, strict=True)]
+    return [_call_of(run, call, *found) for call, found in zip(run.calls, of_call, strict=True)]
 
 
-def _pairs_of(
-    run: RunSeen,
-    call: CallRecorded,
-    forward: dict[tuple[int, int], int],
-    again: dict[tuple[int, int], int],
-    unsaved: Mapping[int, Collection[int]],
-) -> _Pairs:
+def _call_of(
+    run: RunSeen, call: CallRecorded, forward: dict[tuple[int, int], int], again: dict[tuple[int, int], int]
+) -> _Call:
     both = sorted(forward.keys() & again.keys())
     first, second = (np.array([rows[key] for key in both], np.int64) for rows in (forward, again))
     position = np.array([key[0] for key in both], np.int64)
-    ends = np.array(call.forward, np.int64).reshape(-1, 2)[:, 1], np.array(call.again, np.int64).reshape(-1, 2)[:, 1]
-    outlives = (run.end[first] > ends[0][position]) | (run.end[second] > ends[1][position])
-    # what Python held of the second time is let go right after it, before backward asks for anything
-    over = int(ends[1][-1]) if len(ends[1]) else 0
-    later = np.searchsorted(run.start, over)
-    over = int(run.start[later]) if later < len(run.start) else over
-    return _Pairs(
-        first, second, position, outlives, run.end[second] > over,
-        np.array(list(again.values()), np.int64), np.array([key[0] for key in again], np.int64),
-        np.array(
-            [
-                row
-                for key, row in forward.items()
-                if key[0] in unsaved and key not in again and int(run.size[row]) not in unsaved[key[0]]
-            ],
-            np.int64,
-        ),
-    )  # fmt: skip
+    over, over_again = (np.array(spans, np.int64).reshape(-1, 2)[:, 1] for spans in (call.forward, call.again))
+    return _Call(
+        made=np.array(list(forward.values()), np.int64),
+        first=first,
+        second=second,
+        position=position,
+        is_result=(run.end[first] > over[position]) | (run.end[second] > over_again[position]),
+        again=np.array(list(again.values()), np.int64),
+        again_position=np.array([key[0] for key in again], np.int64),
+    )
 
 
-def _holders(run: RunSeen, gone: Sequence[Mapping[int, int]]) -> dict[int, list[tuple[int, int]]]:
-    """Requests that only calls which are computed again hold until backward: those calls, and when it would be gone."""
-    holders: dict[int, list[tuple[int, int]]] = {}
-    saved: set[int] = set()
-    for number, call in enumerate(run.calls):
-        for place, request in enumerate(call.inputs):
-            if request >= 0:
-                holders.setdefault(request, []).append((number, gone[number].get(place, 0)))
-                if place not in gone[number]:
-                    saved.add(request)
-    return {request: calls for request, calls in holders.items() if request not in saved}
+def _is_freed(run: RunSeen) -> Column:
+    """What is never freed may be a library's own (a workspace of cuBLAS for each thread), whoever came first."""
+    return run.end < run.end.max(initial=0)
+
+
+def _ends_as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> Column:
+    """Where each request of the run would end in the program as it is; where it does if the two do not agree.
+
+    Both make the same requests in the same order, but for those of the second time. What is freed in the program as it
+    is before a request is so here.
+    """
+    once = _is_freed(run)
+    for call in calls:
+        once[call.again] = False
+    rows, same = np.flatnonzero(once), np.flatnonzero(_is_freed(as_is))
+    end = run.end.copy()
+    if len(rows) == len(same) and (run.size[rows] == as_is.size[same]).all():
+        following = np.searchsorted(as_is.start[same], as_is.end[same])
+        starts = np.append(run.start[rows], run.end.max(initial=0))
+        end[rows] = starts[following]
+    return end

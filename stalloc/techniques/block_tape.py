@@ -62,13 +62,9 @@ class BlockTape:
         """What is kept, by position: the bytes of its memory, which torch rounds up to 512."""
         return {position: sum(sizes_of(results).values()) for position, (results, _) in self._kept.items()}
 
-    def sizes_within(self, storages: set[int]) -> dict[int, tuple[int, ...]]:
-        """The bytes of each of these storages that holds kept results, by position."""
-        sizes = {position: sizes_of(results) for position, (results, _) in self._kept.items()}
-        found = {
-            position: tuple(size for one, size in held.items() if one in storages) for position, held in sizes.items()
-        }
-        return {position: inside for position, inside in found.items() if inside}
+    def positions_of(self, storages: set[int]) -> set[int]:
+        """Positions whose kept results lie in some of these storages."""
+        return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
     @property
     def lasting(self) -> set[int]:
