@@ -118,8 +118,16 @@ class Fitting:
             target += left_bytes
 
     def _expected(self, proposed: Proposal) -> int:
-        """The most that would be allocated, 0 if that is not known."""
-        return self._foresight.peak_bytes(proposed.kept) if self._foresight is not None else 0
+        """The most that would be allocated, 0 if that is not known.
+
+        What the program as it is needed more than was foreseen, as when its runs differ, any way may need that leaves
+        blocks as they are.
+        """
+        if self._foresight is None:
+            return 0
+        blocks = len(whole_blocks(self.step))
+        off = [one.allocated_bytes - one.expected_bytes for one in self.candidates[:1] if one.allocated_bytes]
+        return self._foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
 
     def _try_attention(self) -> None:
         choices = keeping(self.step, ATTENTION)

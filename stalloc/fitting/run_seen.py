@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.fitting.alignment import aligned
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""
@@ -68,7 +69,7 @@ class Foresight:
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run = run
         self._calls = _calls_of(run)
-        self._end_as_is = _ends_as_is(run, as_is, self._calls)
+        self._end_as_is, self._is_extra = _as_is(run, as_is, self._calls)
         self._holders: dict[int, list[int]] = {}  # calls that hold an input
         for number, call in enumerate(run.calls):
             for request in call.inputs:
@@ -92,6 +93,7 @@ class Foresight:
             positions = kept.get(recorded.block)
             if positions is None:
                 live[call.again] = False
+                live[call.made] = ~self._is_extra[call.made]
                 end[call.made] = self._end_as_is[call.made]
             else:
                 wanted = np.fromiter(positions, np.int64)
@@ -150,19 +152,20 @@ def _is_freed(run: RunSeen) -> Column:
     return run.end < run.end.max(initial=0)
 
 
-def _ends_as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> Column:
-    """Where each request of the run would end in the program as it is; where it does if the two do not agree.
+def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column]:
+    """For each request of the run, where it would end in the program as it is, and whether it is not made there at all.
 
-    Both make the same requests in the same order, but for those of the second time. What is freed in the program as it
-    is before a request is so here.
+    Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
+    it makes because operations are looked at. What the program as it is frees before a request is freed before it here.
     """
     once = _is_freed(run)
     for call in calls:
         once[call.again] = False
-    rows, same = np.flatnonzero(once), np.flatnonzero(_is_freed(as_is))
-    end = run.end.copy()
-    if len(rows) == len(same) and (run.size[rows] == as_is.size[same]).all():
-        following = np.searchsorted(as_is.start[same], as_is.end[same])
-        starts = np.append(run.start[rows], run.end.max(initial=0))
-        end[rows] = starts[following]
-    return end
+    rows, others = np.flatnonzero(once), np.flatnonzero(_is_freed(as_is))
+    pairs = np.array(list(aligned(run.size[rows].tolist(), as_is.size[others].tolist())), np.int64).reshape(-1, 2)
+    same, other = rows[pairs[:, 0]], others[pairs[:, 1]]
+    end, is_extra = run.end.copy(), once
+    following = np.searchsorted(as_is.start[other], as_is.end[other])
+    end[same] = np.append(run.start[same], run.end.max(initial=0))[following]
+    is_extra[same] = False
+    return end, is_extra

@@ -4,11 +4,11 @@ Contract: a packing without overlap whatever happens; the same for the same seed
 ends it; never worse than the best of the orders that it begins with.
 
 Source: Imanishi and Xu, "A Heuristic for Periodic Memory Allocation with Little Fragmentation to Train Neural
-Networks", ISMM 2024, which joins a heuristic that places with annealing. Their paper was read as far as its abstract, so the rest
-is ours. On a line the first order is that of the quickest packing of the portfolio. An order is decoded by filling the
-lowest hole, lifespans as they are, so that what wraps round a ring is placed like the rest; a move shifts one request,
-mostly one that reaches the top, to an earlier place; the temperature falls from 1 % of the peak by a number of moves
-that is less the more requests there are.
+Networks", ISMM 2024, which joins a heuristic that places with annealing. Their paper was read as far as its abstract,
+so the rest is ours. On a line the first order is that of the quickest packing of the portfolio. An order is decoded by
+filling the lowest hole, lifespans as they are, so that what wraps round a ring is placed like the rest; a move shifts
+one request, mostly one that reaches the top, to an earlier place; the temperature falls from 1 % of the peak by a
+number of moves that is less the more requests there are.
 """
 
 from collections.abc import Iterator
