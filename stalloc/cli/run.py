@@ -255,9 +255,13 @@ def _print(result: dict[str, Any], args: argparse.Namespace, *, kept: bool) -> N
     if result["out_of_memory_errors"]:  # with call sites the error has said who holds most
         verb = "dryrun" if args.stacks else "record -o run.trace.npz"
         console.print(f"next: stalloc {verb} {program}")
-    elif "budget_bytes" in result:
-        pass
-    elif result["plan_source"] == "cache":
+    elif "budget_bytes" not in result:
+        _print_next(console, result, args, program, kept=kept)
+
+
+def _print_next(console: Any, result: dict[str, Any], args: argparse.Namespace, program: str, *, kept: bool) -> None:
+    """What to type after a run without a budget."""
+    if result["plan_source"] == "cache":
         console.print("planned from the start, with the plan that the last run of this program left")
     elif kept:
         console.print("next: run the same command again; it starts with this plan, which was kept")

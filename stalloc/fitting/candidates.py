@@ -1,4 +1,4 @@
-"""Finding the cheapest way to run a program within a budget: propose by what a step shows, verify by execution.
+"""Finding the cheapest way to run a program within a budget: propose by what a run shows, verify by execution.
 
 Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. At
 most ROUNDS proposals are tried, each asking for less or more by what the one before was over or left, and whole blocks
@@ -6,14 +6,16 @@ beside them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.frontier import Choice, Proposal, frontier, keeping, proposal, selective, settings_of, whole_blocks
-from stalloc.fitting.observation import BlockSeen, StepSeen
+from stalloc.fitting.frontier import Proposal, frontier, keeping, proposal, selective, settings_of, whole_blocks
+from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
+from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 from stalloc.techniques.recompute_settings import RecomputeSettings
@@ -33,12 +35,14 @@ class Fitting:
     budget_bytes: int
     trial: Trial
     tell: Tell
-    step: StepSeen = field(init=False)
+    step: ProgramSeen = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
     settings: list[RecomputeSettings] = field(default_factory=list)
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_trials: int = 0
+    _foresight: Foresight | None = None
+    _recorded: dict[RecomputeSettings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
@@ -46,8 +50,9 @@ class Fitting:
         `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
         """
         self._observe()
+        self._foresee()
         self._measure(proposal(self.step, {}), "as it is", "none")
-        if not self._blocks():
+        if not whole_blocks(self.step):
             self.notes.append(self._why_no_blocks())
         elif policy is not None:
             self._try_named(policy)
@@ -65,11 +70,31 @@ class Fitting:
         measured = self._trial(TrialWork("observed"))
         if measured.failure:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
-        if not measured.seen.get("events"):  # of the third step
+        self.step = ProgramSeen.from_json(measured.seen)
+        if self.step.num_steps <= MEMORY_STEP:
             raise BadInputError(
                 "the program ended before an optimizer made three steps: give it arguments with which it trains longer."
             )
-        self.step = StepSeen.from_json(measured.seen)
+
+    def _foresee(self) -> None:
+        """Run the program as it is and with all blocks computed again, from which other choices are foreseen."""
+        as_is = self._watch(RecomputeSettings())
+        if as_is.failure:
+            return
+        while True:
+            settings = settings_of(self.step, whole_blocks(self.step))
+            again = self._watch(settings) if settings.blocks else as_is
+            if not again.failure:
+                break
+            self._leave_out(again)
+        self._note(again.notes)
+        self._foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+
+    def _watch(self, settings: RecomputeSettings) -> Measured:
+        self.tell(f"running the program with {plural(len(settings.blocks), 'block')} computed again")
+        rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
+        self._recorded[settings] = self._trial(TrialWork("recorded", settings, watched=rows))
+        return self._recorded[settings]
 
     def _search(self) -> None:
         """The cheapest proposal that is expected to fit, then less by what was too much, or more by what was left."""
@@ -77,8 +102,9 @@ class Fitting:
         target = self.budget_bytes - max(0, as_is.needed_bytes - as_is.expected_bytes)
         tried: set[int] = set()
         for _ in range(ROUNDS):
-            proposals = list(frontier(self.step))
-            number = next((i for i, one in enumerate(proposals) if one.allocated_bytes <= target), len(proposals) - 1)
+            proposals = frontier(self.step)
+            number = bisect_left(proposals, -target, key=lambda one: -self._expected(one))
+            number = min(number, len(proposals) - 1)
             if number in tried or number == 0:
                 break
             tried.add(number)
@@ -90,6 +116,18 @@ class Fitting:
             if 0 <= left_bytes <= self.budget_bytes * ENOUGH_LEFT:
                 break
             target += left_bytes
+
+    def _expected(self, proposed: Proposal) -> int:
+        """The most that would be allocated, 0 if that is not known.
+
+        What the program as it is needed more than was foreseen, as when its runs differ, any way may need that leaves
+        blocks as they are.
+        """
+        if self._foresight is None:
+            return 0
+        blocks = len(whole_blocks(self.step))
+        off = [one.allocated_bytes - one.expected_bytes for one in self.candidates[:1] if one.allocated_bytes]
+        return self._foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
 
     def _try_attention(self) -> None:
         choices = keeping(self.step, ATTENTION)
@@ -129,7 +167,7 @@ class Fitting:
         candidate = Candidate(
             what=what,
             technique=technique,
-            expected_bytes=proposed.allocated_bytes,
+            expected_bytes=self._expected(proposed),
             added_seconds=proposed.seconds,
             factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
         )
@@ -139,9 +177,7 @@ class Fitting:
             self._leave_out(native)
             candidate = dataclasses.replace(candidate, refused=native.failure)
         else:
-            candidate = dataclasses.replace(
-                candidate, allocated_bytes=native.allocated_bytes, native_bytes=native.reserved_bytes
-            )
+            candidate = dataclasses.replace(candidate, native_bytes=native.reserved_bytes)
             candidate, plan = self._under_stalloc(candidate, settings)
         self._note(native.notes)
         self.candidates.append(candidate)
@@ -150,7 +186,7 @@ class Fitting:
         return candidate
 
     def _under_stalloc(self, candidate: Candidate, settings: RecomputeSettings) -> tuple[Candidate, bytes]:
-        recorded = self._trial(TrialWork("recorded", settings))
+        recorded = self._recorded.pop(settings, None) or self._trial(TrialWork("recorded", settings))
         if recorded.failure:
             return dataclasses.replace(candidate, refused=recorded.failure), b""
         work = TrialWork("planned", settings, plan=recorded.plan)
@@ -162,7 +198,9 @@ class Fitting:
             return dataclasses.replace(candidate, refused=planned.failure), b""
         self._check_repeats(recorded, planned)
         how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
-        return dataclasses.replace(candidate, needed_bytes=planned.reserved_bytes, checked=how), recorded.plan
+        return dataclasses.replace(
+            candidate, allocated_bytes=planned.allocated_bytes, needed_bytes=planned.reserved_bytes, checked=how
+        ), recorded.plan
 
     def _trial(self, work: TrialWork) -> Measured:
         self.num_trials += 1
@@ -176,18 +214,15 @@ class Fitting:
     def _note(self, notes: list[str]) -> None:
         self.notes += [note for note in notes if note not in self.notes]
 
-    def _blocks(self) -> Mapping[int, Choice]:
-        return whole_blocks(self.step)
-
     def _leave_out(self, measured: Measured) -> None:
-        """Blocks of the kind that could not be computed twice stay as they are."""
-        names = {block.name: block.kind for block in self.step.blocks}
-        kind = names.get(measured.refused_block.removesuffix(":"))
-        if kind is None:
-            return
+        """Blocks of the kind that could not be computed twice stay as they are; all of them if that is not known."""
+        kinds = {block.name: block.kind for block in self.step.blocks}
+        kind = kinds.get(measured.refused_block.removesuffix(":"))
         self._note([measured.failure])
         blocks = [
-            BlockSeen(**{**vars(block), "why_not": measured.failure}) if block.kind == kind else block
+            dataclasses.replace(block, why_not=block.why_not or measured.failure)
+            if kind in (None, block.kind)
+            else block
             for block in self.step.blocks
         ]
         self.step = dataclasses.replace(self.step, blocks=blocks)
@@ -205,7 +240,7 @@ class Fitting:
         )
 
 
-def _what(step: StepSeen, proposed: Proposal) -> str:
+def _what(step: ProgramSeen, proposed: Proposal) -> str:
     """What a proposal does, for people."""
     whole = sum(not choice.keep for choice in proposed.choices.values())
     num_blocks = len({call.block for call in step.calls})

@@ -1,14 +1,14 @@
-"""Settings of recomputation from the cheapest to the one that needs least, and what each is expected to need.
+"""Settings of recomputation from the cheapest to the one that needs least.
 
 Contract: every block may be left alone, or computed again with the results of some operations kept; of those choices
 the ones that save most bytes for a second come first (the convex hull of each block, then all blocks together, the
-earlier ones first, as what they save is held longest). Predictions decide what is tried, never what is promised.
+earlier ones first, as what they save is held longest).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stalloc.fitting.observation import BlockSeen, StepSeen
+from stalloc.fitting.observation import BlockSeen, ProgramSeen
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 
 
@@ -27,17 +27,21 @@ class Proposal:
 
     choices: Mapping[int, Choice]  #: by row of the blocks; the others stay as they are
     seconds: float  #: that a step takes longer, estimated
-    allocated_bytes: int  #: the peak that is expected
+
+    @property
+    def kept(self) -> dict[int, tuple[int, ...]]:
+        """What is kept of each block that is computed again."""
+        return {row: choice.keep for row, choice in self.choices.items()}
 
 
-def frontier(step: StepSeen) -> Iterator[Proposal]:
+def frontier(step: ProgramSeen) -> list[Proposal]:
     """Proposals by rising cost; the first is the program as it is, the last recomputes whatever pays."""
     calls = _calls_of(step)
     chosen: dict[int, Choice] = {}
-    yield proposal(step, chosen)
+    found = [proposal(step, chosen)]
     increments = []
     for row, num_calls in calls.items():
-        saved = max(call.saved_bytes - call.input_bytes for call in step.calls if call.block == row)
+        saved = max(call.saved_bytes for call in step.calls if call.block == row)
         hull = _hull(_choices(step.blocks[row]), saved)
         for number, (before, after) in enumerate(zip([None, *hull], hull, strict=False)):
             gained = (saved if before is None else before.kept_bytes) - after.kept_bytes
@@ -45,44 +49,23 @@ def frontier(step: StepSeen) -> Iterator[Proposal]:
             increments.append((-gained / max(longer, 1e-12), number, row, after, num_calls))
     for *_, row, after, _ in sorted(increments, key=lambda one: (one[0], one[1], one[2])):
         chosen = {**chosen, row: after}
-        yield proposal(step, chosen)
+        found.append(proposal(step, chosen))
+    return found
 
 
-def proposal(step: StepSeen, choices: Mapping[int, Choice]) -> Proposal:
-    """What choices for some blocks are expected to cost and to need."""
+def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
+    """What choices for some blocks are expected to cost."""
     calls = _calls_of(step)
-    seconds = sum(choice.seconds * calls.get(row, 0) for row, choice in choices.items())
-    return Proposal(choices, seconds, expected_peak(step, choices))
+    return Proposal(choices, sum(choice.seconds * calls.get(row, 0) for row, choice in choices.items()))
 
 
-def expected_peak(step: StepSeen, choices: Mapping[int, Choice]) -> int:
-    """The most that would be allocated: as in the step, less what calls do not hold until backward comes to them."""
-    peak = less = 0
-    held: dict[int, int] = {}
-    for what, which, size_bytes in step.events:
-        if what == "peak":
-            peak = max(peak, which - less)
-            continue
-        call = step.calls[which]
-        choice = choices.get(call.block)
-        if choice is None:
-            continue
-        if what == "saved":
-            held[which] = call.saved_bytes - call.input_bytes - choice.kept_bytes
-            less += held[which]
-        else:
-            less -= held.pop(which, 0)
-            peak = max(peak, size_bytes - less + call.transient_bytes)
-    return peak
-
-
-def whole_blocks(step: StepSeen, num_blocks: int | None = None) -> dict[int, Choice]:
+def whole_blocks(step: ProgramSeen, num_blocks: int | None = None) -> dict[int, Choice]:
     """The first so many blocks, or all that can be, with nothing kept."""
     rows = [row for row in _calls_of(step) if step.blocks[row].operations]
     return {row: _choice(step.blocks[row], ()) for row in rows[:num_blocks]}
 
 
-def keeping(step: StepSeen, names: tuple[str, ...]) -> dict[int, Choice]:
+def keeping(step: ProgramSeen, names: tuple[str, ...]) -> dict[int, Choice]:
     """All blocks, with the results of operations kept whose names contain one of `names`."""
     choices = {}
     for row in _calls_of(step):
@@ -95,7 +78,7 @@ def keeping(step: StepSeen, names: tuple[str, ...]) -> dict[int, Choice]:
     return choices
 
 
-def selective(step: StepSeen) -> dict[int, Choice]:
+def selective(step: ProgramSeen) -> dict[int, Choice]:
     """All blocks with attention written out (Korthikanti et al. 2022, section 5): what autograd saves is kept, but for
     the core of attention, from the product of queries and keys up to the product with the values, and for what is
     drawn at random, which is drawn again."""
@@ -126,7 +109,7 @@ def _cores(block: BlockSeen) -> set[int]:
     return found
 
 
-def settings_of(step: StepSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
+def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSettings:
     """The same as settings that can be applied."""
     blocks = [(step.blocks[row], choice) for row, choice in sorted(choices.items())]
     return RecomputeSettings(
@@ -139,7 +122,7 @@ def settings_of(step: StepSeen, choices: Mapping[int, Choice]) -> RecomputeSetti
     )
 
 
-def _calls_of(step: StepSeen) -> dict[int, int]:
+def _calls_of(step: ProgramSeen) -> dict[int, int]:
     """Blocks that can be computed again, with how often each is called in a step."""
     counts: dict[int, int] = {}
     for call in step.calls:

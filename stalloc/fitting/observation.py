@@ -1,4 +1,4 @@
-"""What a step of the program as it is shows: what each block saves, what its operations are, how memory goes.
+"""What the program as it is shows: what each block saves, and what its operations are.
 
 Contract: what is recorded in one process is plain data (JSON) for another. Three steps are looked at: the first makes
 the optimizer's state, the second is looked at operation by operation, which may change its memory, and the third only
@@ -6,12 +6,9 @@ at the begin and the end of blocks, which does not.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Event = tuple[Literal["peak", "saved", "again"], int, int]
-"""What happens in a step, in order. ("peak", bytes, 0): the most that was allocated since the last event;
-("saved", call, bytes): a call of a block has ended, which holds so much more than its results; ("again", call, bytes):
-backward comes to that call, with so much allocated, and would compute it again."""
+OPERATIONS_STEP, MEMORY_STEP = 1, 2
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,20 @@ class BlockSeen:
 
 @dataclass(frozen=True)
 class CallSeen:
-    """One call of a block in the step."""
+    """One call of a block in the third step."""
 
     block: int  #: row of the blocks
     saved_bytes: int  #: what it made and saved for backward, beside its results
-    input_bytes: int  #: of its inputs that nobody else saves
-    transient_bytes: int  #: the most that it needs beyond what it saves and returns, while it runs
 
 
 @dataclass(frozen=True)
-class StepSeen:
-    """A step of the program as it is."""
+class ProgramSeen:
+    """Blocks of the program, and their calls."""
 
     blocks: list[BlockSeen]
     calls: list[CallSeen]
-    events: list[Event]
     step_seconds: float  #: estimated, all operations one after the other
+    num_steps: int  #: that the program made
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
@@ -63,21 +58,15 @@ class StepSeen:
             "blocks": [{**vars(one), "operations": [list(vars(op).values()) for op in one.operations]}
                        for one in self.blocks],
             "calls": [list(vars(one).values()) for one in self.calls],
-            "events": self.events,
             "step_seconds": self.step_seconds,
+            "num_steps": self.num_steps,
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "StepSeen":
+    def from_json(cls, told: dict[str, Any]) -> "ProgramSeen":
         """What `as_json` gave."""
         blocks = [
             BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
             for one in told["blocks"]
         ]
-        events: list[Event] = [(event[0], event[1], event[2]) for event in told["events"]]
-        return cls(blocks, [CallSeen(*one) for one in told["calls"]], events, told["step_seconds"])
-
-
-def rounded(size_bytes: int) -> int:
-    """As torch counts a request."""
-    return (size_bytes + 511) & -512
+        return cls(blocks, [CallSeen(*one) for one in told["calls"]], told["step_seconds"], told["num_steps"])

@@ -1,4 +1,4 @@
-"""Looking at a program while it runs in a trial: fills a StepSeen.
+"""Looking at a program while it runs as it is, in a trial.
 
 Contract: the program computes what it would; in its third step nothing is allocated, kept or freed on account of being
 looked at.
@@ -7,7 +7,6 @@ looked at.
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -15,12 +14,11 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
-from stalloc.fitting.observation import BlockSeen, CallSeen, Event, OperationSeen, StepSeen, rounded
+from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.repeated_blocks import Block, why_not
-
-OPERATIONS_STEP, MEMORY_STEP = 1, 2
+from stalloc.techniques.tensor_memory import sizes_of
 
 
 class Observer:
@@ -31,26 +29,21 @@ class Observer:
         self._step = 0
         self._blocks: list[BlockSeen] = []
         self._calls: list[CallSeen] = []
-        self._inputs: list[list[tuple[Any, int]]] = []  # of each call: what it was given, and bytes
-        self._events: list[Event] = []
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = _Timing(self)
         when_models_appear(self._appeared)
 
     def step_ended(self) -> None:
         """The optimizer has made a step."""
-        if self._step == MEMORY_STEP:
-            self._note_peak()
         self._step += 1
         if self._step == OPERATIONS_STEP:
             self._mode.__enter__()
         elif self._step == OPERATIONS_STEP + 1:
             self._mode.__exit__(None, None, None)
-            torch.cuda.reset_peak_memory_stats()
 
-    def seen(self) -> StepSeen:
+    def seen(self) -> ProgramSeen:
         """What was seen so far."""
-        return StepSeen(self._blocks, self._calls, self._events, sum(self._seconds))
+        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step)
 
     def took(self, seconds: float) -> None:
         """An operation of the second step was made."""
@@ -87,7 +80,9 @@ class Observer:
     def _look_at_operations(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._blocks[row].operations:  # a second call in the step
             return forward(*args, **kwargs)
-        tape = BlockTape(block.name, lambda position, name: True, {torch.device("cuda", torch.cuda.current_device())})
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tape = BlockTape(block.name, lambda position, name: True, given)
+        del given
         first, num_needed = len(self._seconds), 0
         storages: set[int] = set()
 
@@ -116,38 +111,13 @@ class Observer:
         return results
 
     def _look_at_memory(self, row: int, block: Block, forward: Any, args: Any, kwargs: Any) -> Any:
-        self._note_peak()
         begin = torch.cuda.memory_allocated()
         results = forward(*args, **kwargs)
-        end, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        self._note_peak()
-        call, given, made = len(self._calls), _storages((args, kwargs)), _storages(results)
-        new = sum(size for key, (_, size) in made.items() if key not in given)
-        self._calls.append(CallSeen(row, max(0, end - begin - new), 0, max(0, most - end)))
-        self._inputs.append([one for key, one in given.items() if key not in made])
-        self._events.append(("saved", call, self._calls[call].saved_bytes))
-        reached = False
-
-        def backward_comes(_: Any) -> None:
-            nonlocal reached
-            if not reached:
-                reached = True
-                self._backward_comes(call)
-
-        for one in tree_leaves(results):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                one.register_hook(backward_comes)
+        end = torch.cuda.memory_allocated()
+        given, made = _memory((args, kwargs)), _memory(results)
+        new = sum(size for key, size in made.items() if key not in given)
+        self._calls.append(CallSeen(row, max(0, end - begin - new)))
         return results
-
-    def _backward_comes(self, call: int) -> None:
-        self._note_peak()
-        unsaved = sum(size for reference, size in self._inputs[call] if reference.expired())
-        self._calls[call] = CallSeen(**{**vars(self._calls[call]), "input_bytes": unsaved})
-        self._events.append(("again", call, torch.cuda.memory_allocated()))
-
-    def _note_peak(self) -> None:
-        self._events.append(("peak", torch.cuda.max_memory_allocated(), 0))
-        torch.cuda.reset_peak_memory_stats()
 
 
 class _Timing(TorchDispatchMode):
@@ -164,11 +134,6 @@ class _Timing(TorchDispatchMode):
         return results
 
 
-def _storages(values: Any) -> dict[int, tuple[Any, int]]:
-    """The device memory of all tensors, each with a weak reference and the bytes that torch counts."""
-    found = {}
-    for one in tree_leaves(values):
-        if isinstance(one, torch.Tensor) and one.is_cuda and one.layout == torch.strided:
-            storage = one.untyped_storage()
-            found[storage._cdata] = StorageWeakRef(storage), rounded(storage.nbytes())
-    return found
+def _memory(values: Any) -> dict[int, int]:
+    """The bytes of all device memory that tensors hold, by storage."""
+    return sizes_of([one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.is_cuda])

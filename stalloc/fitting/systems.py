@@ -31,7 +31,9 @@ SYSTEMS: tuple[System, ...] = (
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
     System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),
     System("zero-r", "ZeRO-R (DeepSpeed)", "contiguous buffers", "executes", "stalloc.contiguous_buffers"),
-    System("annealing", "Imanishi and Xu", "a plan by simulated annealing", "replays", "stalloc bench planner"),
+    System(
+        "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
+    ),
     System("checkmate", "Checkmate", "the optimal choice on a graph of blocks", "not yet"),
     System("remat-aware", "DistFlashAttn", "boundaries of blocks at attention", "not yet"),
     System("roam", "ROAM", "another order of operations", "not yet"),

@@ -27,6 +27,7 @@ class TrialWork:
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
     limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
+    watched: dict[tuple[int, str], int] | None = None  #: rows of blocks whose operations are noted in a recorded trial
 
 
 def measure(folder: Path, program: Callable[[], int], work: TrialWork) -> None:
@@ -48,6 +49,7 @@ class _Trial:
         self._first: Any = None  # the optimizer whose steps count
         self._observer: Any = None
         self._runtime: Any = None
+        self._watched: Any = None
 
     def begin(self) -> None:
         """Before the program: torch is imported, and nothing has used the device."""
@@ -64,8 +66,18 @@ class _Trial:
         elif work.settings.blocks:
             from stalloc.techniques.appearing import apply_settings
 
-            apply_settings(work.settings, self._notes.append)
+            if work.watched is None:
+                apply_settings(work.settings, self._notes.append)
+            else:
+                apply_settings(work.settings, self._notes.append, self._watch().of_model)
         register_optimizer_step_post_hook(self._stepped)
+
+    def _watch(self) -> Any:
+        from stalloc.fitting.run_watch import RunWatch
+
+        record = self._runtime.controllers[0].state.record
+        self._watched = RunWatch(lambda: int(record.num_events))
+        return self._watched
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         import torch
@@ -104,6 +116,8 @@ class _Trial:
             told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
         if self._observer is not None:
             told["seen"] = self._observer.seen().as_json()
+        if self._work.watched is not None:
+            told["seen"] = self._run_seen(self._work.watched)
         if self._work.under == "recorded":
             plan = _plan_of(self._runtime)
             if plan:
@@ -111,6 +125,14 @@ class _Trial:
         write_whole(self._folder / "result.json", json.dumps(told))
         sys.stdout.flush()
         os._exit(0)
+
+    def _run_seen(self, rows: dict[tuple[int, str], int]) -> dict[str, Any]:
+        """What was recorded on the first device, with the calls of blocks."""
+        from stalloc.fitting.run_watch import RunWatch
+
+        watch = self._watched or RunWatch(lambda: 0)
+        seen: dict[str, Any] = watch.seen(self._runtime.controllers[0].recording.trace(), rows).as_json()
+        return seen
 
 
 def _install(work: TrialWork) -> Any:

@@ -80,6 +80,17 @@ def _fit(requests, by_offset, order, placed, best_fit):
     return peak
 
 
+@njit(nogil=True)
+def fill(requests, order):
+    """(n,) offsets in one order, first fit, for compiled callers: `requests` are (start, end, start2, end2, size)."""
+    start, end, start2, end2, size = requests
+    count = len(start)
+    offset, align = np.full(count, -1, np.int64), np.ones(count, np.int64)
+    nothing, placed = np.empty(0, np.int64), np.empty(count, np.int64)
+    _fit((start, end, start2, end2, size, align, offset), nothing, order, placed, False)
+    return offset
+
+
 def fill_holes(
     start: Column,
     end: Column,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
+from stalloc.planner.annealing import anneal
 from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
@@ -68,13 +69,16 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
             target = peak - part.base_bytes
             packing, low = _searched(problem, target, budget)
             if packing is None or packing.peak_bytes > max(target, low):
-                tried = solve(problem, target, budget, share, enough - part.base_bytes)
+                if budget.method == "annealing":
+                    tried = anneal(problem, target, budget)
+                else:
+                    tried = solve(problem, target, budget, share, enough - part.base_bytes)
                 packing = tried if packing is None or tried.peak_bytes < packing.peak_bytes else packing
             known[key], proven = packing, max(proven, part.base_bytes + low)
             methods.append((len(problem.size), packing.method))
         offset[part.rows] = part.base_bytes + packing.offset
         peak = max(peak, part.base_bytes + packing.peak_bytes)
-    if budget.patient and peak > max(bound, budget.aim_bytes):
+    if budget.patient and budget.method != "annealing" and peak > max(bound, budget.aim_bytes):
         _improved(pieces, known, offset, max(bound, budget.aim_bytes), methods, budget)
     peak = int((offset + size).max())
     return Layout(offset, peak, bound, told(methods), proven)
@@ -87,7 +91,7 @@ def _searched(problem: Problem, target: int, budget: Budget) -> tuple[Packing | 
     Counted in nodes, so that equal input gives equal output; with a time budget the search takes most of what is left.
     """
     count = len(problem.size)
-    if budget.method == "greedy" or count > SEARCHED:
+    if budget.method in ("greedy", "annealing") or count > SEARCHED:
         return None, problem.bound
     packing = quick(problem, target)
     budget.tell(count, packing.peak_bytes, problem.bound, packing.method)

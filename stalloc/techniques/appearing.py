@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.techniques.recompute import wrap
+from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.recompute import MakeTape, wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
 
@@ -39,8 +40,13 @@ def when_models_appear(appeared: Appeared) -> None:
     register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
 
 
-def apply_settings(settings: RecomputeSettings, say: Callable[[str], None]) -> None:
-    """Recompute, in the models of this program as they appear, what the settings name; `say` what does not fit."""
+def apply_settings(
+    settings: RecomputeSettings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape] = lambda _: BlockTape
+) -> None:
+    """Recompute, in the models of this program as they appear, what the settings name; `say` what does not fit.
+
+    `make_tape` gives, for the number of a model, what makes the tapes of its blocks.
+    """
 
     def appeared(model: int, blocks: list[Block]) -> None:
         wanted = settings.of_model(model)
@@ -53,7 +59,7 @@ def apply_settings(settings: RecomputeSettings, say: Callable[[str], None]) -> N
             )
             return
         chosen = list(found.values())
-        done = wrap(chosen, [_keeping(wanted[block.name]) for block in chosen])
+        done = wrap(chosen, [_keeping(wanted[block.name]) for block in chosen], make_tape(model))
         for reason in list(done.left.values())[:1]:
             say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
 

@@ -8,8 +8,7 @@ kept only where none are drawn anew after them, so that generators say the same 
 about bytes and time, never about what comes out.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from stalloc.errors import RecomputeError
 from stalloc.techniques.operator_facts import OperatorFacts, argument, draws_random, facts_of, own_generator
+from stalloc.techniques.tensor_memory import sizes_of, storages_of, versions_of
 
 Wanted = Callable[[int, str], bool]
 """Whether the result of the operation at a position of the block, of a name, is to be kept."""
@@ -30,11 +30,11 @@ _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from n
 
 
 class BlockTape:
-    """What one call of a block did. `block` is what sentences call it; of `devices` the random state is put back."""
+    """What one call of a block did. `block` is what sentences call it; `inputs` are the tensors that it was given."""
 
-    def __init__(self, block: str, wanted: Wanted, devices: Collection[Any] = ()) -> None:
+    def __init__(self, block: str, wanted: Wanted, inputs: Iterable[Any] = ()) -> None:
         self.block = block
-        self._devices = {torch.device("cpu"), *devices}
+        self._devices = {torch.device("cpu"), *(one.device for one in inputs)}  # whose random state is put back
         self._wanted = wanted
         self._operators: list[Any] = []
         self._reads: list[list[_Read]] = []  # what each was given
@@ -60,11 +60,11 @@ class BlockTape:
     @property
     def kept_bytes(self) -> dict[int, int]:
         """What is kept, by position: the bytes of its memory, which torch rounds up to 512."""
-        return {position: _bytes_of(results) for position, (results, _) in self._kept.items()}
+        return {position: sum(sizes_of(results).values()) for position, (results, _) in self._kept.items()}
 
     def positions_of(self, storages: set[int]) -> set[int]:
         """Positions whose kept results lie in some of these storages."""
-        return {position for position, (results, _) in self._kept.items() if _storages(results) & storages}
+        return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
     @property
     def lasting(self) -> set[int]:
@@ -96,13 +96,13 @@ class BlockTape:
 
     def finish(self, outputs: Any) -> None:
         """The forward pass is over: what the caller holds it may change, so it is not kept."""
-        self._drop(_storages(tree_leaves(outputs)))
+        self._drop(storages_of(tree_leaves(outputs)))
 
     def record(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do an operation of the forward pass."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
-        self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in _tensors((args, kwargs))])
+        self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in versions_of((args, kwargs))])
         results = operator(*args, **kwargs)
         written = _written(facts, args, kwargs)
         outside = written - self._own
@@ -116,14 +116,14 @@ class BlockTape:
                     f"{self.block} cannot be computed twice: {facts.name} changes memory of its own and something "
                     "outside in one operation. Leave this block as it is."
                 )
-        made = _storages(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
+        made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
         if lasting:
             self._effects[position] = outside
             if facts.is_declared:
                 self._changes |= {one: self._changes.get(one, 0) + 1 for one in outside}
             self._keep(position, results)
             self._lasting_random |= random
-        elif facts.is_fresh and self._wanted(position, facts.name) and not made & _storages((args, kwargs)):
+        elif facts.is_fresh and self._wanted(position, facts.name) and not made & storages_of((args, kwargs)):
             self._keep(position, results)
             if random:
                 self._random.append(position)
@@ -151,7 +151,7 @@ class BlockTape:
                     "before. Leave this block as it is."
                 )
         elif position not in self._kept:
-            self._check_reads(position, _tensors((args, kwargs)))
+            self._check_reads(position, versions_of((args, kwargs)))
             return operator(*args, **kwargs)
         results, versions = self._kept.pop(position)
         for tensor, version in versions:
@@ -184,7 +184,7 @@ class BlockTape:
         gone = [
             position
             for position, (results, _) in self._kept.items()
-            if position not in self._effects and _storages(results) & storages
+            if position not in self._effects and storages_of(results) & storages
         ]
         last_random = max((position for position in self._random if position in gone), default=None)
         if last_random is not None:  # those before it are drawn again too
@@ -231,35 +231,4 @@ def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any
     """The memory that a call changes in place."""
     if not facts.mutated:
         return set()
-    return _storages([argument(place, name, args, kwargs) for place, name in facts.mutated])
-
-
-def _storages(values: Any) -> set[int]:
-    """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
-    return {storage for storage, _ in _tensors(values) if storage}
-
-
-def _tensors(values: Any) -> list[tuple[int, int]]:
-    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
-    found, rest = [], [values]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, torch.Tensor):
-            storage = 0
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
-                storage = value.untyped_storage()._cdata
-            found.append((storage, -1 if value.is_inference() else value._version))
-        elif isinstance(value, list | tuple):
-            rest += value
-        elif isinstance(value, dict):
-            rest += value.values()
-    return found
-
-
-def _bytes_of(results: Any) -> int:
-    storages = {
-        one.untyped_storage()._cdata: one.untyped_storage().nbytes()
-        for one in tree_leaves(results)
-        if isinstance(one, torch.Tensor) and one.layout == torch.strided
-    }
-    return sum((size + 511) & -512 for size in storages.values())
+    return storages_of([argument(place, name, args, kwargs) for place, name in facts.mutated])

@@ -8,7 +8,7 @@ torch.compile and while tracing, a block runs as it is.
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,16 @@ from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.module_state import ModuleState, as_it_is_now
 from stalloc.techniques.repeated_blocks import Block, why_not
 
+MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
+"""Makes the tape of one call: of the block's name, what is to be kept, and the tensors that it was given."""
+
 
 class RecomputedForward:
     """What takes the place of a block's `forward`."""
 
-    def __init__(self, name: str, block: Any, wanted: Wanted) -> None:
+    def __init__(self, name: str, block: Any, wanted: Wanted, make_tape: MakeTape) -> None:
         functools.update_wrapper(self, block.forward)
-        self._name, self._block, self._wanted = name, block, wanted
+        self._name, self._block, self._wanted, self._make_tape = name, block, wanted, make_tape
         self._instance_forward = vars(block).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,8 +40,8 @@ class RecomputedForward:
         inputs = [one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves]
         given = [(args, kwargs)]  # gone after the forward pass, so that nothing is held for longer than by the program
         del args, kwargs
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        tape, state = BlockTape(self._name, self._wanted, devices), ModuleState(self._name, self._block)
+        tape = self._make_tape(self._name, self._wanted, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        state = ModuleState(self._name, self._block)
 
         def run(*inputs: Any) -> Any:
             if given:
@@ -94,7 +97,7 @@ class Recomputation:
             forward.undo()
 
 
-def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted]) -> Recomputation:
+def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted], make_tape: MakeTape = BlockTape) -> Recomputation:
     """Recompute blocks, each with what is wanted of it to be kept; those that cannot be are left as they are."""
     names, left, forwards = [], {}, []
     for block, keep in zip(blocks, wanted, strict=True):
@@ -104,7 +107,7 @@ def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted]) -> Recomputation:
         if reason:
             left[block.name] = reason
             continue
-        block.module.forward = RecomputedForward(block.name, block.module, keep)
+        block.module.forward = RecomputedForward(block.name, block.module, keep, make_tape)
         names.append(block.name)
         forwards.append(block.module.forward)
     return Recomputation(tuple(names), left, tuple(forwards))

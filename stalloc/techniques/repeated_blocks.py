@@ -80,6 +80,7 @@ def why_not(block: Block) -> str:
     """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
     import torch
 
+    is_sharded = _is_sharded_whole(block.module)
     for name, module in block.module.named_modules():
         where = f"{block.name}.{name}" if name else block.name
         if is_compiled(module):
@@ -91,6 +92,16 @@ def why_not(block: Block) -> str:
         if name and (module._forward_hooks or module._forward_pre_hooks):
             return f"{where} has forward hooks of the program, which would be called twice"
         for part, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
+            if type(tensor) not in (torch.nn.Parameter, torch.Tensor) and not is_sharded:
                 return f"{where}.{part} is a {type(tensor).__name__}, a kind of tensor that was not tried"
     return ""
+
+
+def _is_sharded_whole(module: Any) -> bool:
+    """Whether FSDP2 gathers all parameters of a module as plain tensors before its forward and its backward pass."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    if type(module).__name__[:4] != "FSDP" or state is None:
+        return False
+    group = getattr(state, "_fsdp_param_group", None)
+    managed = {id(one.sharded_param) for one in group.fsdp_params if not one.is_dtensor} if group is not None else set()
+    return all(id(one) in managed or type(one).__name__ == "Parameter" for one in module.parameters())

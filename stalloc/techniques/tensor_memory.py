@@ -1,0 +1,48 @@
+"""The memory of tensors in nested containers: which it is, how often it was changed in place, how many bytes it has.
+
+Contract: storages are told apart by a number that is theirs as long as they live.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_UNIT_BYTES = 512
+
+
+def rounded(size_bytes: int) -> int:
+    """What torch counts for a request of so many bytes."""
+    return -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
+
+
+def storages_of(values: Any) -> set[int]:
+    """The memory of all tensors in nested containers, each by a number; none of tensors without one piece of it."""
+    return {storage for storage, _ in versions_of(values) if storage}
+
+
+def versions_of(values: Any) -> list[tuple[int, int]]:
+    """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    found, rest = [], [values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, torch.Tensor):
+            storage = 0
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
+                storage = value.untyped_storage()._cdata
+            found.append((storage, -1 if value.is_inference() else value._version))
+        elif isinstance(value, list | tuple):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()
+    return found
+
+
+def sizes_of(values: Any) -> dict[int, int]:
+    """The bytes of the memory of all tensors, by the same number."""
+    return {
+        one.untyped_storage()._cdata: rounded(one.untyped_storage().nbytes())
+        for one in tree_leaves(values)
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided
+    }
