@@ -1,0 +1,180 @@
+"""Recording the operations of a program with torch.profiler, beside the allocator's history of the same run.
+
+Contract: the program asks for what it would, in the same order: no dispatch mode, no hook on tensors, nothing kept. The
+profiler notes the first steps and is then stopped; what a step is, is told by the optimizer that made the first one.
+"""
+
+import dataclasses
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
+from stalloc.lifespans.roles import event_of, find_roles
+from stalloc.trace import MARK_STEP, Trace
+from stalloc.trace.operations import ModuleName, Role
+from stalloc.trace.record import mark_columns
+from stalloc.trace.sources.profiled_operations import Profile, Work, place
+
+RECORDED_STEPS = 4
+
+
+class OperationRecording:
+    """To be started before the program uses a GPU; torch is imported by now."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleName] = []
+        self.module_parents: list[int] = []
+        self.looks: list[tuple[Role, int, int, int]] = []
+        """What the program's own objects hold: what it is, device, requests and frees until then, address."""
+        self.steps: list[dict[int, int]] = []
+        """Requests and frees of each device until the end of each step."""
+        self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules
+        self._open = threading.local()
+        self._first: weakref.ref[Any] | None = None  # the optimizer whose steps count
+        self._profiler: Any = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin."""
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+
+        self._hooks = [
+            register_module_forward_pre_hook(self._called),
+            register_module_forward_hook(self._returned, always_call=True),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._about_to_step(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that events of earlier cycles are gone: there are none
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU],
+                profile_memory=True,
+                record_shapes=True,
+                experimental_config=_ExperimentalConfig(capture_overload_names=True),
+            )
+            self._profiler.start()
+
+    def stop(self) -> None:
+        """End recording; steps are counted on. Nothing happens the second time."""
+        if not self._stopped:
+            self._stopped = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler.stop()
+
+    def add_to(self, traces: Sequence[Trace]) -> list[Trace]:
+        """The traces of the allocator's history, with what was recorded, step marks and roles."""
+        if self._profiler is None:
+            return list(traces)
+        self.stop()
+        results = self._profiler.profiler.kineto_results
+        profile = read_profile(results, self.modules, self.module_parents, lambda call: Work(0, 0, 0))
+        return [self._add(trace, profile) for trace in traces]
+
+    def _add(self, trace: Trace, profile: Profile) -> Trace:
+        placed = place(trace, profile)
+        role = find_roles(trace, placed.operations, self.looks, placed.last_event)
+        operations = dataclasses.replace(placed.operations, role=role)
+        marks = [(event_of(trace, step.get(trace.device, 0)), MARK_STEP, "step") for step in self.steps]
+        names, columns = mark_columns(marks)
+        notes = list(trace.info.get("notes", []))
+        if len(self.steps) > RECORDED_STEPS:
+            notes.append(f"operations are those of the first {RECORDED_STEPS} of {len(self.steps)} steps")
+        if placed.unmatched or placed.unresolved:
+            notes.append(
+                f"{placed.unmatched} memory events and {placed.unresolved} accesses of the profiler fit no request"
+            )
+        return trace.replace(
+            names=names, **columns, extra=trace.extra | operations.columns(), info=trace.info | {"notes": notes}
+        )
+
+    def _called(self, module: Any, _: Any) -> None:
+        if self._stopped:
+            return
+        stack = self._open.__dict__.setdefault("stack", [])
+        if not stack and len(self.steps) >= RECORDED_STEPS:
+            self.stop()
+            return
+        from torch._C._profiler import _RecordFunctionFast
+
+        number = self._number.get(module)
+        if number is None:
+            number = self._name(module)
+        opened = _RecordFunctionFast(f"{MODULE_PREFIX}{number}")
+        opened.__enter__()
+        stack.append((module, opened))
+
+    def _returned(self, module: Any, *_: Any) -> None:
+        stack = self._open.__dict__.setdefault("stack", [])
+        while stack and any(one is module for one, _ in stack):
+            inner, opened = stack.pop()
+            opened.__exit__(None, None, None)
+            if inner is module:
+                return
+
+    def _name(self, model: Any) -> int:
+        """Number a module and all that it holds; it is a model, as nothing that is known holds it."""
+        self._look_at(Role.PARAMETER, (*model.parameters(), *model.buffers()))
+        numbers: dict[str, int] = {}
+        for name, module in model.named_modules(remove_duplicate=True):
+            parent = numbers.get(name.rpartition(".")[0], -1) if name else -1
+            if module not in self._number:
+                self._number[module] = len(self.modules)
+                self.modules.append(ModuleName(name, type(module).__name__))
+                self.module_parents.append(parent)
+            numbers[name] = self._number[module]
+        return self._number[model]
+
+    def _about_to_step(self, optimizer: Any) -> None:
+        if self._stopped:
+            return
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._look_at(Role.PARAMETER, parameters)
+        self._look_at(Role.GRADIENT, [one.grad for one in parameters if one.grad is not None])
+
+    def _stepped(self, optimizer: Any) -> None:
+        if self._first is None:
+            self._first = weakref.ref(optimizer)
+        if not self._stopped:
+            held = [one for state in optimizer.state.values() for one in _tensors(state)]
+            self._look_at(Role.OPTIMIZER_STATE, held)
+        if optimizer is self._first():
+            self.steps.append(positions())
+
+    def _look_at(self, role: Role, tensors: Any) -> None:
+        now = positions()
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            if local.is_cuda and local.layout == _torch().strided:
+                device = local.device.index or 0
+                self.looks.append((role, device, now.get(device, 0), local.untyped_storage().data_ptr()))
+
+
+def positions() -> dict[int, int]:
+    """Of each device, how often it was asked for memory and to take memory back, until now."""
+    cuda = _torch().cuda
+    if not cuda.is_initialized():
+        return {}
+    told = {index: cuda.memory_stats_as_nested_dict(index)["allocation"]["all"] for index in range(cuda.device_count())}
+    return {index: one["allocated"] + one["freed"] for index, one in told.items()}
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, _torch().Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]
