@@ -129,7 +129,7 @@ def _paired(inputs: Sequence[Any], concrete: Sequence[Any]) -> Iterator[tuple[An
 
 
 def _argument(given: Any, concrete: Any) -> Any:
-    """An argument of a call as JSON: of tensors the kind of number, sizes and strides; what a fraction is is not told."""
+    """An argument of a call as JSON: of tensors the kind of number, sizes, strides; fractions are not kept."""
     if hasattr(given, "sizes"):
         return {"tensor": [str(given.dtype).removeprefix("torch."), list(given.sizes), list(given.strides)]}
     if isinstance(given, list) and any(hasattr(one, "sizes") for one in given):
