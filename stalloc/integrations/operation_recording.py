@@ -17,7 +17,7 @@ from stalloc.lifespans.roles import event_of, find_roles
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import ModuleName, Role
 from stalloc.trace.record import mark_columns
-from stalloc.trace.sources.profiled_operations import Profile, Work, place
+from stalloc.trace.sources.profiled_operations import Profile, place
 
 RECORDED_STEPS = 4
 
@@ -74,7 +74,9 @@ class OperationRecording:
             return list(traces)
         self.stop()
         results = self._profiler.profiler.kineto_results
-        profile = read_profile(results, self.modules, self.module_parents, lambda call: Work(0, 0, 0))
+        from stalloc.cost.call_work import work_or_nothing  # imports torch
+
+        profile = read_profile(results, self.modules, self.module_parents, work_or_nothing)
         return [self._add(trace, profile) for trace in traces]
 
     def _add(self, trace: Trace, profile: Profile) -> Trace:

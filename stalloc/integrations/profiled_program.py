@@ -112,15 +112,24 @@ def facts_of(name: str, overload: str) -> Facts | None:
         schema = torch._C._get_schema(name, overload)
     except RuntimeError:
         return None
-    full = f"{name}.{overload}" if overload else name
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     written = tuple(
         place for place, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
     )
     is_view = not written and any(one.alias_info is not None for one in schema.returns)
-    if is_view or name in _VIEWS or (has(full, "CompositeImplicitAutograd") and not has(full, "CUDA")):
+    if is_view or name in _VIEWS or _only_calls_others(name, overload):
         return Facts(RangeKind.COMPOSITE, written)
     return Facts(RangeKind.OPERATION, written)
+
+
+def _only_calls_others(name: str, overload: str) -> bool:
+    import torch
+
+    full = f"{name}.{overload}" if overload else name
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    try:
+        return bool(has(full, "CompositeImplicitAutograd") and not has(full, "CUDA"))
+    except RuntimeError:  # one of TorchScript alone
+        return True
 
 
 def _paired(inputs: Sequence[Any], concrete: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
