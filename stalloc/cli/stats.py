@@ -8,7 +8,8 @@ Allocated counts every request from alloc to free_completed, with sizes rounded 
 lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
 profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
-record and after which memory is back at its level.
+record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
+repeated blocks and the roles of requests are told too.
 
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
@@ -130,5 +131,12 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
     names = ["persistent", "scoped", "transient"] + (["static", "dynamic"] if summary.step_requests else [])
     for name in names:
         total = summary.classes[name]
+        lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
+    if summary.operations is not None:
+        blocks = "".join(f", {plural(count, 'block')} of class {kind}" for kind, count in summary.blocks.items())
+        lines.append(
+            ("operations", f"{summary.operations:,} in {plural(summary.modules or 0, 'module')}{printable(blocks)}")
+        )
+    for name, total in summary.roles.items():
         lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
     return lines + [("note", note) for note in note_texts(summary.notes)]

@@ -14,10 +14,11 @@ from typing import Any
 
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
+from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import ModuleName, Role
 from stalloc.trace.record import mark_columns
-from stalloc.trace.sources.profiled_operations import Profile, place
+from stalloc.trace.sources.profiled_operations import Profile, ProfiledModule, place
 
 RECORDED_STEPS = 4
 
@@ -26,8 +27,7 @@ class OperationRecording:
     """To be started before the program uses a GPU; torch is imported by now."""
 
     def __init__(self) -> None:
-        self.modules: list[ModuleName] = []
-        self.module_parents: list[int] = []
+        self.modules: list[ProfiledModule] = []
         self.looks: list[tuple[Role, int, int, int]] = []
         """What the program's own objects hold: what it is, device, requests and frees until then, address."""
         self.steps: list[dict[int, int]] = []
@@ -76,7 +76,7 @@ class OperationRecording:
         results = self._profiler.profiler.kineto_results
         from stalloc.cost.call_work import work_or_nothing  # imports torch
 
-        profile = read_profile(results, self.modules, self.module_parents, work_or_nothing)
+        profile = read_profile(results, self.modules, work_or_nothing)
         return [self._add(trace, profile) for trace in traces]
 
     def _add(self, trace: Trace, profile: Profile) -> Trace:
@@ -124,12 +124,12 @@ class OperationRecording:
         """Number a module and all that it holds; it is a model, as nothing that is known holds it."""
         self._look_at(Role.PARAMETER, (*model.parameters(), *model.buffers()))
         numbers: dict[str, int] = {}
+        blocks = {block.name for block in find_blocks(model)}
         for name, module in model.named_modules(remove_duplicate=True):
             parent = numbers.get(name.rpartition(".")[0], -1) if name else -1
             if module not in self._number:
                 self._number[module] = len(self.modules)
-                self.modules.append(ModuleName(name, type(module).__name__))
-                self.module_parents.append(parent)
+                self.modules.append(ProfiledModule(ModuleName(name, type(module).__name__), parent, name in blocks))
             numbers[name] = self._number[module]
         return self._number[model]
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from stalloc.trace.operations import ModuleName, RangeKind
-from stalloc.trace.sources.profiled_operations import MemoryEvent, Profile, Range, Work
+from stalloc.trace.operations import RangeKind
+from stalloc.trace.sources.profiled_operations import MemoryEvent, Profile, ProfiledModule, Range, Work
 
 MODULE_PREFIX = "stalloc module "
 _ENGINE = "autograd::engine::"
@@ -27,8 +27,7 @@ class Facts(NamedTuple):
 
 def read_profile(
     results: Any,
-    modules: Sequence[ModuleName],
-    parents: Sequence[int],
+    modules: Sequence[ProfiledModule],
     work_of: Callable[[list[Any]], Work],
 ) -> Profile:
     """Everything that a finished profiler has (`torch.profiler.profile.profiler.kineto_results`)."""
@@ -51,7 +50,7 @@ def read_profile(
             continue
         ranges.append(_range(event, outer, more, len(modules), calls, listed))
     memory.sort(key=lambda one: one.time_ns)
-    return Profile(ranges, memory, listed, [work_of(call) for call in listed], modules, parents)
+    return Profile(ranges, memory, listed, [work_of(call) for call in listed], modules)
 
 
 def _nodes(roots: Sequence[Any]) -> Iterator[tuple[Any, int, Any]]:

@@ -16,6 +16,7 @@
 | `shape_flops`, `shape_read_bytes`, `shape_written_bytes` | (s,) int64: of a call of this shape |
 | `shape_ns` | (s,) int64: nanoseconds that a call took on the GPU where it was measured; 0: not measured |
 | `module_parent` | (q,) int32: the module that holds this one, an earlier row; -1: none |
+| `module_is_block` | (q,) int8: 1 for one of the repeated blocks of its model, such as the layers of a transformer |
 | `op_text`, `shape_text`, `module_text` | (t,) uint8: JSON lists: names; calls; [name, class] |
 
 A request stands for the storage that lies in it: views of one storage are one request. Files are untrusted: what is
@@ -102,6 +103,7 @@ class Operations:
     shape_ns: Column
     modules: tuple[ModuleName, ...]
     module_parent: Rows
+    module_is_block: Column
 
     def __len__(self) -> int:
         return len(self.name)
@@ -138,6 +140,7 @@ _COLUMNS: Mapping[str, tuple[str, Any]] = {
     "shape_written_bytes": ("shape_written_bytes", np.int64),
     "shape_ns": ("shape_ns", np.int64),
     "module_parent": ("module_parent", np.int32),
+    "module_is_block": ("module_is_block", np.int8),
 }
 _TEXTS = ("op_text", "shape_text", "module_text")
 _ALL = (*_COLUMNS, *_TEXTS)
@@ -184,13 +187,13 @@ def _check(trace: Trace, found: Operations) -> None:
         "access": (len(found.access_op), ("access_op", "access_request", "access_kind")),
         "request": (trace.num_requests, ("made_by", "role")),
         "shape": (num_shapes, ("shape_flops", "shape_read_bytes", "shape_written_bytes", "shape_ns")),
-        "module": (num_modules, ("module_parent",)),
+        "module": (num_modules, ("module_parent", "module_is_block")),
     }
     for table, (rows, fields) in tables.items():
         if any(len(getattr(found, field)) != rows for field in fields):
             raise _wrong(trace, f"its columns of the table of {table}s differ in length")
     end = trace.num_events + 1
-    bounds = {
+    bounds = {  # lowest, and what is beyond
         "name": (0, len(found.names)),
         "parent": (-1, num_ops),
         "begin": (0, end),
@@ -206,6 +209,7 @@ def _check(trace: Trace, found: Operations) -> None:
         "made_by": (-1, num_ops),
         "role": (0, len(Role)),
         "module_parent": (-1, num_modules),
+        "module_is_block": (0, 2),
         "shape_flops": (0, 1 << 62),
         "shape_read_bytes": (0, 1 << 62),
         "shape_written_bytes": (0, 1 << 62),

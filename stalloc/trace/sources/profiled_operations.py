@@ -45,6 +45,14 @@ class MemoryEvent(NamedTuple):
     range: int  #: in which it happened, or -1
 
 
+class ProfiledModule(NamedTuple):
+    """A module of the program."""
+
+    name: ModuleName
+    parent: int  #: an earlier one, or -1
+    is_block: bool
+
+
 class Work(NamedTuple):
     """What a call of one shape computes and moves."""
 
@@ -61,8 +69,7 @@ class Profile:
     memory: Sequence[MemoryEvent]  #: ordered by time
     calls: Sequence[list[Any]]  #: distinct ones: name, overload, arguments
     work: Sequence[Work]  #: of each call
-    modules: Sequence[ModuleName]
-    module_parents: Sequence[int]
+    modules: Sequence[ProfiledModule]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +257,7 @@ def _tables(
         shape_read_bytes=work[1],
         shape_written_bytes=work[2],
         shape_ns=np.zeros(len(calls), np.int64),
-        modules=tuple(profile.modules),
-        module_parent=np.array(profile.module_parents, np.int64),
+        modules=tuple(module.name for module in profile.modules),
+        module_parent=np.array([module.parent for module in profile.modules], np.int64),
+        module_is_block=np.array([module.is_block for module in profile.modules], np.int8),
     )
