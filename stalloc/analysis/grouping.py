@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from stalloc.columns import Column
 from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests
 from stalloc.lifespans.operation_modules import path_of
+from stalloc.printable import printable
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations, Role
 from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
@@ -41,7 +42,7 @@ def role_keys(operations: Operations, rows: Column) -> list[Hashable]:
 
 def module_keys(operations: Operations, rows: Column) -> list[Hashable]:
     """Where the module is that made a request, the same for all that repeat: `layers.*.attention`."""
-    names = [path_of(module) for module in operations.modules] + ["in no module"]  # -1 picks the last
+    names = [printable(path_of(module)) for module in operations.modules] + ["in no module"]  # -1 picks the last
     return [names[number] for number in module_of_requests(operations)[rows].tolist()]
 
 
