@@ -58,13 +58,33 @@ def work_of(operator: Any, args: Any, kwargs: Any, results: Any) -> Work:
     name = str(getattr(operator, "overloadpacket", operator)).rpartition(".")[2]
     if name.startswith(_MAKES_ONLY):
         return Work(0, 0, 0)
-    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
-    flops = int(formula(*args, **kwargs, out_val=results)) if formula is not None else 0
+    flops = _flops(operator, args, kwargs, results)
     first_read = [one for one in read if id(one) not in changed or name not in _OVERWRITE]
     if name in ("embedding", "index_select", "index", "gather"):  # rows of a table, not the table
         largest = max(first_read, key=lambda one: one.numel())
         first_read = [one for one in first_read if one is not largest] + made
     return Work(flops, sum(map(tensor_bytes, first_read)), sum(map(tensor_bytes, itertools.chain(made, written))))
+
+
+def _flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
+    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    if formula is None:
+        return 0
+    for given in (args, _with_equal_heads(args)):
+        try:
+            return int(formula(*given, **kwargs, out_val=results))
+        except (AssertionError, TypeError, ValueError, IndexError, RuntimeError):  # shapes that the formula lacks
+            continue
+    return 0
+
+
+def _with_equal_heads(args: Any) -> list[Any]:
+    """The arguments of attention whose queries share keys and values, as if each had its own."""
+    heads = max((one.shape[1] for one in _tensors(args) if one.dim() == 4), default=0)
+    return [
+        one[:, :1].expand(-1, heads, -1, -1) if isinstance(one, torch.Tensor) and one.dim() == 4 else one
+        for one in args
+    ]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

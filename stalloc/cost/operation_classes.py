@@ -84,11 +84,11 @@ def _are_alike(shapes: Sequence[Shape]) -> bool:
 
 def shapes_of(arguments: Any) -> Iterator[Shape]:
     """The tensors of a recorded call."""
-    for given in arguments:
+    for given in arguments if isinstance(arguments, list) else ():
         if isinstance(given, dict) and "tensor" in given:
             yield Shape(given["tensor"][1], given["tensor"][2])
         elif isinstance(given, dict):
-            yield from shapes_of(given.get("list", ()))
+            yield from shapes_of(given.get("list", []))
 
 
 def _is_aligned(shape: Shape) -> bool:

@@ -40,9 +40,12 @@ class OperationRecording:
 
     def start(self) -> None:
         """Begin."""
+        from torch._C._profiler import _RecordFunctionFast
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+
+        self._range = _RecordFunctionFast
 
         self._hooks = [
             register_module_forward_pre_hook(self._called),
@@ -99,22 +102,27 @@ class OperationRecording:
     def _called(self, module: Any, _: Any) -> None:
         if self._stopped:
             return
-        stack = self._open.__dict__.setdefault("stack", [])
+        try:
+            stack = self._open.stack
+        except AttributeError:
+            stack = self._open.stack = []
         if not stack and len(self.steps) >= RECORDED_STEPS:
             self.stop()
             return
-        from torch._C._profiler import _RecordFunctionFast
-
         number = self._number.get(module)
         if number is None:
             number = self._name(module)
-        opened = _RecordFunctionFast(f"{MODULE_PREFIX}{number}")
+        opened = self._range(f"{MODULE_PREFIX}{number}")
         opened.__enter__()
         stack.append((module, opened))
 
     def _returned(self, module: Any, *_: Any) -> None:
-        stack = self._open.__dict__.setdefault("stack", [])
-        while stack and any(one is module for one, _ in stack):
+        stack = getattr(self._open, "stack", None)
+        if not stack:
+            return
+        if stack[-1][0] is not module and not any(one is module for one, _ in stack):
+            return  # it was called before the recording
+        while True:
             inner, opened = stack.pop()
             opened.__exit__(None, None, None)
             if inner is module:
