@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from stalloc.cli import main
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.cost.queues import Queue
+from stalloc.cost.step_seconds import estimate_step
+from stalloc.device import detect
 from stalloc.lifespans import (
     cut_operations,
     find_steady_step,
@@ -238,3 +242,29 @@ def test_ranges_are_nested(operations: Operations) -> None:
     assert Counter(operations.kind.tolist())[RangeKind.OPTIMIZER] == RECORDED_STEPS
     held = np.flatnonzero(operations.parent >= 0)
     assert np.all(operations.begin[operations.parent[held]] <= operations.begin[held])
+
+
+def test_a_step_is_estimated_and_measured_times_come_first(
+    trace: Trace, operations: Operations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = rates_of("NVIDIA H100 80GB HBM3")
+    made = estimate_step(trace, rates)
+    assert made is not None
+    assert made.seconds >= max(made.schedule.busy.values())
+    assert (made.error, made.measured) == (0.25, 0.0)
+    assert made.schedule.busy[Queue.TO_DEVICE] > 0
+    slower = estimate_step(trace, rates, launch_seconds=1e-3)
+    assert slower is not None
+    assert slower.seconds >= 1e-3 * len(made.operations)
+    shapes = np.full(len(operations.shapes), 5_000_000)
+    measured = trace.replace(extra=trace.extra | {"shape_ns": shapes})
+    again = estimate_step(measured, rates)
+    assert again is not None
+    assert again.seconds == pytest.approx(5e-3 * len(again.operations), rel=0.02)
+    assert again.error < 0.01
+    save_traces(tmp_path / "step.trace.npz", [measured])
+    assert main(["stats", "--gpu", "H100", str(tmp_path / "step.trace.npz")]) == 0
+    assert "est. step" in capsys.readouterr().out
+    if detect() == "virtual":
+        assert main(["bench", "ops", "--for", str(tmp_path / "step.trace.npz")]) == 2
+        assert "needs a GPU" in capsys.readouterr().err

@@ -35,6 +35,7 @@ class OperationRecording:
         self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules
         self._open = threading.local()
         self._first: weakref.ref[Any] | None = None  # the optimizer whose steps count
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizers: entries of state
         self._profiler: Any = None
         self._stopped = False
 
@@ -145,25 +146,27 @@ class OperationRecording:
         if self._stopped:
             return
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self._look_at(Role.PARAMETER, parameters)
+        if self._seen.get(optimizer) is None:
+            self._look_at(Role.PARAMETER, parameters)
         self._look_at(Role.GRADIENT, [one.grad for one in parameters if one.grad is not None])
 
     def _stepped(self, optimizer: Any) -> None:
         if self._first is None:
             self._first = weakref.ref(optimizer)
-        if not self._stopped:
+        if not self._stopped and self._seen.get(optimizer) != len(optimizer.state):  # it lasts once it is made
+            self._seen[optimizer] = len(optimizer.state)
             held = [one for state in optimizer.state.values() for one in _tensors(state)]
             self._look_at(Role.OPTIMIZER_STATE, held)
         if optimizer is self._first():
             self.steps.append(positions())
 
     def _look_at(self, role: Role, tensors: Any) -> None:
-        now = positions()
+        now, strided, looks = positions(), _torch().strided, self.looks
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
-            if local.is_cuda and local.layout == _torch().strided:
-                device = local.device.index or 0
-                self.looks.append((role, device, now.get(device, 0), local.untyped_storage().data_ptr()))
+            if local.is_cuda and local.layout == strided:
+                index = local.get_device()
+                looks.append((role, index, now.get(index, 0), local.untyped_storage().data_ptr()))
 
 
 def positions() -> dict[int, int]:
