@@ -268,3 +268,50 @@ def test_a_step_is_estimated_and_measured_times_come_first(
     if detect() == "virtual":
         assert main(["bench", "ops", "--for", str(tmp_path / "step.trace.npz")]) == 2
         assert "needs a GPU" in capsys.readouterr().err
+
+
+def recorded(run_program, folder: Path, source: str, *options: str) -> tuple[int, Trace]:
+    """The exit code and the trace of a program."""
+    program, output = folder / "program.py", str(folder / "program.trace.npz")
+    program.write_text(source, encoding="utf-8")
+    command = ["record", "--ops", "--device", "virtual", *options, "-o", output, str(program)]
+    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({command!r}))")
+    return done.returncode, load_traces(output)[0]
+
+
+def test_a_program_that_runs_out_of_memory_is_recorded_until_then(
+    tmp_path: Path, run_program, cuda_torch: None
+) -> None:
+    source = (
+        "import torch\nlayer, kept = torch.nn.Linear(256, 256).cuda(), []\n"
+        "x = torch.randn(1 << 16, 256).cuda()\nwhile True:\n    kept.append(layer(x))\n"
+    )
+    code, trace = recorded(run_program, tmp_path, source, "--memory", "1GiB")
+    assert code == 1
+    operations = read_operations(trace)
+    assert operations is not None
+    kept = np.flatnonzero((trace.size == 1 << 26) & (operations.role != Role.INPUT))
+    assert len(kept) > 3
+    assert {operations.name_of(row) for row in operations.made_by[kept]} == {"aten::addmm"}
+
+
+def test_what_is_not_seen_is_said(tmp_path: Path, run_program, cuda_torch: None) -> None:
+    source = (
+        "import threading, torch\nlayer = torch.nn.Linear(256, 256).cuda()\n"
+        "work = lambda: layer(torch.randn(64, 256, device='cuda')).sum().backward()\n"
+        "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\nwork()\n"
+    )
+    code, trace = recorded(run_program, tmp_path, source)
+    assert code == 0
+    assert "have no operation: threads of the program's own made them" in " ".join(trace.info["notes"])
+    operations = read_operations(trace)
+    assert operations is not None
+    assert np.count_nonzero(operations.made_by >= 0) > 5
+    source = (
+        "import torch\nfrom torch.profiler import ProfilerActivity, profile\n"
+        "with profile(activities=[ProfilerActivity.CPU]):\n    x = torch.randn(64, 256, device='cuda') * 2\n"
+    )
+    code, trace = recorded(run_program, tmp_path, source)
+    assert code == 0
+    assert read_operations(trace) is None
+    assert "the program used torch.profiler itself" in " ".join(trace.info["notes"])

@@ -12,6 +12,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from stalloc.figures import human_bytes, plural
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
 from stalloc.techniques.repeated_blocks import find_blocks
@@ -66,17 +69,21 @@ class OperationRecording:
 
     def stop(self) -> None:
         """End recording; steps are counted on. Nothing happens the second time."""
-        if not self._stopped:
+        if not self._stopped and self._profiler is not None:
             self._stopped = True
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._profiler.stop()
+                try:
+                    self._profiler.stop()
+                except RuntimeError:  # the program has stopped it
+                    self._profiler = None
 
     def add_to(self, traces: Sequence[Trace]) -> list[Trace]:
         """The traces of the allocator's history, with what was recorded, step marks and roles."""
-        if self._profiler is None:
-            return list(traces)
         self.stop()
+        if self._profiler is None:
+            lost = "no operations: the program used torch.profiler itself, which records one thing at a time"
+            return [_with_note(trace, lost) for trace in traces]
         results = self._profiler.profiler.kineto_results
         from stalloc.cost.call_work import work_or_nothing  # imports torch
 
@@ -92,6 +99,12 @@ class OperationRecording:
         notes = list(trace.info.get("notes", []))
         if len(self.steps) > RECORDED_STEPS:
             notes.append(f"operations are those of the first {RECORDED_STEPS} of {len(self.steps)} steps")
+        rows = np.flatnonzero((operations.made_by < 0) & (trace.start >= 0) & (trace.start <= placed.last_event))
+        if len(rows):
+            size = human_bytes(int(trace.size[rows].sum()))
+            notes.append(
+                f"{plural(len(rows), 'request')} ({size}) have no operation: threads of the program's own made them"
+            )
         if placed.unmatched or placed.unresolved:
             notes.append(
                 f"{placed.unmatched} memory events and {placed.unresolved} accesses of the profiler fit no request"
@@ -167,6 +180,10 @@ class OperationRecording:
             if local.is_cuda and local.layout == strided:
                 index = local.get_device()
                 looks.append((role, index, now.get(index, 0), local.untyped_storage().data_ptr()))
+
+
+def _with_note(trace: Trace, note: str) -> Trace:
+    return trace.replace(info=trace.info | {"notes": [*trace.info.get("notes", []), note]})
 
 
 def positions() -> dict[int, int]:
