@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.analysis.grouping import purposes, role_keys
 from stalloc.analysis.moments import event_at, is_oom
 from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
 from stalloc.analysis.peaks import recorded, reserved_peak
@@ -22,6 +23,7 @@ from stalloc.replay.protocol import BlockMap
 from stalloc.replay.recorded_state import recorded_blocks, request_addresses
 from stalloc.replay.registry import make
 from stalloc.trace import Action, Trace
+from stalloc.trace.operations import Operations, read_operations
 from stalloc.trace.sites import UNKNOWN, site_names
 
 #: every cause there is, and what it says
@@ -45,7 +47,7 @@ class PinnedSegment:
     free_bytes: int
     num_blocks: int  #: live
     live_bytes: int
-    sites: tuple[str, ...]  #: call sites of its largest live blocks
+    sites: tuple[str, ...]  #: call sites of its largest live blocks, or what they are for
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Explanation:
     source: str  #: "record", or the model whose blocks these are
     segments: list[PinnedSegment]  #: those with most free bytes first
     sites: dict[str, int]  #: free bytes that each call site's blocks keep in their segments, most first
+    roles: dict[str, int]  #: allocated bytes by what they are for, most first; empty without operations
     record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
     record_unseen_bytes: int  #: live throughout, told only as a total
     record_reserved_peak_bytes: int
@@ -80,7 +83,9 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     causes, free_of_segment, live_of_segment = _causes(trace, blocks, stream, never)
     held = blocks.request >= 0
     names = np.full(trace.num_requests, UNKNOWN, object)
-    names[blocks.request[held]] = site_names(trace, blocks.request[held])
+    operations = read_operations(trace)
+    rows = blocks.request[held]
+    names[rows] = site_names(trace, rows) if operations is None else purposes(operations, rows)
     told = recorded(trace)
     allocated = int(trace.size[blocks.request[held & (blocks.waiting == 0)]].sum())
     made = Explanation(
@@ -92,6 +97,7 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         source=source,
         segments=_pinned(blocks, names, free_of_segment, live_of_segment, top),
         sites=dict(list(_pinning_sites(blocks, names, free_of_segment).items())[:top]),
+        roles=_by_role(trace, operations, blocks.request[held & (blocks.waiting == 0)]) if operations else {},
         record_allocated_peak_bytes=told.allocated_peak_bytes,
         record_unseen_bytes=told.unseen_bytes if told.fragmentation is not None else 0,
         record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
@@ -102,6 +108,13 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
     )
     assert sum(causes.values()) == made.reserved_bytes - allocated
     return made
+
+
+def _by_role(trace: Trace, operations: Operations, rows: Column) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for role, size in zip(role_keys(operations, rows), trace.size[rows].tolist(), strict=True):
+        total[str(role)] = total.get(str(role), 0) + size
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:

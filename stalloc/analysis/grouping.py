@@ -1,4 +1,4 @@
-"""What rows of a trace are grouped by when it is said who holds memory: lifespan class, call site, stack.
+"""What rows of a trace are grouped by when it is said who holds memory: lifespan class, call site, role, module.
 
 Contract: one key for each row that is asked for, in its order; what is not known has the key `unknown`.
 """
@@ -6,8 +6,11 @@ Contract: one key for each row that is asked for, in its order; what is not know
 from collections.abc import Hashable
 
 from stalloc.columns import Column
-from stalloc.lifespans import LifespanClass, classify, find_step_period, fold
+from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, module_of_requests
+from stalloc.lifespans.operation_modules import path_of
+from stalloc.printable import printable
 from stalloc.trace import Trace
+from stalloc.trace.operations import Operations, Role
 from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
 
 
@@ -30,6 +33,23 @@ def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
         keys.append(frame if is_python(frame) else site_name(stack))
     keys.append(UNKNOWN)  # -1 picks the last
     return [keys[number] for number in sites.site[rows].tolist()]
+
+
+def role_keys(operations: Operations, rows: Column) -> list[Hashable]:
+    """The role, as people read it."""
+    return [Role(value).text for value in operations.role[rows].tolist()]
+
+
+def module_keys(operations: Operations, rows: Column) -> list[Hashable]:
+    """Where the module is that made a request, the same for all that repeat: `layers.*.attention`."""
+    names = [printable(path_of(module)) for module in operations.modules] + ["in no module"]  # -1 picks the last
+    return [names[number] for number in module_of_requests(operations)[rows].tolist()]
+
+
+def purposes(operations: Operations, rows: Column) -> list[str]:
+    """What each request is for, in a few words: `saved activation of layers.*.attention`."""
+    pairs = zip(role_keys(operations, rows), module_keys(operations, rows), strict=True)
+    return [f"{role} of {module}" if module != "in no module" else str(role) for role, module in pairs]
 
 
 def site_text(key: Hashable) -> str:

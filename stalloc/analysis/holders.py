@@ -1,4 +1,4 @@
-"""Who holds memory at one moment of a trace: by call site, by lifespan class, by size, and as a tree of stacks.
+"""Who holds memory at one moment of a trace: by call site, class, role, module and size, and as a tree of stacks.
 
 Contract: the bytes of every list, and those at the root of the tree, add up to what is allocated at that moment, with
 sizes rounded up to 512 bytes, a request from its alloc to its free_completed. What grows from step to step is told by
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_names
+from stalloc.analysis.grouping import class_keys, module_keys, role_keys, site_keys, site_text, stack_names
 from stalloc.analysis.moments import asked_by, event_at, is_oom, last_oom
 from stalloc.analysis.peaks import allocated_peak
 from stalloc.columns import Column
@@ -19,6 +19,7 @@ from stalloc.figures import human_bytes
 from stalloc.lifespans import find_step_period, sequence_rows
 from stalloc.lifespans.periods import TINY_BYTES
 from stalloc.trace import MARK_STEP, Trace
+from stalloc.trace.operations import read_operations
 
 MOMENTS = ("peak", "oom", "end")
 _ALIGNMENT = 512
@@ -70,6 +71,8 @@ class Holders:
     has_sites: bool
     by_site: list[Holder]
     by_class: list[Holder]
+    by_role: list[Holder]  #: parameter, gradient and so on; empty without operations
+    by_module: list[Holder]  #: of the operation that made them; modules that repeat are one; empty without operations
     by_size: list[Holder]
     tree: Branch
     growth: list[Growth]
@@ -87,6 +90,7 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
         rows = np.flatnonzero(trace.start < 0)
     sites, reserved = site_keys(trace, rows), _reserved(trace, event)
     failed = is_oom(trace, event)
+    operations = read_operations(trace)
     return Holders(
         device=trace.device,
         at=name,
@@ -99,6 +103,8 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
         has_sites=any(key != "unknown" for key in sites),
         by_site=_grouped(sites, size[rows], site_text),
         by_class=_grouped(class_keys(trace, rows), size[rows], str),
+        by_role=_grouped(role_keys(operations, rows), size[rows], str) if operations else [],
+        by_module=_grouped(module_keys(operations, rows), size[rows], str) if operations else [],
         by_size=_grouped(trace.size[rows].tolist(), size[rows], human_bytes),
         tree=_tree(stack_names(trace, rows), size[rows]),
         growth=find_growth(trace),

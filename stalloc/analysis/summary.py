@@ -5,12 +5,16 @@ shown, and have the names that JSON gives them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from stalloc.analysis.peaks import allocated_peak, count_events, recorded
 from stalloc.lifespans import Total, classify, find_period, find_step_period, fold, sequence_keys, sequence_rows
+from stalloc.lifespans.operation_modules import repeated_blocks
+from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace
+from stalloc.trace.operations import Role, read_operations
 
 _MIN_REPEATS, _MIN_PERIOD = 3, 32  # of a period worth the name: runs of equal layers are shorter
 
@@ -54,6 +58,13 @@ class Summary:
     step_repeats: int | None
     classes: dict[str, Total]
     """By the lower-case name of the class."""
+    operations: int | None
+    """Outermost ones with kernels of their own; None where the record does not know operations."""
+    modules: int | None
+    blocks: dict[str, int]
+    """Repeated blocks of the program's models, by class."""
+    roles: dict[str, Total]
+    """By the name of the role, as people read it."""
     notes: list[str]
 
 
@@ -88,5 +99,24 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         step_requests=step.length if step else None,
         step_repeats=step.repeats if step else None,
         classes=classify(trace, fold(trace, period=step) if step else None).totals(trace.size),
+        **_known_of_operations(trace),
         notes=list(trace.info.get("notes", [])),
     )
+
+
+def _known_of_operations(trace: Trace) -> dict[str, Any]:
+    """The fields that are about operations."""
+    operations = read_operations(trace)
+    if operations is None:
+        return {"operations": None, "modules": None, "blocks": {}, "roles": {}}
+    roles = {}
+    for role in Role:
+        rows = np.flatnonzero(operations.role == role)
+        if len(rows):
+            roles[role.text] = Total(len(rows), int(trace.size[rows].sum()))
+    return {
+        "operations": int(np.count_nonzero(outermost(operations))),
+        "modules": len(operations.modules),
+        "blocks": {blocks.kind: len(blocks.rows) for blocks in repeated_blocks(operations)},
+        "roles": roles,
+    }

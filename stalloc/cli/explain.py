@@ -132,6 +132,9 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
         print_prose(console, f"note: {note}", indent="  ")
     causes = sorted(made.causes.items(), key=lambda item: -item[1])
     print_items(console, [(name.replace("_", " "), human_bytes(size), CAUSES[name]) for name, size in causes if size])
+    if made.roles:
+        held = ", ".join(f"{role} {human_bytes(size)}" for role, size in made.roles.items())
+        print_prose(console, f"allocated: {held}", indent="  ")
     if made.out_of_memory:
         _print_verdict(console, made.out_of_memory)
     for segment in made.segments:

@@ -5,7 +5,9 @@
 The program runs unchanged under stalloc's heap, with no plan; each request of PyTorch's and CuPy's has its call site.
 With --stacks it runs under PyTorch's own allocator and history instead, so that the addresses and segments are those of
 PyTorch; requests of CuPy's are not in the recording then, but cuDNN's work spaces are told apart: `stalloc info
---cudnn-table FILE` shows them. JSON: `output`, and
+--cudnn-table FILE` shows them. With --ops it does so too, and instead of call sites torch.profiler notes which operation
+of which module made, read and changed each request in the first four steps, and what each request is for; the program
+asks for the same memory in the same order. JSON: `output`, and
 for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
 program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
 """
@@ -50,7 +52,9 @@ _MAX_EVENTS = 1 << 22  #: of PyTorch's history
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write, ending .trace.npz")
-    parser.add_argument("--stacks", action="store_true", help="record PyTorch's own allocator, by its own history")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--stacks", action="store_true", help="record PyTorch's own allocator, by its own history")
+    how.add_argument("--ops", action="store_true", help="the same with operations, modules and roles, without stacks")
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -66,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from stalloc.trace import save_traces
 
     with program_output(to_stderr=args.json == "-"):
-        code, traces = (_with_stacks if args.stacks else _under_stalloc)(args, gpu, command)
+        record = _with_history if args.stacks or args.ops else _under_stalloc
+        code, traces = record(args, gpu, command)
     if not traces:
         raise BadInputError(
             f"the program allocated no GPU memory, so {args.output} was not written: does it use the GPU?"
@@ -93,15 +98,17 @@ def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: li
     return run_program(command), runtime.recorded()
 
 
-def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
-    """The same under PyTorch's allocator, by its own history."""
+def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
+    """The same under PyTorch's allocator, by its own history, and with operations where they are asked for."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
     from stalloc.integrations.convolutions import SeenConvolutions
     from stalloc.integrations.imports import after_import
+    from stalloc.integrations.operation_recording import OperationRecording
     from stalloc.trace import load_traces
 
     kind = device.activate(args.device, gpu)
+    operations = OperationRecording() if args.ops else None
 
     seen: list[SeenConvolutions] = []
 
@@ -109,22 +116,27 @@ def _with_stacks(args: argparse.Namespace, gpu: VirtualGPU | None, command: list
         if kind == "virtual":
             after_torch_import()
         torch: Any = sys.modules["torch"]
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_EVENTS)
-        if hasattr(torch.ops.aten.convolution_backward.default, "redispatch"):  # from torch 2.2 on
+        how: dict[str, Any] = {"context": None} if operations else {"stacks": "python"}
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS, **how)
+        if operations:
+            operations.start()
+        elif hasattr(torch.ops.aten.convolution_backward.default, "redispatch"):  # from torch 2.2 on
             seen.append(SeenConvolutions(torch))
 
     after_import("torch", begin)
     code = run_program(command)
+    if operations:
+        operations.stop()
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return code, []
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         torch.cuda.memory._dump_snapshot(f"{folder}/history.pickle")
         traces = load_traces(f"{folder}/history.pickle")
-        more = [known_release() | _work_spaces(kind, torch, trace, seen) for trace in traces]
-        return code, [
-            dataclasses.replace(trace, info=trace.info | info) for trace, info in zip(traces, more, strict=True)
-        ]
+    if operations:
+        traces = operations.add_to(traces)
+    more = [known_release() | _work_spaces(kind, torch, trace, seen) for trace in traces]
+    return code, [dataclasses.replace(trace, info=trace.info | info) for trace, info in zip(traces, more, strict=True)]
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:

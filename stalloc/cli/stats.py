@@ -8,7 +8,8 @@ Allocated counts every request from alloc to free_completed, with sizes rounded 
 lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a
 profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
-record and after which memory is back at its level.
+record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
+repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated.
 
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
@@ -18,6 +19,7 @@ before which next to nothing but persistent requests is live, where the record c
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -33,10 +35,13 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_prose
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.cost.step_seconds import StepEstimate
+from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import load_traces
+from stalloc.trace import Trace, load_traces
 from stalloc.writers.lifespan_graph import Relations, relations, write_relations
 
 _MAX_CUTS_SHOWN = 12
@@ -48,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--align", type=int, default=512, metavar="BYTES", help="sizes are rounded up to this (default: 512)"
     )
+    parser.add_argument("--gpu", metavar="NAME", help="estimate what the last recorded step takes on this GPU")
     parser.add_argument("--graph", metavar="FILE", help="write the graph of lifespans (.graphml or JSON) to FILE")
     add_json_argument(parser)
 
@@ -61,24 +67,57 @@ def run(args: argparse.Namespace) -> int:
     with working(f"describing {plural(len(args.files), 'file')}"):
         traces = [(file, trace) for file in args.files for trace in load_traces(file)]
         devices = [(file, summarize(trace, args.align)) for file, trace in traces]
+        steps = [_step(args, trace) for _, trace in traces]
         graphs = [relations(trace) for _, trace in traces] if args.graph else []
     if args.graph:
         write_relations(Path(args.graph), graphs)
-    write_json(
-        args, {"files": list(args.files), "devices": [{"file": file} | asdict(summary) for file, summary in devices]}
-    )
+    told = [
+        {"file": file} | asdict(summary) | ({"step_estimate": _step_entry(step)} if args.gpu else {})
+        for (file, summary), step in zip(devices, steps, strict=True)
+    ]
+    write_json(args, {"files": list(args.files), "devices": told})
     if wants_text(args):
-        _print(args, devices)
+        _print(args, devices, steps)
         _print_graphs(args, graphs)
     return 0
 
 
-def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]]) -> None:
+def _step(args: argparse.Namespace, trace: Trace) -> StepEstimate | None:
+    """What a step takes, where a GPU was named and the record knows operations."""
+    if not args.gpu:
+        return None
+    from stalloc.cost.step_seconds import estimate_step
+
+    return estimate_step(trace, rates_of(find_gpu(args.gpu).name))
+
+
+def _step_entry(step: StepEstimate | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    return {
+        "seconds": step.seconds,
+        "error": step.error,
+        "measured": step.measured,
+        "by_class": step.by_class,
+        "is_estimate": True,
+    }
+
+
+def _step_line(args: argparse.Namespace, step: StepEstimate | None) -> tuple[str, str]:
+    gpu = find_gpu(args.gpu).name
+    if step is None:
+        return ("est. step", f"not known on {gpu}: the file has no whole step with operations (stalloc record --ops)")
+    shares = ", ".join(f"{kind} {seconds / step.seconds:.0%}" for kind, seconds in list(step.by_class.items())[:4])
+    measured = f", {step.measured:.0%} measured" if step.measured else ""
+    return ("est. step", f"{1e3 * step.seconds:.1f} ms ± {step.error:.0%} on {gpu}{measured}: {shares}")
+
+
+def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]], steps: list[StepEstimate | None]) -> None:
     console = table_console()
-    for file, summary in devices:
+    for (file, summary), step in zip(devices, steps, strict=True):
         name, source = file_label(file), printable(summary.source)
         print_prose(console, Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
-        print_items(console, _lines(summary))
+        print_items(console, _lines(summary) + ([_step_line(args, step)] if args.gpu else []))
         console.print()
 
 
@@ -130,5 +169,12 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
     names = ["persistent", "scoped", "transient"] + (["static", "dynamic"] if summary.step_requests else [])
     for name in names:
         total = summary.classes[name]
+        lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
+    if summary.operations is not None:
+        blocks = "".join(f", {plural(count, 'block')} of class {kind}" for kind, count in summary.blocks.items())
+        lines.append(
+            ("operations", f"{summary.operations:,} in {plural(summary.modules or 0, 'module')}{printable(blocks)}")
+        )
+    for name, total in summary.roles.items():
         lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
     return lines + [("note", note) for note in note_texts(summary.notes)]

@@ -1,4 +1,4 @@
-"""Say who holds memory at one moment, by call site, class and size, and what grows from step to step.
+"""Say who holds memory at one moment, by call site, role, module, class and size, and what grows from step to step.
 
 FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. --at chooses the moment: the last
 out-of-memory error (oom, the default where there is one), the most allocated (peak, the default elsewhere), the end of
@@ -6,12 +6,14 @@ the record, or an event index.
 
 Sizes are rounded up to 512 bytes, and count from alloc to free_completed; each list adds up to what is allocated at
 that moment. A call site is the innermost line outside PyTorch; the tree shows its callers. Persistent requests live
-across steps, transient ones end in the phase in which they began, scoped ones are all others. A call site grows if it
+across steps, transient ones end in the phase in which they began, scoped ones are all others. Roles (parameter,
+gradient, saved activation …) and modules are known of recordings by `stalloc record --ops`; a module stands for all
+that repeat, as in layers.*.attention, and has what the backward pass of its operations makes. A call site grows if it
 holds more at the end of each later step; steps are marked by the program, or found where its requests repeat.
 
 JSON: for each of `devices` the moment (`at`, `event`), `allocated_bytes`, `reserved_bytes`, the complete lists
-`by_site`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree` (the same with
-`children`), and `growth`.
+`by_site`, `by_role`, `by_module`, `by_class` and `by_size` of `name`, `held_bytes`, `requests`, largest first, `tree`
+(the same with `children`), and `growth`.
 """
 
 import argparse
@@ -100,9 +102,15 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
         print_prose(console, Text.assemble((grows, "bold red"), seen))
     for note in note_texts(trace.info.get("notes", [])):
         print_prose(console, f"note: {note}", indent="  ")
-    if not made.has_sites:
+    if not made.has_sites and not made.by_role:
         print_prose(console, _NO_SITES, indent="  ")
-    for name, found in (("call site", made.by_site), ("class", made.by_class), ("size", made.by_size)):
+    for name, found in (
+        ("call site", made.by_site),
+        ("role", made.by_role),
+        ("module", made.by_module),
+        ("class", made.by_class),
+        ("size", made.by_size),
+    ):
         if name != "call site" or made.has_sites:
             _print_list(console, name, found, made.allocated_bytes, args.top)
     if made.has_sites and not args.no_tree and args.top:

@@ -1,6 +1,7 @@
 """How much known GPUs compute and move in a second, at the most, as their makers state it.
 
-FLOP/s are dense, without sparsity; float32 is without TF32, which torch leaves off for products of matrices.
+FLOP/s are dense, without sparsity; float32 is without TF32, which torch leaves off for products of matrices. Links are
+PCIe 4 of 16 lanes (32 GB/s each way) unless it says otherwise.
 """
 
 from dataclasses import dataclass
@@ -14,16 +15,17 @@ class GpuRates:
     single_flops: float  #: a second, in float32 on ordinary cores
     bytes_per_second: float  #: to and from the GPU's own memory
     source: str
+    link_bytes_per_second: float = 32e9  #: to the host, and as much at once from it
 
 
 _NVIDIA = "NVIDIA's data sheet of the card"
 _T, _G = 1e12, 1e9
 _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the driver gives; the first that fits
-    ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, _NVIDIA)),
-    ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, _NVIDIA)),
-    ("H100 PCIe", GpuRates(756 * _T, 51 * _T, 2000 * _G, _NVIDIA)),
-    ("H100 NVL", GpuRates(835 * _T, 60 * _T, 3900 * _G, _NVIDIA)),
-    ("H100", GpuRates(989 * _T, 67 * _T, 3350 * _G, _NVIDIA)),
+    ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, _NVIDIA, 450 * _G)),
+    ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, _NVIDIA, 64 * _G)),
+    ("H100 PCIe", GpuRates(756 * _T, 51 * _T, 2000 * _G, _NVIDIA, 64 * _G)),
+    ("H100 NVL", GpuRates(835 * _T, 60 * _T, 3900 * _G, _NVIDIA, 64 * _G)),
+    ("H100", GpuRates(989 * _T, 67 * _T, 3350 * _G, _NVIDIA, 64 * _G)),
     ("A100-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, _NVIDIA)),
     ("A100 80GB PCIe", GpuRates(312 * _T, 19.5 * _T, 1935 * _G, _NVIDIA)),
     ("A100", GpuRates(312 * _T, 19.5 * _T, 1555 * _G, _NVIDIA)),
@@ -34,9 +36,9 @@ _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the d
     ("L40S", GpuRates(362 * _T, 91.6 * _T, 864 * _G, _NVIDIA)),
     ("L40", GpuRates(181 * _T, 90.5 * _T, 864 * _G, _NVIDIA)),
     ("L4", GpuRates(121 * _T, 30.3 * _T, 300 * _G, _NVIDIA)),
-    ("T4", GpuRates(65 * _T, 8.1 * _T, 320 * _G, _NVIDIA)),
-    ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, _NVIDIA)),
-    ("RTX 5090", GpuRates(209.5 * _T, 104.8 * _T, 1792 * _G, _NVIDIA)),
+    ("T4", GpuRates(65 * _T, 8.1 * _T, 320 * _G, _NVIDIA, 16 * _G)),
+    ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, _NVIDIA, 16 * _G)),
+    ("RTX 5090", GpuRates(209.5 * _T, 104.8 * _T, 1792 * _G, _NVIDIA, 64 * _G)),
     ("RTX 4090", GpuRates(165.2 * _T, 82.6 * _T, 1008 * _G, _NVIDIA)),
     ("RTX 4080", GpuRates(97.5 * _T, 48.7 * _T, 717 * _G, _NVIDIA)),
     ("RTX 3090 Ti", GpuRates(80 * _T, 40 * _T, 1008 * _G, _NVIDIA)),

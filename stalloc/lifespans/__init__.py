@@ -3,8 +3,12 @@
 from stalloc.lifespans.classes import Classes, LifespanClass, Regularity, Total, classify
 from stalloc.lifespans.graph import cut_events, lifespan_graph
 from stalloc.lifespans.load_curves import fullest, load_curve, lower_bound, peak_load
+from stalloc.lifespans.operation_graph import crossing_bytes, cut_operations, operation_graph
+from stalloc.lifespans.operation_modules import RepeatedBlocks, module_of_requests, repeated_blocks
 from stalloc.lifespans.periods import Period, find_period, find_step_period, may_repeat, sequence_keys, sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
+from stalloc.lifespans.roles import find_roles
+from stalloc.lifespans.steady_step import SteadyStep, find_steady_step
 from stalloc.lifespans.tape import Tape, expand, fold
 
 __all__ = [
@@ -13,13 +17,19 @@ __all__ = [
     "Period",
     "Phases",
     "Regularity",
+    "RepeatedBlocks",
+    "SteadyStep",
     "Tape",
     "Total",
     "classify",
+    "crossing_bytes",
     "cut_events",
+    "cut_operations",
     "expand",
     "find_period",
     "find_phases",
+    "find_roles",
+    "find_steady_step",
     "find_step_period",
     "fold",
     "fullest",
@@ -27,7 +37,10 @@ __all__ = [
     "load_curve",
     "lower_bound",
     "may_repeat",
+    "module_of_requests",
+    "operation_graph",
     "peak_load",
+    "repeated_blocks",
     "sequence_keys",
     "sequence_rows",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.trace.operations import read_operations
 from stalloc.trace.record import MAX_BYTES, Action, Trace
 
 _BLOCKS = ("block_address", "block_size", "block_request")
@@ -22,6 +23,7 @@ def check_read(trace: Trace) -> None:
     if len(trace.action):
         _check_events(trace)
     _check_extra(trace)
+    read_operations(trace)
 
 
 def _check_events(trace: Trace) -> None:

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stalloc.errors import BadInputError
 from stalloc.planner import plan, save_plans
 from stalloc.trace import load_traces, save_traces
+from stalloc.trace.operations import ModuleName, Operations, RangeKind, Role
 
 from .archives import members_of, mutate_archive
 from .pickles import mutate_pickle, opcodes
@@ -73,7 +76,7 @@ def own_seeds() -> list[Seed]:
             Seed(f"trace of {name}", "trace", _as_trace(seed)),
             Seed(f"plan of {name}", "plan", _as_plan(seed), name),
         ]
-    return seeds + made
+    return [*seeds, *made, Seed("trace with operations", "trace", _with_operations(seeds[0]))]
 
 
 def shared_seeds(folder: Path) -> list[Seed]:
@@ -120,6 +123,49 @@ def _as_plan(seed: Seed) -> bytes:
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         path = Path(folder) / "seed.plan.npz"
         save_plans(path, [plan(trace) for trace in load(seed)])
+        return path.read_bytes()
+
+
+def _with_operations(seed: Seed) -> bytes:
+    """The traces of a seed, with a module that makes every request in an operation of its own."""
+    traces = []
+    for trace in load(seed):
+        rows = np.flatnonzero(trace.start >= 0)
+        begin = np.concatenate([[0], trace.start[rows]])
+        end = np.concatenate([[trace.num_events], trace.start[rows] + 1])
+        ones = np.ones(len(rows), np.int64)
+        made_by = np.full(trace.num_requests, -1)
+        made_by[rows] = np.arange(len(rows)) + 1
+        tensor = {"tensor": ["float32", [2, 3], [3, 1]]}
+        operations = Operations(
+            name=np.concatenate([[0], ones]),
+            names=("module", "aten::mul"),
+            parent=np.concatenate([[-1], 0 * ones]),
+            begin=begin,
+            end=end,
+            thread=np.zeros(len(begin)),
+            sequence=np.arange(len(begin)),
+            kind=np.concatenate([[int(RangeKind.MODULE)], 0 * ones]),
+            shape=np.concatenate([[-1], 0 * ones]),
+            module=np.concatenate([[1], -ones]),
+            access_op=np.arange(len(rows)) + 1,
+            access_request=rows,
+            access_kind=rows % 2,
+            made_by=made_by,
+            role=np.arange(trace.num_requests) % len(Role),
+            shapes=(["aten::mul", "Tensor", [tensor, tensor]],),
+            shape_flops=np.array([6]),
+            shape_read_bytes=np.array([48]),
+            shape_written_bytes=np.array([24]),
+            shape_ns=np.array([0]),
+            modules=(ModuleName("", "Model"), ModuleName("layers.0", "Layer")),
+            module_parent=np.array([-1, 0]),
+            module_is_block=np.array([0, 1]),
+        )
+        traces.append(trace.replace(extra=trace.extra | operations.columns()))
+    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
+        path = Path(folder) / "seed.trace.npz"
+        save_traces(path, traces)
         return path.read_bytes()
 
 

@@ -1,0 +1,1 @@
+"""What scripts/bench/cost is made of."""

@@ -1,0 +1,67 @@
+"""Time the operations of a recorded program on this machine's GPU, so that its steps are measured, not estimated.
+
+  stalloc bench ops --for step.trace.npz
+
+TRACE is a recording by `stalloc record --ops`. Each distinct call is made a few times by itself, on tensors of the same
+sizes, and its time is written into the trace (or, with -o, into another file), where `stalloc stats --gpu` uses it
+in place of the estimate. Calls that cannot be made so keep their estimates. JSON: `output`, and for each of `devices`
+the number of `calls` and of those `measured`.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from stalloc import device
+from stalloc.cli.output import add_json_argument, command_text, table_console, wants_text, write_json
+from stalloc.errors import BadInputError
+from stalloc.trace import load_traces, save_traces
+from stalloc.trace.operations import read_operations
+
+
+def run(words: list[str]) -> int:
+    """What follows `stalloc bench ops`."""
+    parser = argparse.ArgumentParser(
+        prog="stalloc bench ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--for", dest="trace", required=True, metavar="TRACE", help="the recording")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write this trace, ending .trace.npz, instead")
+    add_json_argument(parser)
+    args = parser.parse_args(words)
+    output = args.output or args.trace
+    if not output.endswith(".trace.npz"):
+        raise BadInputError(f"{output} does not end in .trace.npz: name the trace to write with -o.")
+    traces = load_traces(args.trace)
+    known = [(trace, read_operations(trace)) for trace in traces]
+    if not any(operations is not None for _, operations in known):
+        raise BadInputError(f"{args.trace} knows no operations: record it with stalloc record --ops.")
+    if device.detect() != "cuda":
+        raise BadInputError(
+            "stalloc bench ops needs a GPU, and there is none here: run it on the machine that the program is for; "
+            "without it steps are estimated."
+        )
+    device.activate("cuda")
+    from stalloc.integrations.operation_timing import measured_nanoseconds
+
+    made, told = [], []
+    for trace, operations in known:
+        if operations is not None:
+            times = np.array(measured_nanoseconds(operations.shapes), np.int64)
+            trace = trace.replace(extra=trace.extra | dataclasses.replace(operations, shape_ns=times).columns())
+            told.append({"device": trace.device, "calls": len(times), "measured": int(np.count_nonzero(times))})
+        made.append(trace)
+    save_traces(output, made)
+    write_json(args, {"output": output, "devices": told})
+    if wants_text(args):
+        _print(output, told)
+    return 0
+
+
+def _print(output: str, told: list[dict[str, Any]]) -> None:
+    console = table_console()
+    for entry in told:
+        console.print(f"device {entry['device']}: {entry['measured']:,} of {entry['calls']:,} distinct calls measured")
+    console.print(f"wrote {command_text(output)}")
+    console.print(f"next: stalloc stats --gpu NAME {command_text(output)}")

@@ -1,0 +1,121 @@
+"""What a call computes and moves: floating point operations, bytes read, bytes written.
+
+FLOPs are by the formulas of torch.utils.flop_counter; an operation that it does not know has none. Bytes are those of
+the tensors that are read and made or changed, each once, whatever stays in caches. A view moves nothing.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from stalloc.cost.calls import CallError, arguments_of, overloads_of
+from stalloc.trace.sources.profiled_operations import Work
+
+_MAKES_ONLY = ("empty", "new_empty")  #: what lies in the memory stays there
+_OVERWRITE = ("copy_", "fill_", "zero_", "_foreach_copy_")  #: what is changed is not looked at
+
+
+def work_of_call(call: list[Any]) -> Work:
+    """Of a recorded call; it is made on tensors without memory, so that its results are known."""
+    name, overload, arguments = call
+    for operator in overloads_of(name, overload, len(arguments)):
+        try:
+            given, named = arguments_of(operator, arguments, "meta")
+            results = operator(*given, **named)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError):
+            continue
+        return work_of(operator, given, named, results)
+    raise CallError(f"{name} was not understood")
+
+
+def work_or_nothing(call: list[Any]) -> Work:
+    """Of a recorded call, as far as it is understood: what cannot be made again counts with what it was given."""
+    try:
+        return work_of_call(call)
+    except CallError:
+        read = 0
+        for one in tree_leaves(call[2], is_leaf=lambda value: isinstance(value, dict) and "tensor" in value):
+            if isinstance(one, dict):
+                kind, sizes, strides = one["tensor"]
+                read += _bytes(sizes, strides, getattr(torch, kind).itemsize)
+        return Work(0, read, 0)
+
+
+def work_of(operator: Any, args: Any, kwargs: Any, results: Any) -> Work:
+    """Of a call that was made."""
+    schema = getattr(operator, "_schema", None)
+    given = _by_argument(schema, args, kwargs)
+    written = [one for value, is_written in given if is_written for one in _tensors(value)]
+    read = [one for value, _ in given for one in _tensors(value)]
+    changed = {id(one) for one in written}
+    made = [one for one in _tensors(results) if id(one) not in changed]
+    if not written and (not made or _are_views(schema, made, read)):
+        return Work(0, 0, 0)
+    name = str(getattr(operator, "overloadpacket", operator)).rpartition(".")[2]
+    if name.startswith(_MAKES_ONLY):
+        return Work(0, 0, 0)
+    flops = _flops(operator, args, kwargs, results)
+    first_read = [one for one in read if id(one) not in changed or name not in _OVERWRITE]
+    if name in ("embedding", "index_select", "index", "gather"):  # rows of a table, not the table
+        largest = max(first_read, key=lambda one: one.numel())
+        first_read = [one for one in first_read if one is not largest] + made
+    return Work(flops, sum(map(tensor_bytes, first_read)), sum(map(tensor_bytes, itertools.chain(made, written))))
+
+
+def _flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
+    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    if formula is None:
+        return 0
+    for given in (args, _with_equal_heads(args)):
+        try:
+            return int(formula(*given, **kwargs, out_val=results))
+        except (AssertionError, TypeError, ValueError, IndexError, RuntimeError):  # shapes that the formula lacks
+            continue
+    return 0
+
+
+def _with_equal_heads(args: Any) -> list[Any]:
+    """The arguments of attention whose queries share keys and values, as if each had its own."""
+    heads = max((one.shape[1] for one in _tensors(args) if one.dim() == 4), default=0)
+    return [
+        one[:, :1].expand(-1, heads, -1, -1) if isinstance(one, torch.Tensor) and one.dim() == 4 else one
+        for one in args
+    ]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that differ in their address."""
+    return _bytes(tensor.shape, tensor.stride() if tensor.layout == torch.strided else (), tensor.element_size())
+
+
+def _bytes(sizes: Iterable[int], strides: Iterable[int], element_bytes: int) -> int:
+    total = element_bytes
+    for size, stride in itertools.zip_longest(sizes, strides, fillvalue=1):
+        total *= size if stride else min(size, 1)
+    return total
+
+
+def _by_argument(schema: Any, args: Any, kwargs: Any) -> list[tuple[Any, bool]]:
+    """Each argument, and whether the call changes it."""
+    if schema is None:
+        return [(args, False), (kwargs, False)]
+    named = {one.name: one.alias_info is not None and one.alias_info.is_write for one in schema.arguments}
+    return [*zip(args, named.values(), strict=False)] + [
+        (value, named.get(name, False)) for name, value in kwargs.items()
+    ]
+
+
+def _are_views(schema: Any, made: list[torch.Tensor], read: list[torch.Tensor]) -> bool:
+    if any(one.layout != torch.strided for one in (*made, *read)):
+        return False
+    if schema is not None and not any(one.is_meta for one in made):
+        return {one.untyped_storage()._cdata for one in made} <= {one.untyped_storage()._cdata for one in read}
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]

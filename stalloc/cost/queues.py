@@ -1,0 +1,58 @@
+"""When the tasks of a step run: each queue works off its own in the order in which they were put there.
+
+Contract: a task begins when its queue is free and all that it waits for has ended, as work on streams of a GPU does
+that is ordered by events; nothing else holds it up.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Queue(enum.Enum):
+    """What works off tasks, one after the other."""
+
+    COMPUTE = "compute"
+    TO_DEVICE = "copies to the device"
+    TO_HOST = "copies to the host"
+    PROCESSOR = "processor"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that takes a while."""
+
+    name: str
+    queue: Queue
+    seconds: float
+    after: tuple[int, ...] = ()  #: earlier tasks, by number, that have to have ended
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each task runs."""
+
+    begin: tuple[float, ...]
+    end: tuple[float, ...]
+    busy: dict[Queue, float]  #: seconds that each queue works
+
+    @property
+    def seconds(self) -> float:
+        """Until the last task has ended."""
+        return max(self.end, default=0.0)
+
+
+def schedule(tasks: Sequence[Task]) -> Schedule:
+    """The schedule of tasks in the order in which the program asks for them."""
+    free = dict.fromkeys(Queue, 0.0)
+    busy = dict.fromkeys(Queue, 0.0)
+    begin: list[float] = []
+    end: list[float] = []
+    for number, task in enumerate(tasks):
+        assert all(0 <= one < number for one in task.after), f"task {number} waits for what comes later"
+        begin.append(max([free[task.queue], *(end[one] for one in task.after)]))
+        end.append(begin[-1] + task.seconds)
+        free[task.queue] = end[-1]
+        busy[task.queue] += task.seconds
+    return Schedule(tuple(begin), tuple(end), busy)

@@ -1,0 +1,96 @@
+"""What a step of a recorded program takes on a GPU: its operations on queues, each measured or estimated.
+
+Contract: an operation counts with the time that was measured for its shape where there is one, else with the estimate
+of its class; how much of the step was measured is said, and the error is that of the rest.
+"""
+
+from dataclasses import dataclass
+
+from stalloc.columns import Rows
+from stalloc.cost.class_seconds import TOTAL_ERROR, estimate
+from stalloc.cost.gpu_rates import GpuRates
+from stalloc.cost.operation_classes import class_of_call
+from stalloc.cost.queues import Queue, Schedule, Task, schedule
+from stalloc.lifespans import find_steady_step, operation_graph
+from stalloc.trace import Trace
+from stalloc.trace.operations import ACCESS_READ, Operations, read_operations
+
+LINK_SHARE, LINK_START = 0.8, 1e-5  #: of what the link promises, that copies of pinned memory reach; seconds to begin
+_COPIES = ("aten::_to_copy", "aten::copy_")
+_HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """A steady step on a GPU."""
+
+    seconds: float
+    error: float  #: relative
+    measured: float  #: share of the time that was measured on a GPU
+    by_class: dict[str, float]  #: seconds, most first
+    schedule: Schedule
+    operations: Rows
+    """(k,) the row of each task of the schedule but those of the processor."""
+
+
+def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) -> StepEstimate | None:
+    """The last recorded step of a program; None where the trace does not know operations, or no whole step.
+
+    With `launch_seconds` the processor takes so long to start an operation, and may be what the GPU waits for.
+    """
+    operations = read_operations(trace)
+    step = None if operations is None else find_steady_step(trace, operations)
+    if operations is None or step is None:
+        return None
+    graph = operation_graph(trace, operations, step.operations)
+    reads = {
+        int(op) for op, kind in zip(operations.access_op, operations.access_kind, strict=True) if kind == ACCESS_READ
+    }
+    tasks: list[Task] = []
+    number_of: dict[int, int] = {}
+    by_class: dict[str, float] = {}
+    measured = 0.0
+    for row in step.operations.tolist():
+        after = tuple(sorted(number_of[one] for one in graph.predecessors(row)))
+        if launch_seconds:
+            tasks.append(Task("launch", Queue.PROCESSOR, launch_seconds))
+            after += (len(tasks) - 1,)
+        name = operations.name_of(row)
+        from_host = name in _COPIES and row not in reads
+        kind, seconds, was_measured = operation_seconds(operations, row, rates, from_host=from_host)
+        number_of[row] = len(tasks)
+        tasks.append(Task(name, Queue.TO_DEVICE if from_host else Queue.COMPUTE, seconds, after))
+        by_class[kind] = by_class.get(kind, 0.0) + seconds
+        measured += seconds * was_measured
+    total = sum(by_class.values())
+    share = measured / total if total else 0.0
+    made = schedule(tasks)
+    most = dict(sorted(by_class.items(), key=lambda item: -item[1]))
+    return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations)
+
+
+def operation_seconds(
+    operations: Operations, row: int, rates: GpuRates, *, from_host: bool = False
+) -> tuple[str, float, bool]:
+    """The class of an operation, its seconds, and whether they were measured."""
+    shape = int(operations.shape[row])
+    if shape < 0:
+        return "unknown", 0.0, False
+    written = int(operations.shape_written_bytes[shape])
+    if from_host:
+        return "copy from the host", LINK_START + written / (LINK_SHARE * rates.link_bytes_per_second), False
+    call = operations.shapes[shape]
+    kind = class_of_call(call)
+    if operations.shape_ns[shape]:
+        return kind, 1e-9 * int(operations.shape_ns[shape]), True
+    moved = int(operations.shape_read_bytes[shape]) + written
+    half = first_number(call[2]) in _HALF
+    return kind, estimate(kind, int(operations.shape_flops[shape]), moved, rates, half=half).seconds, False
+
+
+def first_number(arguments: object) -> str:
+    """What the first tensor of a call holds; empty without tensors."""
+    for given in arguments if isinstance(arguments, list) else ():
+        if isinstance(given, dict):
+            return str(given["tensor"][0]) if "tensor" in given else first_number(given.get("list"))
+    return ""

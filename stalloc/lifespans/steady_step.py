@@ -1,0 +1,82 @@
+"""One steady step of a program as a record: its operations in order, its requests, and what goes on beyond it.
+
+Contract: the step lies between two marks, and operations cover it; it is the last such step, so that what happens only
+at the beginning is not in it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.columns import Column, Rows
+from stalloc.lifespans.roles import within
+from stalloc.trace import MARK_STEP, Trace
+from stalloc.trace.operations import Operations, RangeKind
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SteadyStep:
+    """Rows are those of the trace's tables."""
+
+    begin_event: int
+    end_event: int
+    operations: Rows
+    """(k,) outermost operations with kernels, in the order in which they began."""
+    requests: Rows
+    """(n,) born in the step."""
+    beyond: Rows
+    """(b,) those of them that live when the next step begins."""
+    held: Rows
+    """(h,) requests of earlier steps that live throughout."""
+    ended: Rows
+    """(e,) requests of earlier steps that end in this one."""
+    pairs: Rows
+    """(p, 2) operations of the forward pass, and the nodes of the backward pass that belong to them."""
+
+
+def find_steady_step(trace: Trace, operations: Operations) -> SteadyStep | None:
+    """The last step that operations cover; None if no two marks are among them."""
+    last = int(operations.end.max(initial=0))
+    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    marks = marks[marks <= last]
+    if len(marks) < 2:
+        return None
+    begin, end = int(marks[-2]), int(marks[-1])
+    counted = outermost(operations)
+    inside = (operations.begin >= begin) & (operations.end <= end)
+    born = (trace.start >= begin) & (trace.start < end)
+    old = (trace.start < begin) & (trace.end > begin)
+    return SteadyStep(
+        begin_event=begin,
+        end_event=end,
+        operations=np.flatnonzero(counted & inside),
+        requests=np.flatnonzero(born),
+        beyond=np.flatnonzero(born & (trace.end >= end)),
+        held=np.flatnonzero(old & (trace.end >= end)),
+        ended=np.flatnonzero(old & (trace.end < end)),
+        pairs=_pairs(operations, inside),
+    )
+
+
+def outermost(operations: Operations) -> Column:
+    """(k,) bool: operations with kernels that lie in no other."""
+    is_one = operations.kind == RangeKind.OPERATION
+    parent = operations.parent
+    inside = np.zeros(len(operations), bool)
+    for row in np.flatnonzero(parent >= 0).tolist():
+        outer = parent[row]
+        inside[row] = inside[outer] or is_one[outer]
+    return is_one & ~inside
+
+
+def _pairs(operations: Operations, inside: Column) -> Rows:
+    in_backward = within(operations, RangeKind.BACKWARD)
+    nodes = np.flatnonzero(inside & (operations.kind == RangeKind.BACKWARD) & (operations.sequence >= 0))
+    forward = np.flatnonzero(inside & ~in_backward & (operations.sequence >= 0))
+    of_sequence = dict(zip(operations.sequence[forward].tolist(), forward.tolist(), strict=True))
+    found = [
+        (of_sequence[sequence], node)
+        for node, sequence in zip(nodes.tolist(), operations.sequence[nodes].tolist(), strict=True)
+        if sequence in of_sequence
+    ]
+    return np.array(found, np.int64).reshape(-1, 2)

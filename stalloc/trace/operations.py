@@ -1,0 +1,256 @@
+"""What the program did with the requests of a trace: operations, accesses, shapes, modules; tables of Trace.extra.
+
+| column | |
+|---|---|
+| `op_name` | (k,) int32: index into the names, which `op_text` holds |
+| `op_parent` | (k,) int32: the range that this one lies in, an earlier row; -1: none |
+| `op_begin`, `op_end` | (k,) int64: the range began before event `op_begin`, and ended before event `op_end` |
+| `op_thread` | (k,) int16: threads are numbered from 0 as they appear |
+| `op_sequence` | (k,) int32: what autograd calls an operation and the node that is its backward; -1: nothing |
+| `op_kind` | (k,) int8 of RangeKind |
+| `op_shape`, `op_module` | (k,) int32: rows of shapes and of modules, -1 for none |
+| `access_op`, `access_request` | (a,) int32: the operation and the request, ordered by operation |
+| `access_kind` | (a,) int8: 0 read, 1 written |
+| `made_by` | (n,) int32: the operation that asked for each request; -1: not known |
+| `role` | (n,) int8 of Role |
+| `shape_flops`, `shape_read_bytes`, `shape_written_bytes` | (s,) int64: of a call of this shape |
+| `shape_ns` | (s,) int64: nanoseconds that a call took on the GPU where it was measured; 0: not measured |
+| `module_parent` | (q,) int32: the module that holds this one, an earlier row; -1: none |
+| `module_is_block` | (q,) int8: 1 for one of the repeated blocks of its model, such as the layers of a transformer |
+| `op_text`, `shape_text`, `module_text` | (t,) uint8: JSON lists: names; calls; [name, class] |
+
+A request stands for the storage that lies in it: views of one storage are one request. Files are untrusted: what is
+read back is checked, whole, before anything of it is used.
+"""
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stalloc.columns import Column, Rows, Times
+from stalloc.errors import BadInputError
+from stalloc.trace.record import Trace
+
+ACCESS_READ, ACCESS_WRITTEN = 0, 1
+MAX_NAMES, MAX_TEXT = 1 << 20, 1000
+
+
+class RangeKind(enum.IntEnum):
+    """What a range stands for; the numbers are part of the file format."""
+
+    OPERATION = 0  #: an operation that has a kernel of its own, such as aten::mm
+    COMPOSITE = 1  #: an operation that only calls others, such as aten::linear
+    MODULE = 2  #: the forward pass of a module
+    BACKWARD = 3  #: a node of autograd
+    OPTIMIZER = 4  #: a step of an optimizer
+    USER = 5  #: a range that the program or a library named
+
+
+class Role(enum.IntEnum):
+    """What a request is for; the numbers are part of the file format."""
+
+    UNKNOWN = 0
+    PARAMETER = 1  #: buffers of modules too
+    GRADIENT = 2
+    OPTIMIZER_STATE = 3
+    SAVED_ACTIVATION = 4  #: made in a forward pass, read in a backward pass
+    TEMPORARY = 5
+    WORKSPACE = 6  #: an operation asked for it and handed it to nobody
+    INPUT = 7  #: came from the host, for a forward pass
+
+    @property
+    def text(self) -> str:
+        """As people read it."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class ModuleName:
+    """A module of the program: where it is, and its class."""
+
+    name: str  #: within its model, such as `layers.3`; empty for a model itself
+    kind: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Operations:
+    """The tables of one trace, as the columns above say; `op_` is left out of their names."""
+
+    name: Rows
+    names: tuple[str, ...]
+    parent: Rows
+    begin: Times
+    end: Times
+    thread: Column
+    sequence: Column
+    kind: Column
+    shape: Rows
+    module: Rows
+    access_op: Rows
+    access_request: Rows
+    access_kind: Column
+    made_by: Rows
+    role: Column
+    shapes: tuple[Any, ...]
+    """Of each shape: a list of its name, its overload and its arguments, for stalloc.cost."""
+    shape_flops: Column
+    shape_read_bytes: Column
+    shape_written_bytes: Column
+    shape_ns: Column
+    modules: tuple[ModuleName, ...]
+    module_parent: Rows
+    module_is_block: Column
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def name_of(self, row: int) -> str:
+        """The name of a range."""
+        return self.names[self.name[row]]
+
+    def columns(self) -> dict[str, Column]:
+        """What belongs into Trace.extra."""
+        found = {column: np.asarray(getattr(self, field)).astype(dtype) for column, (field, dtype) in _COLUMNS.items()}
+        modules = [[module.name, module.kind] for module in self.modules]
+        texts = {"op_text": self.names, "shape_text": self.shapes, "module_text": modules}
+        return found | {name: _packed(listed) for name, listed in texts.items()}
+
+
+_COLUMNS: Mapping[str, tuple[str, Any]] = {
+    "op_name": ("name", np.int32),
+    "op_parent": ("parent", np.int32),
+    "op_begin": ("begin", np.int64),
+    "op_end": ("end", np.int64),
+    "op_thread": ("thread", np.int16),
+    "op_sequence": ("sequence", np.int32),
+    "op_kind": ("kind", np.int8),
+    "op_shape": ("shape", np.int32),
+    "op_module": ("module", np.int32),
+    "access_op": ("access_op", np.int32),
+    "access_request": ("access_request", np.int32),
+    "access_kind": ("access_kind", np.int8),
+    "made_by": ("made_by", np.int32),
+    "role": ("role", np.int8),
+    "shape_flops": ("shape_flops", np.int64),
+    "shape_read_bytes": ("shape_read_bytes", np.int64),
+    "shape_written_bytes": ("shape_written_bytes", np.int64),
+    "shape_ns": ("shape_ns", np.int64),
+    "module_parent": ("module_parent", np.int32),
+    "module_is_block": ("module_is_block", np.int8),
+}
+_TEXTS = ("op_text", "shape_text", "module_text")
+_ALL = (*_COLUMNS, *_TEXTS)
+
+
+def has_operations(trace: Trace) -> bool:
+    """Whether a trace knows operations."""
+    return any(name in trace.extra for name in _ALL)
+
+
+def read_operations(trace: Trace) -> Operations | None:
+    """The operations of a trace, None if it has none. Raises BadInputError if the tables contradict each other."""
+    if not has_operations(trace):
+        return None
+    missing = [name for name in _ALL if name not in trace.extra]
+    if missing:
+        raise _wrong(trace, f"{missing[0]} is missing")
+    columns = {field: _column(trace, name, dtype) for name, (field, dtype) in _COLUMNS.items()}
+    names, shapes, modules = (_listed(trace, name) for name in _TEXTS)
+    if not all(isinstance(name, str) for name in names):
+        raise _wrong(trace, "op_text holds what is no name")
+    if not all(isinstance(one, list) and len(one) == 3 and _is_name(one[0]) and _is_name(one[1]) for one in shapes):
+        raise _wrong(trace, "shape_text holds what is no call")
+    if not all(isinstance(one, list) and len(one) == 2 and all(map(_is_name, one)) for one in modules):
+        raise _wrong(trace, "module_text holds what is no module")
+    found = Operations(
+        **columns,
+        names=tuple(name[:MAX_TEXT] for name in names),
+        shapes=tuple(shapes),
+        modules=tuple(ModuleName(name[:MAX_TEXT], kind[:MAX_TEXT]) for name, kind in modules),
+    )
+    _check(trace, found)
+    return found
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _check(trace: Trace, found: Operations) -> None:
+    num_ops, num_shapes, num_modules = len(found.name), len(found.shapes), len(found.modules)
+    tables = {
+        "op": (num_ops, ("name", "parent", "begin", "end", "thread", "sequence", "kind", "shape", "module")),
+        "access": (len(found.access_op), ("access_op", "access_request", "access_kind")),
+        "request": (trace.num_requests, ("made_by", "role")),
+        "shape": (num_shapes, ("shape_flops", "shape_read_bytes", "shape_written_bytes", "shape_ns")),
+        "module": (num_modules, ("module_parent", "module_is_block")),
+    }
+    for table, (rows, fields) in tables.items():
+        if any(len(getattr(found, field)) != rows for field in fields):
+            raise _wrong(trace, f"its columns of the table of {table}s differ in length")
+    end = trace.num_events + 1
+    bounds = {  # lowest, and what is beyond
+        "name": (0, len(found.names)),
+        "parent": (-1, num_ops),
+        "begin": (0, end),
+        "end": (0, end),
+        "thread": (0, 1 << 15),
+        "sequence": (-1, 1 << 31),
+        "kind": (0, len(RangeKind)),
+        "shape": (-1, num_shapes),
+        "module": (-1, num_modules),
+        "access_op": (0, num_ops),
+        "access_request": (0, trace.num_requests),
+        "access_kind": (0, 2),
+        "made_by": (-1, num_ops),
+        "role": (0, len(Role)),
+        "module_parent": (-1, num_modules),
+        "module_is_block": (0, 2),
+        "shape_flops": (0, 1 << 62),
+        "shape_read_bytes": (0, 1 << 62),
+        "shape_written_bytes": (0, 1 << 62),
+        "shape_ns": (0, 1 << 62),
+    }
+    for field, (lowest, bound) in bounds.items():
+        column = getattr(found, field)
+        if len(column) and (int(column.min()) < lowest or int(column.max()) >= bound):
+            raise _wrong(trace, f"{field} holds numbers beyond its table")
+    if np.any(found.parent >= np.arange(num_ops)) or np.any(found.module_parent >= np.arange(num_modules)):
+        raise _wrong(trace, "something in it lies within what comes later")
+    if np.any(found.end < found.begin) or np.any(np.diff(found.access_op) < 0):
+        raise _wrong(trace, "its rows are not in order")
+    held = np.flatnonzero(found.parent >= 0)
+    outer = found.parent[held]
+    if np.any(found.begin[held] < found.begin[outer]) or np.any(found.end[held] > found.end[outer]):
+        raise _wrong(trace, "a range in it reaches beyond the one that it lies in")
+
+
+def _column(trace: Trace, name: str, dtype: Any) -> Column:
+    column = trace.extra[name]
+    if column.ndim != 1 or column.dtype != dtype:
+        raise _wrong(trace, f"{name} is {column.dtype} of shape {column.shape}, expected one row of {np.dtype(dtype)}")
+    return column
+
+
+def _listed(trace: Trace, name: str) -> list[Any]:
+    try:
+        listed = json.loads(_column(trace, name, np.uint8).tobytes())
+    except (ValueError, RecursionError) as error:
+        raise _wrong(trace, f"{name} is no JSON") from error
+    if not isinstance(listed, list) or len(listed) > MAX_NAMES:
+        raise _wrong(trace, f"{name} is no list")
+    return listed
+
+
+def _packed(listed: Any) -> Column:
+    return np.frombuffer(json.dumps(listed, separators=(",", ":")).encode(), np.uint8)
+
+
+def _wrong(trace: Trace, what: str) -> BadInputError:
+    return BadInputError(
+        f"trace of device {trace.device}: its table of operations is damaged ({what}): copy or record it again."
+    )

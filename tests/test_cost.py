@@ -1,0 +1,157 @@
+"""What operations and steps are estimated to take: by class, with an error, on queues."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stalloc.cli import main
+from stalloc.cost.class_seconds import estimate, known_shares
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.cost.operation_classes import (
+    ATTENTION,
+    BROADCAST,
+    CONVOLUTION,
+    FEW_CHANNELS,
+    JOIN,
+    MATRIX_PRODUCT,
+    NORMALIZATION,
+    ODD_PRODUCT,
+    PARENTS,
+    POINTWISE,
+    STRIDED,
+    Shape,
+    class_of,
+)
+from stalloc.cost.queues import Queue, Task, schedule
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench" / "cost"
+H100 = rates_of("NVIDIA H100 80GB HBM3")
+
+
+def dense(*sizes: int) -> Shape:
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.append(strides[-1] * size)
+    return Shape(sizes, strides[::-1][: len(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "kind"),
+    [
+        ("aten::addmm", [dense(64), dense(32, 128), Shape((128, 64), (1, 128))], MATRIX_PRODUCT),
+        ("aten.bmm", [dense(4, 31, 64), dense(4, 64, 31)], ODD_PRODUCT),
+        ("aten::_scaled_dot_product_flash_attention_backward", [dense(1, 2, 8, 8)] * 4, ATTENTION),
+        ("aten::convolution", [dense(8, 64, 9, 9), dense(32, 64, 3, 3)], CONVOLUTION),
+        ("aten::convolution_backward", [dense(8, 32, 9, 9), dense(8, 3, 9, 9), dense(32, 3, 3, 3)], FEW_CHANNELS),
+        ("aten::native_layer_norm_backward", [dense(8, 8)], NORMALIZATION),
+        ("aten::cat", [dense(8, 8), dense(8, 8)], JOIN),
+        ("aten::clone", [Shape((8, 4), (1, 8))], STRIDED),
+        ("aten::clone", [dense(8, 4)], POINTWISE),
+        ("aten::mul", [dense(8, 4), dense(8, 4)], POINTWISE),
+        ("aten::mul", [dense(8, 4), dense(4)], BROADCAST),
+        ("aten::mul", [dense(8, 4), Shape((), ())], POINTWISE),
+        ("aten::_foreach_addcdiv_", [dense(8), dense(4)], POINTWISE),
+    ],
+)
+def test_the_class_follows_from_name_and_sizes(name: str, shapes: list[Shape], kind: str) -> None:
+    assert class_of(name, shapes) == kind
+
+
+def test_every_class_has_shares_and_says_where_they_come_from() -> None:
+    shares = known_shares()
+    assert set(shares) == {MATRIX_PRODUCT, POINTWISE, *PARENTS}
+    for one in shares.values():
+        assert 0 < one.of_flops <= 1
+        assert 0 < one.of_bandwidth <= 1
+        assert one.error > 0
+        assert ("not measured" in one.source) == (one.calls == 0)
+
+
+@pytest.mark.parametrize("kind", sorted(known_shares()))
+def test_more_work_takes_longer_and_no_work_no_time(kind: str) -> None:
+    assert estimate(kind, 0, 0, H100).seconds == 0
+    times = [estimate(kind, flops, flops / 10, H100).seconds for flops in (1e6, 1e9, 1e11, 1e13)]
+    assert times == sorted(times)
+    assert times[-1] > 1e13 / H100.half_flops
+    assert estimate(kind, 1e15, 1e6, H100, half=False).seconds > estimate(kind, 1e15, 1e6, H100).seconds
+    told = str(estimate(kind, 1e12, 1e6, H100))
+    assert told.startswith("est. ")
+    assert "±" in told
+
+
+def test_tasks_wait_for_their_queue_and_for_what_they_need() -> None:
+    tasks = [
+        Task("load", Queue.TO_DEVICE, 3.0),
+        Task("first", Queue.COMPUTE, 1.0),
+        Task("second", Queue.COMPUTE, 2.0, after=(0,)),
+        Task("store", Queue.TO_HOST, 4.0, after=(1,)),
+        Task("third", Queue.COMPUTE, 1.0),
+        Task("write", Queue.DISK, 1.0, after=(3,)),
+    ]
+    made = schedule(tasks)
+    assert made.begin == (0.0, 0.0, 3.0, 1.0, 5.0, 5.0)
+    assert made.end == (3.0, 1.0, 5.0, 5.0, 6.0, 6.0)
+    assert made.seconds == 6.0
+    assert made.busy[Queue.COMPUTE] == 4.0
+    assert made.busy[Queue.PROCESSOR] == 0.0
+    assert schedule([]).seconds == 0.0
+
+
+def test_timing_operations_needs_a_gpu(capsys: pytest.CaptureFixture[str], shared_traces: Path) -> None:
+    trace = shared_traces / "tiny_transformer.pickle.gz"
+    assert main(["bench", "ops", "--for", str(trace)]) == 2
+    assert "name the trace to write with -o" in capsys.readouterr().err
+    assert main(["bench", "ops", "--for", str(trace), "-o", "x.trace.npz"]) == 2
+    assert "knows no operations: record it with stalloc record --ops" in capsys.readouterr().err
+
+
+def test_only_operations_of_torch_s_own_on_tensors_are_called_for_a_trace(run_checks, cuda_torch: None) -> None:
+    made = run_checks(
+        """
+import json, pathlib, tempfile
+from stalloc import device
+device.activate("virtual")
+import torch
+from stalloc.integrations.operation_timing import measured_nanoseconds
+called = []
+torch.library.define("mine::evil", "(Tensor x) -> Tensor")
+torch.library.impl("mine::evil", "CUDA", lambda x: called.append("evil"))
+tensor = lambda *sizes: {"tensor": ["float32", list(sizes), [*sizes[1:], 1]]}
+target = pathlib.Path(tempfile.mkdtemp()) / "made"
+begun = torch.cuda.memory_stats()["allocation.all.allocated"] if torch.cuda.is_initialized() else 0
+times = measured_nanoseconds([
+    ["aten::mm", "", [tensor(64, 64), tensor(64, 64)]],
+    ["aten::from_file", "", [str(target), True, 1000, None, None, None, None]],
+    ["aten::mm", "", [{"tensor": ["float32", [1 << 60, 1 << 60], [1, 1]]}, tensor(2, 2)]],
+    ["aten::mm", "", [{"tensor": "x"}, {"list": 3}]],
+    ["aten::embedding", "", [tensor(10, 4), {"tensor": ["int64", [5], [1]]}, -1, False, False]],
+    ["mine::evil", "", [tensor(2, 2)]],
+    ["os::system", "", ["true"]],
+])
+asked = torch.cuda.memory_stats()["allocation.all.allocated"] - begun
+print(json.dumps({"times": times, "asked": asked, "called": called, "made": target.exists()}))
+"""
+    )
+    assert made["called"] == []
+    assert not made["made"]
+    assert made["asked"] >= 2 + 7  # the product was made, and each time a result
+    assert made["times"][1:4] == [0, 0, 0]
+    assert made["times"][5:] == [0, 0]
+
+
+@pytest.mark.slow
+def test_each_recorded_program_is_told_by_what_the_others_taught(
+    tmp_path: Path, shared_traces: Path, cuda_torch: None
+) -> None:
+    result = tmp_path / "cost.json"
+    words = [sys.executable, str(BENCH), "--traces", str(shared_traces / "h100"), "--json", str(result)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert result.exists(), done.stderr
+    rows = json.loads(result.read_text(encoding="utf-8"))
+    assert len(rows) == 5
+    assert all(0.75 < row["total"] < 1.25 for row in rows)
+    assert sum(row["tau"] >= 0.8 for row in rows) >= 4
+    assert all(row["call_error"] < 0.3 for row in rows)
