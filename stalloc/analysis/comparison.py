@@ -84,9 +84,9 @@ def compare(first: Trace, second: Trace, alignment: int = 512) -> Comparison:
     return Comparison(
         first=peaks[0],
         second=peaks[1],
-        by_class=_changes(classes[0], classes[1], str),
-        by_site=_changes(old_sites, _moved_lines(old_sites, new_sites), site_text),
-        by_size=_changes(sizes[0], sizes[1], lambda size: f"{size} bytes"),
+        by_class=changes_of(classes[0], classes[1], str),
+        by_site=changes_of(old_sites, moved_lines(old_sites, new_sites), site_text),
+        by_size=changes_of(sizes[0], sizes[1], lambda size: f"{size} bytes"),
     )
 
 
@@ -114,7 +114,7 @@ def _held(trace: Trace, rows: Column, keys: Sequence[Any], alignment: int) -> He
     return held
 
 
-def _moved_lines(first: Held, second: Held) -> Held:
+def moved_lines(first: Held, second: Held) -> Held:
     """The second by the lines of the first: edits move lines, so a function with one line left in each pairs up."""
 
     def left(of: Held, other: Held) -> dict[tuple[str, str], list[Frame]]:
@@ -133,7 +133,8 @@ def _moved_lines(first: Held, second: Held) -> Held:
     return {renamed.get(key, key) if isinstance(key, Frame) else key: held for key, held in second.items()}
 
 
-def _changes(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
+def changes_of(first: Held, second: Held, text: Callable[[Any], str]) -> list[Change]:
+    """What every key holds in each, what grew most first."""
     changes: dict[str, Change] = {}
     for key in [*first, *(key for key in second if key not in first)]:
         name = text(key)

@@ -101,11 +101,11 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
         wanted_bytes=int(trace.event_size[event]) if failed else None,
         wanted_by=asked_by(trace, event) if failed else "",
         has_sites=any(key != "unknown" for key in sites),
-        by_site=_grouped(sites, size[rows], site_text),
-        by_class=_grouped(class_keys(trace, rows), size[rows], str),
-        by_role=_grouped(role_keys(operations, rows), size[rows], str) if operations else [],
-        by_module=_grouped(module_keys(operations, rows), size[rows], str) if operations else [],
-        by_size=_grouped(trace.size[rows].tolist(), size[rows], human_bytes),
+        by_site=grouped(sites, size[rows], site_text),
+        by_class=grouped(class_keys(trace, rows), size[rows], str),
+        by_role=grouped(role_keys(operations, rows), size[rows], str) if operations else [],
+        by_module=grouped(module_keys(operations, rows), size[rows], str) if operations else [],
+        by_size=grouped(trace.size[rows].tolist(), size[rows], human_bytes),
         tree=_tree(stack_names(trace, rows), size[rows]),
         growth=find_growth(trace),
     )
@@ -128,8 +128,8 @@ def _reserved(trace: Trace, event: int) -> int | None:
     return reserved or None
 
 
-def _grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
-    """Most first."""
+def grouped(keys: Sequence[Hashable], size: Column, text: Callable[[Any], str]) -> list[Holder]:
+    """What each key holds, given the (n,) bytes of the rows that the keys are of; most first."""
     held: dict[str, tuple[int, int]] = {}
     for key, num_bytes in zip(keys, size.tolist(), strict=True):
         name = text(key)

@@ -20,7 +20,6 @@ JSON: `first`, `second`, `fail_over`, `notes`, `grew_too_much`, and for each of 
 
 import argparse
 import dataclasses
-import re
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +32,6 @@ from stalloc.cli.output import (
     add_top_argument,
     command_text,
     file_label,
-    memory_option,
     note_texts,
     table_console,
     wants_text,
@@ -43,24 +41,10 @@ from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
+from stalloc.guard.growth_limit import GrowthLimit, growth_limit
 from stalloc.printable import printable
 from stalloc.torch_release import other_release
 from stalloc.trace import Trace, load_traces
-
-
-@dataclasses.dataclass(frozen=True)
-class _Limit:
-    """How much the allocated peak may grow: a share of the first and a number of bytes, one of which is zero."""
-
-    share: float
-    num_bytes: int
-
-    def allows(self, made: Comparison) -> int:
-        """Bytes that one device may grow by."""
-        return int(self.share * made.first.allocated_peak_bytes) + self.num_bytes
-
-    def is_exceeded(self, made: Comparison) -> bool:
-        return made.allocated_change_bytes > self.allows(made)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two files; 1 if `--fail-over` says that too much grew."""
-    limit = _limit(args.fail_over)
+    limit = None if args.fail_over is None else growth_limit("--fail-over", args.fail_over)
     with working(f"comparing {file_label(args.first)} and {file_label(args.second)}"):
         pairs, notes = _pairs(args)
         devices = [compare(first, second) for first, second in pairs]
-    failed = limit is not None and any(limit.is_exceeded(made) for made in devices)
+    failed = any(_grew_too_much(made, limit) for made in devices)
     result = {"first": args.first, "second": args.second, "fail_over": args.fail_over, "notes": notes}
     write_json(args, result | {"devices": [_entry(made, limit) for made in devices], "grew_too_much": failed})
     if wants_text(args):
@@ -87,17 +71,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _limit(text: str | None) -> _Limit | None:
-    if text is None:
-        return None
-    if share := re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)%", text):
-        return _Limit(float(share[1]) / 100, 0)
-    if text == "0":
-        return _Limit(0.0, 0)
-    try:
-        return _Limit(0.0, memory_option("--fail-over", text))
-    except BadInputError as error:
-        raise BadInputError(f"--fail-over is {text[:40]!r}: give 5%, 200MiB or 4096B.") from error
+def _grew_too_much(made: Comparison, limit: GrowthLimit | None) -> bool:
+    before, now = made.first.allocated_peak_bytes, made.second.allocated_peak_bytes
+    return limit is not None and limit.is_exceeded(before, now)
 
 
 def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[str]]:
@@ -123,7 +99,7 @@ def _pairs(args: argparse.Namespace) -> tuple[list[tuple[Trace, Trace]], list[st
     return [(of_first[device], of_second[device]) for device in both], notes
 
 
-def _entry(made: Comparison, limit: _Limit | None) -> dict[str, Any]:
+def _entry(made: Comparison, limit: GrowthLimit | None) -> dict[str, Any]:
     """What JSON says of one device."""
 
     def rows(changes: list[Change]) -> list[dict[str, Any]]:
@@ -134,15 +110,15 @@ def _entry(made: Comparison, limit: _Limit | None) -> dict[str, Any]:
         "second": dataclasses.asdict(made.second),
         "allocated_change_bytes": made.allocated_change_bytes,
         "reserved_change_bytes": made.reserved_change_bytes,
-        "allowed_change_bytes": limit.allows(made) if limit else None,
-        "grew_too_much": limit is not None and limit.is_exceeded(made),
+        "allowed_change_bytes": limit.allowed_bytes(made.first.allocated_peak_bytes) if limit else None,
+        "grew_too_much": _grew_too_much(made, limit),
         "by_class": rows(made.by_class),
         "by_site": rows(made.by_site),
         "by_size": rows(made.by_size),
     }
 
 
-def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | None, notes: list[str]) -> None:
+def _print(args: argparse.Namespace, devices: list[Comparison], limit: GrowthLimit | None, notes: list[str]) -> None:
     console = table_console()
     for made in devices:
         numbers = " and ".join(map(str, dict.fromkeys((made.first.device, made.second.device))))
@@ -151,12 +127,12 @@ def _print(args: argparse.Namespace, devices: list[Comparison], limit: _Limit | 
         _print_peaks(console, made)
         for name, changes in (("class", made.by_class), ("site", made.by_site), ("size", made.by_size)):
             _print_list(console, name, changes, args.top)
-        if limit and limit.is_exceeded(made):
+        if limit and _grew_too_much(made, limit):
             console.print(
                 Text.assemble(
                     (f"allocated grew by {human_bytes(made.allocated_change_bytes)}", "bold red"),
-                    f", more than the {human_bytes(limit.allows(made))} that --fail-over "
-                    f"{printable(args.fail_over)} allows",
+                    f", more than the {human_bytes(limit.allowed_bytes(made.first.allocated_peak_bytes))} that "
+                    f"--fail-over {printable(args.fail_over)} allows",
                 )
             )
         console.print()

@@ -32,7 +32,6 @@ from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import (
     add_json_argument,
-    memory_option,
     wants_text,
     write_json,
 )
@@ -40,6 +39,7 @@ from stalloc.cli.program import add_program_arguments, chosen_gpu, program_comma
 from stalloc.cli.progress import working
 from stalloc.device import DEFAULT_GPU
 from stalloc.device.context import ASSUMED_BYTES, SOURCE
+from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 

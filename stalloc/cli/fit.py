@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.output import add_json_argument, command_text, memory_option, wants_text, write_json
+from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command, run_program
 from stalloc.device.context import ASSUMED_BYTES
-from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu
+from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say

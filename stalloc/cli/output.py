@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.inputs import shown_name
@@ -65,15 +64,6 @@ def command_text(*words: str) -> str:
 def file_label(file: str) -> str:
     """What reports call a file: its name, or standard input."""
     return printable(shown_name(file).name)
-
-
-def memory_option(option: str, text: str) -> int:
-    """Bytes of an option. Raises BadInputError for a small number without a unit, such as 24."""
-    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
-        raise BadInputError(
-            f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
-        )
-    return parse_memory(text)
 
 
 def size_text(size_bytes: int) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from stalloc.cli.output import memory_option
 from stalloc.device import VirtualGPU, find_gpu
+from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program

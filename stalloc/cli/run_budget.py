@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stalloc.cli.output import memory_option
 from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import printable

@@ -34,7 +34,6 @@ from stalloc.cli.output import (
     add_json_argument,
     command_text,
     file_label,
-    memory_option,
     note_texts,
     table_console,
     wants_text,
@@ -42,6 +41,7 @@ from stalloc.cli.output import (
 )
 from stalloc.cli.progress import working
 from stalloc.cli.tables import print_prose, print_table
+from stalloc.device.known_gpus import memory_option
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import MAX_SENTENCE, printable
 from stalloc.replay.model_events import recorded_conf

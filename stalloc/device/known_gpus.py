@@ -160,3 +160,12 @@ def parse_memory(text: str | int, *, at_least: int = 1) -> int:
         shown = f"{str(text)[:40]!r}{'…' if len(str(text)) > 40 else ''}"
         raise BadInputError(f"{shown} is not an amount of memory: write bytes, or a number with MiB, GiB, MB or GB.")
     return num_bytes
+
+
+def memory_option(option: str, text: str) -> int:
+    """Bytes of an option. Raises BadInputError for a small number without a unit, such as 24."""
+    if text.isascii() and text.isdigit() and 0 < int(text[:30]) < 1 << 20:
+        raise BadInputError(
+            f"{option} is {text[:30]} without a unit: give {text[:30]}GiB, {text[:30]}MiB or {text[:30]}B."
+        )
+    return parse_memory(text)

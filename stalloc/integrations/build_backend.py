@@ -38,8 +38,10 @@ except Exception as error:
     except Exception:
         pass
 """
+VARIABLES = ("STALLOC", "STALLOC_RECORD", "STALLOC_GUARD")  #: any of which is a reason to look further
 LINE = (  # Python was told to ignore the environment by -I or -E
-    f"import os, sys; sys.flags.ignore_environment or os.environ.get('STALLOC', '0') in ('', '0') or exec({_ARM!r})\n"
+    "import os, sys; sys.flags.ignore_environment or "
+    f"all(os.environ.get(name, '0') in ('', '0') for name in {VARIABLES!r}) or exec({_ARM!r})\n"
 )
 
 

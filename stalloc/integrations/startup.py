@@ -8,7 +8,8 @@ STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtu
 of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
 with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pages" (the default) or
 "pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
-as JSON; "{pid}" and "{rank}" in it are replaced.
+as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_GUARD, which the pytest plugin sets, names the folder where a
+child process leaves a trace of what it allocated.
 """
 
 import atexit
@@ -60,6 +61,9 @@ def arm() -> None:
 
 def _arm() -> None:
     wanted = os.environ.get("STALLOC", "0")
+    folder = os.environ.get("STALLOC_GUARD", "0")
+    if folder not in _OFF:
+        _contained(_follow_child, folder, wanted.lower() in _OFF)
     if wanted.lower() in _OFF:
         return
     if wanted.lower() not in _ON:
@@ -73,14 +77,29 @@ def _arm() -> None:
         _watch(kind)
 
 
-def chosen_device(text: str) -> "tuple[str, VirtualGPU | None]":
-    """What STALLOC_DEVICE says: the kind of device, and for "virtual:NAME" or "virtual:2x24GiB" the virtual GPU.
+def _follow_child(folder: str, is_native: bool) -> None:
+    """Record what this process allocates, for the tests that started it."""
+    kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
+
+    def follow() -> None:
+        from stalloc import device
+        from stalloc.integrations import child_record
+
+        if kind == "virtual" and is_native:
+            device.activate("virtual", gpu)
+        child_record.follow(folder)  # only now: the virtual GPU looks for imports too, and these come before
+
+    before_import(("torch", "cupy", "cupy_backends"), lambda: _contained(follow))
+
+
+def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, VirtualGPU | None]":
+    """What STALLOC_DEVICE says, or an option of its meaning: the kind of device and the virtual GPU of "virtual:NAME".
 
     Raises BadInputError for anything else.
     """
     kind, _, which = text.partition(":")
     if kind not in ("auto", "cuda", "virtual") or (which and kind != "virtual"):
-        raise BadInputError(f"STALLOC_DEVICE is {text[:40]!r}: set it to auto, virtual or virtual:A100-80GB.")
+        raise BadInputError(f"{option} is {text[:40]!r}: set it to auto, virtual or virtual:A100-80GB.")
     if not which:
         return kind, None
     import dataclasses

@@ -1,0 +1,107 @@
+"""The pytest plugin, as far as it is loaded in every run: options, markers, and the virtual GPU that comes first.
+
+Contract: nothing else of stalloc is imported until a marker or an option of it is used.
+"""
+
+from typing import Any
+
+import pytest
+
+MARKERS = (
+    'limit_gpu_memory(size): the test fails if it allocates more at its peak, for example "2 GiB" (stalloc)',
+    'limit_gpu_leaks(size="0"): the test fails if more of what it allocates is left after it (stalloc)',
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options; their names begin with --stalloc."""
+    group = parser.getgroup("stalloc", "GPU memory (stalloc)")
+    group.addoption("--stalloc", action="store_true", help="measure the GPU memory of all tests, tell who takes most")
+    group.addoption("--stalloc-baseline", metavar="FILE", help="fail where more is allocated than FILE (JSON) says")
+    group.addoption("--stalloc-update", action="store_true", help="write what is measured to the baseline instead")
+    group.addoption("--stalloc-tolerance", metavar="GROWTH", help="what may be more than the baseline: 5%% or 200MiB")
+    group.addoption(
+        "--stalloc-leaks",
+        metavar="SIZE",
+        nargs="?",
+        const="0",
+        help="fail where more than SIZE (default: nothing) of what a test allocates is left after it",
+    )
+    group.addoption("--stalloc-artifacts", metavar="DIR", default=".stalloc", help="where traces of failures are saved")
+    group.addoption(
+        "--stalloc-gpu",
+        metavar="GPU",
+        help="run on a virtual GPU, without any: virtual, virtual:H100, virtual:24GiB or virtual:2xH100",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Put the virtual GPU in place before a conftest imports torch."""
+    gpu = early_config.known_args_namespace.stalloc_gpu
+    if gpu is not None:
+        from stalloc.guard.virtual_gpu import put_in_place
+
+        put_in_place(gpu)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers; begin if an option asks for it."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.pluginmanager.register(_Listener(config), "stalloc-listener")
+    option = config.option
+    if option.stalloc_update and not option.stalloc_baseline:
+        raise pytest.UsageError("--stalloc-update needs a file to write: give --stalloc-baseline FILE too.")
+    if option.stalloc or option.stalloc_baseline or option.stalloc_leaks is not None or option.stalloc_gpu:
+        _begin(config, all_tests=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin if a test is marked."""
+    names = [marker.partition("(")[0] for marker in MARKERS]
+    if any(item.get_closest_marker(name) is not None for item in items for name in names):
+        _begin(config, all_tests=False)
+
+
+def _begin(config: pytest.Config, *, all_tests: bool) -> None:
+    if config.pluginmanager.has_plugin("stalloc-guard"):
+        return
+    from stalloc.guard.guard_session import Guard
+
+    config.pluginmanager.register(Guard(config, all_tests=all_tests), "stalloc-guard")
+
+
+class _Listener:
+    """Waits for the first test that was measured, in whichever process; from then on there is something to tell."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._summary: Any = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = getattr(report, "stalloc", None)
+        if found is not None:
+            self._told().add(found, report.when, passed=report.passed)
+
+    def _told(self) -> Any:
+        if self._summary is None:
+            from stalloc.guard.session_summary import SessionSummary
+
+            self._summary = SessionSummary(self._config.option)
+        return self._summary
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the baseline where that is asked for, in the process that hears of all tests."""
+        if self._config.option.stalloc_update and not hasattr(self._config, "workerinput"):
+            self._told().update()
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say who took most."""
+        if self._summary is None and not self._config.pluginmanager.has_plugin("stalloc-guard"):
+            return
+        lines = self._told().lines()
+        if lines:
+            terminalreporter.section("GPU memory (stalloc)")
+            for line in lines:
+                terminalreporter.line(line)
