@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import commands
 from warm_programs import run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
@@ -23,18 +24,6 @@ QUESTIONS = {
     "Out of memory after hours",
     "There is only the text of the error",
 }
-
-
-def commands(section: str) -> list[tuple[list[str], list[str]]]:
-    """The words of each command, and the lines that follow it."""
-    found: list[tuple[list[str], list[str]]] = []
-    for block in re.findall(r"```console\n(.*?)```", section, re.DOTALL):
-        for line in block.splitlines():
-            if line.startswith("$ "):
-                found.append((line[2:].split(), []))
-            else:
-                found[-1][1].append(line)
-    return found
 
 
 def test_the_page_answers_the_six_questions() -> None:

@@ -63,7 +63,7 @@ def lasting(trace: Trace, counted: Column | None = None) -> list[Holder]:
 def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:
     """What each call site holds at the two peaks, what grew most first; lines that moved in a function are paired."""
     first, second = (_by_frame(use.by_site) for use in (before, now))
-    return changes_of(first, moved_lines(first, second), site_text)
+    return changes_of(moved_lines(second, first), second, site_text)  # lines as they are now
 
 
 def class_growth(before: PeakUse, now: PeakUse) -> list[Change]:

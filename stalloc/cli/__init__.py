@@ -31,6 +31,7 @@ VERBS = (
     "validate",
     "convert",
     "diff",
+    "check",
     "simulate",
     "explain",
     "report",

@@ -25,6 +25,8 @@ class Finding:
 
     headline: str
     details: tuple[str, ...]
+    sites: tuple[str, ...] = ()
+    """The call sites that it is about, most important first."""
 
     def text(self, measured: Measured) -> str:
         """All of it, with what is known besides and where the trace is."""
@@ -38,7 +40,7 @@ def over_limit(measured: Measured, limit_bytes: int, named: str) -> Finding | No
         return None
     more = human_bytes(peak - limit_bytes)
     headline = f"stalloc: {human_bytes(peak)} allocated at the peak, {more} more than {named}"
-    return Finding(headline, tuple(_holders("held then by", measured.use.by_site)))
+    return Finding(headline, tuple(_holders("held then by", measured.use.by_site)), _names(measured.use.by_site))
 
 
 def over_baseline(measured: Measured, before: PeakUse, tolerance: GrowthLimit) -> Finding | None:
@@ -50,11 +52,10 @@ def over_baseline(measured: Measured, before: PeakUse, tolerance: GrowthLimit) -
         f"stalloc: {human_bytes(now)} allocated at the peak, {human_bytes(now - old)} more than the baseline's "
         f"{human_bytes(old)} (tolerance {tolerance.text})"
     )
-    details = [*_changes("call site", site_growth(before, measured.use))]
+    grown = site_growth(before, measured.use)
+    details = [*_changes("call site", grown)]
     details += _changes("class", class_growth(before, measured.use))
-    return Finding(
-        headline, (*details, *_ending(measured), "  meant so? write the baseline anew with the update option")
-    )
+    return Finding(headline, tuple(details), tuple(one.name for one in grown if one.change_bytes > 0))
 
 
 def leaked(measured: Measured, limit_bytes: int) -> Finding | None:
@@ -63,13 +64,13 @@ def leaked(measured: Measured, limit_bytes: int) -> Finding | None:
         return None
     fine = f", {human_bytes(limit_bytes)} are fine" if limit_bytes else ""
     headline = f"stalloc: {human_bytes(measured.left_bytes)} allocated in the test are not freed after it{fine}"
-    return Finding(headline, tuple(_holders("allocated by", measured.left)))
+    return Finding(headline, tuple(_holders("allocated by", measured.left)), _names(measured.left))
 
 
 def held_at_error(measured: Measured) -> Finding:
     """Who held memory, whether of this test or from before, when a test ran out of it."""
     headline = f"stalloc: out of memory; at the peak {human_bytes(measured.use.allocated_peak_bytes)} were allocated"
-    return Finding(headline, tuple(_holders("held then by", measured.use.by_site)))
+    return Finding(headline, tuple(_holders("held then by", measured.use.by_site)), _names(measured.use.by_site))
 
 
 def _ending(measured: Measured) -> Iterator[str]:
@@ -104,6 +105,10 @@ def _changes(title: str, changes: Sequence[Change]) -> Iterator[str]:
         yield f"    {human_bytes(rest):>12}  {len(grown) - _MAX_LINES:,} more"
     if shrunk:
         yield f"    {'-' + human_bytes(-shrunk):>12}  what shrank, together"
+
+
+def _names(found: Sequence[Holder]) -> tuple[str, ...]:
+    return tuple(one.name for one in found)
 
 
 def _name(name: str) -> str:
