@@ -24,6 +24,7 @@ LONGER_FILES = {
 }
 #: names that two modules may have, and why
 NAMED_TWICE = {
+    "check.py": "the verb `stalloc check` beside the check of a trace that was read",
     "record.py": "the verb `stalloc record` beside the Trace record; a verb's module is called what the verb is",
 }
 
