@@ -30,6 +30,8 @@ _LAZY: dict[str, str] = {
     "mem_pool": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",
+    "flight_recorder": "stalloc.integrations",
+    "alloc_conf": "stalloc.integrations",
     "watch": "stalloc.integrations.showing",
     "adopt": "stalloc.compaction",
     "allow_compaction": "stalloc.compaction",

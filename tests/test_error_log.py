@@ -143,3 +143,10 @@ def test_an_error_of_this_pytorch_is_understood(tmp_path, capsys, run_program, c
     assert (error["device"], error["wanted_bytes"], error["allocated_bytes"]) == (0, 100 * GIB, 60 * GIB)
     assert error["verdict"] == "capacity"
     assert None not in (error["total_bytes"], error["free_bytes"], error["reserved_bytes"])
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_advice_has_the_variable_that_the_text_names(tmp_path, capsys, variable):
+    (tmp_path / "error.log").write_text(SINCE_2_1.replace("PYTORCH_CUDA_ALLOC_CONF", variable))
+    assert main(["explain", str(tmp_path / "error.log")]) == 0
+    assert f"Try {variable}=expandable_segments:True, which" in capsys.readouterr().out

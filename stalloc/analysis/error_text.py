@@ -21,6 +21,7 @@ _WITHOUT_FIGURES = re.compile(
     r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
     r"|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED"
 )
+_VARIABLE = re.compile(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF")
 _REACH = 2000  # characters that one error takes at most
 _MAX_ERRORS = 1000
 
@@ -45,6 +46,8 @@ class ErrorText:
     """What the process may have, where that is less than the device has."""
     private_bytes: int | None
     """Allocated in private pools, such as those of CUDA graphs."""
+    variable: str | None = None
+    """Of those that hold settings of PyTorch's allocator, the one that the text names: what that release reads."""
     times: int = 1
     """How often the log has it."""
 
@@ -115,21 +118,23 @@ def _errors(text: str) -> Iterator[ErrorText]:
 def _torch(wanted: str, rest: str) -> ErrorText:
     """An error of PyTorch, from what follows the size that it asked for."""
     size = 1 << 60 if wanted.startswith("more") else _bytes(wanted)
+    named = _VARIABLE.search(rest)
+    variable = named[0] if named else None
     if old := _OLD.search(rest):
         allocated, reserved = _named("already allocated", old[3]), _named("reserved in total by PyTorch", old[3])
         cached = _named("cached", old[3])  # until 1.3, which called so what is reserved and not allocated
         if allocated is not None and cached is not None:
             reserved = allocated + cached
         told = {"allocated_bytes": allocated, "reserved_bytes": reserved}
-        return _error(
-            "PyTorch", size, device=int(old[1]), total_bytes=_bytes(old[2]), free_bytes=_named("free", old[3]), **told
-        )
+        told |= {"device": int(old[1]), "total_bytes": _bytes(old[2]), "free_bytes": _named("free", old[3])}
+        return _error("PyTorch", size, variable, **told)
     new = _NEW.search(rest)
     allocated = _named(r"(?:is )?allocated by PyTorch", rest)
     inside = _named(r"is reserved by PyTorch but unallocated", rest)
     return _error(
         "PyTorch",
         size,
+        variable,
         device=int(new[1]) if new else None,
         total_bytes=_bytes(new[2]) if new else None,
         free_bytes=_bytes(new[3]) if new else None,
@@ -141,10 +146,11 @@ def _torch(wanted: str, rest: str) -> ErrorText:
     )
 
 
-def _error(library: str, wanted: int | None, **told: int | None) -> ErrorText:
+def _error(library: str, wanted: int | None, variable: str | None = None, **told: int | None) -> ErrorText:
     return ErrorText(
         library=library,
         wanted_bytes=wanted,
+        variable=variable,
         device=told.get("device"),
         total_bytes=told.get("total_bytes"),
         free_bytes=told.get("free_bytes"),

@@ -33,6 +33,7 @@ VERBS = (
     "diff",
     "check",
     "simulate",
+    "advise",
     "explain",
     "report",
     "live",

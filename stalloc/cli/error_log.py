@@ -12,11 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from stalloc.allocator_conf import variables_read
 from stalloc.analysis.error_text import ErrorText, find_errors
 from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.figures import human_bytes
 from stalloc.inputs import open_input, read_input
+from stalloc.torch_release import release_installed
 
 _NO_LOG = re.compile(rb'\x80|PK|\x1f\x8b|<|\s*(\{|\[\s*[\[{"])')  # pickles, archives, pages, JSON
 _SIGNS = (b"ut of memory", b"OUT_OF_MEMORY", b"MemoryAllocation", b"ALLOC_FAILED")  # so that large CSV is not searched
@@ -93,9 +95,10 @@ def _verdict(error: ErrorText) -> Iterator[str]:
         return
     inside = error.unallocated_bytes or 0
     if error.verdict == "fragmentation":
+        variable = error.variable or variables_read(release_installed())[0]
         yield (
             f"The cause is fragmentation: {human_bytes(obtainable)} was free in total, {human_bytes(inside)} of it "
-            f"inside reserved memory, but not in one piece of {human_bytes(wanted)}. Try PYTORCH_ALLOC_CONF="
+            f"inside reserved memory, but not in one piece of {human_bytes(wanted)}. Try {variable}="
             "expandable_segments:True, which costs nothing, or `stalloc run SCRIPT`, which plans where blocks live."
         )
         return

@@ -8,6 +8,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
     from typing import Any
 
+    from stalloc.integrations.allocator_settings import alloc_conf
+    from stalloc.integrations.flight_record import flight_recorder
     from stalloc.integrations.installing import install, scope, statistics, step, uninstall
     from stalloc.integrations.torch_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
@@ -15,7 +17,7 @@ if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
 _OF_INSTALLING = ("install", "scope", "statistics", "step", "uninstall")
 _OF_RUNTIME = ("Report", "Runtime", "Settings")
 
-__all__ = ["Report", "Runtime", "Settings", "install", "mem_pool", "scope", "statistics", "step", "uninstall"]
+__all__ = [*_OF_RUNTIME, "alloc_conf", "flight_recorder", *_OF_INSTALLING, "mem_pool"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -27,6 +29,14 @@ def __getattr__(name: str) -> "Any":
         from stalloc.integrations import installing
 
         return getattr(installing, name)
+    if name == "alloc_conf":
+        from stalloc.integrations.allocator_settings import alloc_conf
+
+        return alloc_conf
+    if name == "flight_recorder":
+        from stalloc.integrations.flight_record import flight_recorder
+
+        return flight_recorder
     if name == "mem_pool":
         from stalloc.integrations.torch_pool import mem_pool
 

@@ -1,11 +1,13 @@
 """What CuPy is asked for, noted on the way to whatever allocator the program has: for a record of a program's own runs.
 
 Contract: the allocator below gives the memory and takes it back, at the same moments as without us; noting costs some
-microseconds a request, and the list is bounded. A thread inside `cupy.cuda.using_allocator` is not seen.
+microseconds a request, and of the events the last are kept. A thread inside `cupy.cuda.using_allocator` is not seen.
 """
 
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,13 +21,13 @@ Event = dict[str, Any]
 class CupyRequests:
     """The requests of CuPy since `begin`, and what of them lives."""
 
-    def __init__(self, max_events: int) -> None:
-        self._max_events = max_events
+    def __init__(self, max_events: int, *, stacks: bool, out_of_memory: Callable[[], None] | None) -> None:
+        self._stacks, self._out_of_memory = stacks, out_of_memory
         self._below: Any = None
         self._ours: Any = None
-        self.events: list[tuple[int, Event]] = []  #: of (device, event)
+        self.events: deque[tuple[int, Event]] = deque(maxlen=max_events)  #: of (device, event)
         self.live: dict[tuple[int, int], Event] = {}  #: by (device, address): the event that made it
-        self.num_lost = 0  #: events for which there was no room
+        self.num_events = 0  #: since `restart`, those included that were forgotten
 
     def begin(self) -> None:
         """Note from here on; again after the program has chosen another allocator."""
@@ -38,8 +40,8 @@ class CupyRequests:
 
     def restart(self) -> None:
         """Forget the events; what lives is still known."""
-        self.events = []
-        self.num_lost = 0
+        self.events.clear()
+        self.num_events = 0
 
     def end(self) -> None:
         """Give CuPy its allocator back."""
@@ -67,7 +69,11 @@ class CupyRequests:
                 requests.note_free(self.device, self.memory.ptr)
 
         def allocate(num_bytes: int) -> Any:
-            pointer = below(num_bytes)
+            try:
+                pointer = below(num_bytes)
+            except Exception as error:
+                requests.note_refusal(int(num_bytes), error)
+                raise
             memory = pointer.mem
             if not memory.ptr or not num_bytes:
                 return pointer
@@ -78,7 +84,7 @@ class CupyRequests:
 
     def note_alloc(self, device: int, address: int, num_bytes: int, frame: FrameType | None) -> None:
         """A request was served."""
-        made = _event("alloc", address, num_bytes) | {"frames": _frames(frame)}
+        made = _event("alloc", address, num_bytes) | {"frames": _frames(frame) if self._stacks else []}
         self.live[device, address] = made
         self._note(device, made)
 
@@ -89,11 +95,21 @@ class CupyRequests:
             for action in ("free_requested", "free_completed"):
                 self._note(device, _event(action, address, made["size"]))
 
+    def note_refusal(self, num_bytes: int, error: Exception) -> None:
+        """A request was not served."""
+        if "OutOfMemory" in type(error).__name__:
+            from cupy.cuda import runtime
+            from cupy.cuda.device import get_device_id
+
+            free, _ = runtime.memGetInfo()
+            frames = _frames(sys._getframe(2)) if self._stacks else []
+            self._note(get_device_id(), _event("oom", int(free), num_bytes) | {"frames": frames})
+            if self._out_of_memory is not None:
+                self._out_of_memory()
+
     def _note(self, device: int, event: Event) -> None:
-        if len(self.events) < self._max_events:
-            self.events.append((device, event))
-        else:
-            self.num_lost += 1
+        self.num_events += 1
+        self.events.append((device, event))
 
 
 def _event(action: str, address: int, num_bytes: int) -> Event:

@@ -8,7 +8,7 @@ libraries are put in order by their times, in microseconds.
 import contextlib
 import pickle
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,21 @@ Block = tuple[int, int]
 class NativeHistory:
     """The last events of this process, from `begin` or the last `restart` on."""
 
-    def __init__(self, max_events: int, *, stacks: bool = True) -> None:
+    def __init__(
+        self,
+        max_events: int,
+        *,
+        stacks: bool = True,
+        out_of_memory: Callable[[], None] | None = None,
+        begun: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`out_of_memory` is called when memory is about to be refused, `begun` when torch's history has begun."""
         self._max_events = max_events
         self._stacks = stacks
-        self._cupy = CupyRequests(max_events)
+        self._out_of_memory = out_of_memory
+        self._begun = begun
+        self._is_observing = False
+        self._cupy = CupyRequests(max_events, stacks=stacks, out_of_memory=out_of_memory)
         self._watches_cupy = self._records_torch = False
 
     def begin(self) -> None:
@@ -38,10 +49,15 @@ class NativeHistory:
 
     def _begin_torch(self) -> None:
         torch: Any = sys.modules["torch"]
-        torch.cuda._lazy_call(self._record_torch)  # now, or once CUDA is initialised
+        if torch.backends.cuda.is_built():
+            torch.cuda._lazy_call(self._record_torch)  # now, or once CUDA is initialised
 
     def _record_torch(self) -> None:
         self._records_torch = True
+        if self._out_of_memory is not None and not self._is_observing:
+            tell = self._out_of_memory
+            sys.modules["torch"]._C._cuda_attach_out_of_memory_observer(lambda *_: tell())
+            self._is_observing = True
         sys.modules["torch"].cuda.memory._record_memory_history(
             enabled="all",
             context="alloc" if self._stacks else None,
@@ -49,6 +65,7 @@ class NativeHistory:
             max_entries=self._max_events,
             clear_history=True,
         )
+        self._begun()
 
     def _begin_cupy(self) -> None:
         self._watches_cupy = True
@@ -117,7 +134,7 @@ class NativeHistory:
 
     def _notes(self, snapshot: dict[str, Any]) -> list[str]:
         longest = max(map(len, snapshot["device_traces"]), default=0)
-        if longest < self._max_events and not self._cupy.num_lost:
+        if longest < self._max_events and self._cupy.num_events <= self._max_events:
             return []
         return [f"only the last {self._max_events:,} events were kept: what was before is not in the record"]
 
@@ -127,8 +144,8 @@ class NativeHistory:
 
         return self._watches_cupy and (current() is None or not self._records_torch)
 
-    def _cupy_events(self) -> list[tuple[int, Event]]:
-        return self._cupy.events if self._cupy_is_ours() else []
+    def _cupy_events(self) -> Collection[tuple[int, Event]]:
+        return self._cupy.events if self._cupy_is_ours() else ()
 
     def _cupy_live(self) -> dict[Block, Event]:
         return self._cupy.live if self._cupy_is_ours() else {}

@@ -8,7 +8,8 @@ STALLOC_DEVICE is "auto" (the default: real GPUs, nothing without one) or "virtu
 of memory if need be, "2x" before it for two of them. STALLOC_STREAMS is "separate" (the default), "share", or "weigh"
 with ":" and the bytes that a hand-over from stream to stream has to save. STALLOC_ARENA is "pages" (the default) or
 "pool". STALLOC_CACHE names the folder of plans, or is "off". STALLOC_REPORT names a file for the figures of the run
-as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_GUARD, which the pytest plugin sets, names the folder where a
+as JSON; "{pid}" and "{rank}" in it are replaced. STALLOC_RECORD names the folder of the flight recorder, which runs
+without STALLOC=1 too. STALLOC_GUARD, which the pytest plugin sets, names the folder where a
 child process leaves a trace of what it allocated.
 """
 
@@ -61,35 +62,40 @@ def arm() -> None:
 
 def _arm() -> None:
     wanted = os.environ.get("STALLOC", "0")
-    folder = os.environ.get("STALLOC_GUARD", "0")
-    if folder not in _OFF:
-        _contained(_follow_child, folder, wanted.lower() in _OFF)
-    if wanted.lower() in _OFF:
-        return
-    if wanted.lower() not in _ON:
+    is_on = wanted.lower() not in _OFF
+    if is_on and wanted.lower() not in _ON:
         raise BadInputError(f"STALLOC is {wanted[:40]!r}: set it to 1 to switch stalloc on, unset it to switch it off.")
+    guard, flight = (os.environ.get(name, "") for name in ("STALLOC_GUARD", "STALLOC_RECORD"))
+    recorders = [(_follow_child, guard)] * (guard not in _OFF) + [(_begin_flight, flight)] * (flight not in _OFF)
     kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
-    chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
-    chosen_arena()
-    if kind == "virtual":
-        before_import(("torch", "cupy", "cupy_backends"), lambda: _contained(_activate_virtual, gpu))
-    else:
+    if is_on:
+        chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
+        chosen_arena()
+    is_virtual = kind == "virtual" and (is_on or guard not in _OFF)
+
+    def at_import() -> None:
+        if is_virtual:
+            _contained(_activate_virtual, gpu, is_on)
+        for begin, folder in recorders:
+            _contained(begin, folder)
+
+    if is_virtual or recorders:
+        before_import(("torch", "cupy", "cupy_backends"), at_import)
+    if is_on and not is_virtual:
         _watch(kind)
 
 
-def _follow_child(folder: str, is_native: bool) -> None:
+def _begin_flight(folder: str) -> None:
+    from stalloc.integrations.flight_record import flight_recorder
+
+    flight_recorder(folder)
+
+
+def _follow_child(folder: str) -> None:
     """Record what this process allocates, for the tests that started it."""
-    kind, gpu = chosen_device(os.environ.get("STALLOC_DEVICE", "auto"))
+    from stalloc.integrations import child_record
 
-    def follow() -> None:
-        from stalloc import device
-        from stalloc.integrations import child_record
-
-        if kind == "virtual" and is_native:
-            device.activate("virtual", gpu)
-        child_record.follow(folder)  # only now: the virtual GPU looks for imports too, and these come before
-
-    before_import(("torch", "cupy", "cupy_backends"), lambda: _contained(follow))
+    child_record.follow(folder)
 
 
 def chosen_device(text: str, option: str = "STALLOC_DEVICE") -> "tuple[str, VirtualGPU | None]":
@@ -137,11 +143,12 @@ def chosen_arena() -> "Arena":
     return "pool" if name == "pool" else "pages"
 
 
-def _activate_virtual(gpu: "VirtualGPU | None") -> None:
+def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
     from stalloc import device
 
     device.activate("virtual", gpu)
-    _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
+    if is_on:
+        _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
 
 
 def _watch(kind: str) -> None:

@@ -1,0 +1,140 @@
+"""Rank the settings of PyTorch's allocator for a program that was recorded, and print the line to export.
+
+  stalloc advise snapshot.pickle
+
+FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names them. Its requests are replayed with each
+of the common settings, from an empty device, by an exact model of PyTorch's allocator; where the file ends with an
+out-of-memory error, on a device of that size, the refused request included. --capacity gives another size. What runs
+on all devices of the file and reserves least on the fullest is best; the settings of the file stay where nothing is
+better by a per cent.
+
+The line names the variable that the recorded release of PyTorch reads, or that --torch names: PYTORCH_ALLOC_CONF from
+2.9 on, PYTORCH_CUDA_ALLOC_CONF before. JSON: `variable`, `recorded_settings`, `best_settings`, `export` (the line, null
+where nothing is better), and `ranking`: `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stalloc.allocator_conf import variables_read
+from stalloc.analysis.moments import last_oom
+from stalloc.cli.output import (
+    add_json_argument,
+    add_top_argument,
+    command_text,
+    file_label,
+    table_console,
+    wants_text,
+    write_json,
+)
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.device.known_gpus import memory_option
+from stalloc.figures import human_bytes
+from stalloc.printable import printable
+from stalloc.replay.model_events import recorded_conf
+from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, simulate
+from stalloc.torch_release import release_installed
+from stalloc.trace import Trace, load_traces
+
+_WORTH_IT = 0.99  # of what the recorded settings reserve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """One text of settings, on all devices of a file."""
+
+    settings: str
+    fits: bool
+    reserved_peak_bytes: int
+    """On the device that reserves most."""
+    device_calls: int
+    """Memory asked of the driver and given back, on all devices."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc advise`."""
+    parser.add_argument("file", metavar="FILE", help="trace to replay, such as a memory snapshot of PyTorch")
+    parser.add_argument("--capacity", metavar="SIZE", help="memory of the device, such as 40GiB")
+    parser.add_argument("--torch", metavar="RELEASE", help="the release that will run the program, such as 2.8")
+    add_top_argument(parser, 5, "settings shown")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rank settings; 0 also when nothing fits, which is a finding."""
+    given = memory_option("--capacity", args.capacity) if args.capacity else None
+    with working(f"reading {file_label(args.file)}"):
+        traces = load_traces(args.file)
+    with working("replaying settings"):
+        ranking = _rank(traces, given)
+    recorded = recorded_conf(traces[0])
+    release = args.torch or str(traces[0].info.get("torch", "")) or release_installed()
+    variable = variables_read(release)[0]
+    best, usual = ranking[0], next(one for one in ranking if one.settings == recorded)
+    is_better = best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual.reserved_peak_bytes)
+    line = f"export {variable}={command_text(best.settings)}" if is_better and best.settings else None
+    if is_better and not best.settings:
+        line = f"unset {variable}"
+    result = {"file": args.file, "variable": variable, "recorded_settings": recorded, "best_settings": best.settings}
+    write_json(args, result | {"export": line, "ranking": [asdict(one) for one in ranking]})
+    if wants_text(args):
+        _print(args, ranking, usual, line)
+    return 0
+
+
+def _rank(traces: list[Trace], capacity: int | None) -> list[Ranked]:
+    """Every text of settings, best first."""
+    by_settings: dict[str, list[Any]] = {}
+    for trace in traces:
+        limit = _device_bytes(trace) if capacity is None else capacity
+        texts = dict.fromkeys([recorded_conf(traces[0]), *SWEEP, *(SWEEP_UNDER_PRESSURE if limit else ())])
+        for result in simulate(trace, [Candidate("torch", text) for text in texts], limit):
+            by_settings.setdefault(result.settings, []).append(result)
+    ranking = [
+        Ranked(
+            settings=text,
+            fits=all(one.fits for one in found),
+            reserved_peak_bytes=max(one.peak_reserved_bytes for one in found),
+            device_calls=sum(one.device_allocs + one.device_frees for one in found),
+        )
+        for text, found in by_settings.items()
+        if len(found) == len(traces)
+    ]
+    return sorted(ranking, key=lambda one: (not one.fits, one.reserved_peak_bytes, one.device_calls, one.settings))
+
+
+def _device_bytes(trace: Trace) -> int:
+    """What the process could have had when it ran out of memory; 0: it did not."""
+    error = last_oom(trace)
+    if error is None:
+        return 0
+    return int(trace.address[error]) + int(trace.reserved_bytes()[error])
+
+
+def _print(args: argparse.Namespace, ranking: list[Ranked], usual: Ranked, line: str | None) -> None:
+    console = table_console()
+    shown = list(dict.fromkeys([*ranking[: args.top], usual]))
+    rows = []
+    for one in shown:
+        name = printable(one.settings) or "the defaults"
+        change = one.reserved_peak_bytes - usual.reserved_peak_bytes
+        rows.append(
+            [
+                name + (" (recorded)" if one is usual else ""),
+                human_bytes(one.reserved_peak_bytes),
+                f"{change / max(usual.reserved_peak_bytes, 1):+.1%}" if one.fits and usual.fits else "",
+                f"{one.device_calls:,}",
+                "fits" if one.fits else "runs out",
+            ]
+        )
+    print_table(console, ("settings", "reserved", "change", "device calls", "result"), rows)
+    if line is None:
+        kept = (
+            "nothing that was tried is better than what was recorded" if usual.fits else "nothing that was tried fits"
+        )
+        print_prose(console, f"{kept}; `stalloc run SCRIPT` plans where blocks live.")
+    else:
+        console.print(line)
+    console.print(f"Next: stalloc explain {command_text(args.file)}")

@@ -1,0 +1,102 @@
+"""Settings of torch's allocator, changed without losing those that are there: `stalloc.alloc_conf(…)`.
+
+Contract: what this torch would refuse is refused before anything is changed. torch takes a new text as a whole and
+forgets the rest, `expandable_segments` apart, which it never forgets: so the text has everything that is to be in
+force. The variable is the one that the installed release reads, and it agrees with what torch was told.
+"""
+
+import os
+import sys
+import warnings
+from types import TracebackType
+from typing import Any
+
+from stalloc.allocator_conf import conf_in_force, conf_text, variables_read
+from stalloc.errors import BadInputError, SetupError
+from stalloc.replay.torch_settings import parse_settings
+from stalloc.torch_release import release_installed
+
+_EXPANDABLE = "expandable_segments"
+_STARTS_WITH_PROCESS = ("backend",)
+
+
+class AllocConf:
+    """Settings that are in force until `restore`, or until the end of a `with` block."""
+
+    def __init__(self, changed: dict[str, str]) -> None:
+        variables = variables_read(release_installed())
+        self.variable = variables[0]
+        """What this torch reads first."""
+        self._before = {name: os.environ.get(name) for name in (self.variable,)}
+        self._settings_before = conf_in_force(os.environ, variables)[1]
+        self.settings = {**self._settings_before, **changed}
+        """All that is in force, by name."""
+        for name in [name for name, value in self.settings.items() if value == ""]:
+            del self.settings[name]
+        _check(conf_text(self.settings), changed)
+        self._tell(self.settings, self._settings_before)
+        os.environ[self.variable] = conf_text(self.settings)
+
+    def restore(self) -> None:
+        """Put back what was in force before."""
+        self._tell(self._settings_before, self.settings)
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    def _tell(self, wanted: dict[str, str], had: dict[str, str]) -> None:
+        """Let torch have settings, if it has read its environment already."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.backends.cuda.is_built():
+            return
+        for name in _STARTS_WITH_PROCESS:
+            if wanted.get(name) != had.get(name):
+                raise SetupError(
+                    f"{name} is chosen when torch is imported: set it before, or start with {self.variable}."
+                )
+        told = dict(wanted)
+        if _EXPANDABLE in had:
+            told.setdefault(_EXPANDABLE, "False")
+        _apply(torch, conf_text(told))
+
+    def __enter__(self) -> "AllocConf":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        return f"{self.variable}={conf_text(self.settings)}"
+
+    __repr__ = __str__
+
+
+def alloc_conf(**settings: object) -> AllocConf:
+    """Change settings of torch's allocator, and keep the others; None takes one away.
+
+    To be used as `with stalloc.alloc_conf(max_split_size_mb=128):`, or called once; printing it shows all that is in
+    force. Works before torch is imported and afterwards. Raises BadInputError for settings that torch refuses,
+    SetupError for those that come too late.
+    """
+    return AllocConf({name: "" if value is None else str(value) for name, value in settings.items()})
+
+
+def _check(text: str, changed: dict[str, str]) -> None:
+    named = ", ".join(changed) or "nothing"
+    try:
+        parse_settings(text)
+    except BadInputError as error:
+        raise BadInputError(f"alloc_conf of {named}: {error}") from error
+
+
+def _apply(torch: Any, text: str) -> None:
+    names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+    apply = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+    if apply is None:
+        raise SetupError(f"torch {torch.__version__} changes no settings once it is imported: call alloc_conf before.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        apply(text)
