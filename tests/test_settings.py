@@ -1,4 +1,4 @@
-"""Settings of torch's allocator: `stalloc.alloc_conf` keeps the others and puts them back; `stalloc advise` ranks them."""
+"""Settings of torch's allocator: `stalloc.alloc_conf` merges and puts back, `stalloc advise` ranks."""
 
 import json
 import os

@@ -17,7 +17,19 @@ if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
 _OF_INSTALLING = ("install", "scope", "statistics", "step", "uninstall")
 _OF_RUNTIME = ("Report", "Runtime", "Settings")
 
-__all__ = [*_OF_RUNTIME, "alloc_conf", "flight_recorder", *_OF_INSTALLING, "mem_pool"]
+__all__ = [
+    "Report",
+    "Runtime",
+    "Settings",
+    "alloc_conf",
+    "flight_recorder",
+    "install",
+    "mem_pool",
+    "scope",
+    "statistics",
+    "step",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> "Any":

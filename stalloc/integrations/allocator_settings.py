@@ -33,7 +33,7 @@ class AllocConf:
         """All that is in force, by name."""
         for name in [name for name, value in self.settings.items() if value == ""]:
             del self.settings[name]
-        _check(conf_text(self.settings), changed)
+        _check({name: value for name, value in self.settings.items() if name not in _STARTS_WITH_PROCESS}, changed)
         self._tell(self.settings, self._settings_before)
         os.environ[self.variable] = conf_text(self.settings)
 
@@ -52,9 +52,7 @@ class AllocConf:
             return
         for name in _STARTS_WITH_PROCESS:
             if wanted.get(name) != had.get(name):
-                raise SetupError(
-                    f"{name} is chosen when torch is imported: set it before, or start with {self.variable}."
-                )
+                raise SetupError(f"{name} is chosen when torch is imported: set it before, or by {self.variable}.")
         told = dict(wanted)
         if _EXPANDABLE in had:
             told.setdefault(_EXPANDABLE, "False")
@@ -84,10 +82,10 @@ def alloc_conf(**settings: object) -> AllocConf:
     return AllocConf({name: "" if value is None else str(value) for name, value in settings.items()})
 
 
-def _check(text: str, changed: dict[str, str]) -> None:
+def _check(settings: dict[str, str], changed: dict[str, str]) -> None:
     named = ", ".join(changed) or "nothing"
     try:
-        parse_settings(text)
+        parse_settings(conf_text(settings))
     except BadInputError as error:
         raise BadInputError(f"alloc_conf of {named}: {error}") from error
 
