@@ -260,6 +260,11 @@ def test_it():
     assert "stalloc.guard.pytest_plugin" in sys.modules
     assert heavy & set(sys.modules) == set()
     assert {name for name in sys.modules if name.startswith("stalloc.guard.")} == {"stalloc.guard.pytest_plugin"}
+
+def test_modules_of_stalloc_are_loaded_as_ever():
+    import stalloc.cli
+    assert "rewrite" not in type(stalloc.cli.__spec__.loader).__module__
+    assert "check" in stalloc.cli.build_parser(None).format_help()
 """)
     command = [
         sys.executable,

@@ -8,10 +8,10 @@ program's own code, and with 125 where it is stalloc that failed.
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from stalloc.errors import BadInputError, StallocError
@@ -52,7 +52,7 @@ _CODES_OF_PROGRAM = "Exit codes: the program's own, 128 + N after signal N; 125 
 
 def _summary(verb: str) -> str:
     """The first line of the docstring of a verb's module, which is not imported: that may take half a second."""
-    spec: Any = importlib.util.find_spec(f"stalloc.cli.{verb}")
+    spec: Any = PathFinder.find_spec(f"stalloc.cli.{verb}", __path__)  # whoever else loads modules, as pytest does
     docstring = spec.loader.get_code(spec.name).co_consts[0]  # where Python keeps it
     return docstring.partition("\n")[0] if isinstance(docstring, str) else ""
 

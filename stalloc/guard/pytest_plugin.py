@@ -37,12 +37,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Put the virtual GPU in place before a conftest imports torch."""
+    """Leave the asserts of stalloc as they are, and put the virtual GPU in place before a conftest imports torch."""
+    _leave_asserts(early_config)
     gpu = early_config.known_args_namespace.stalloc_gpu
     if gpu is not None:
         from stalloc.guard.virtual_gpu import put_in_place
 
         put_in_place(gpu)
+
+
+def _leave_asserts(config: pytest.Config) -> None:
+    """pytest rewrites the asserts of all modules of a package with a plugin; ours are no tests, and some compile."""
+    hook = getattr(config.pluginmanager, "rewrite_hook", None)
+    marked = getattr(hook, "_must_rewrite", None)
+    if isinstance(marked, set):
+        marked.discard("stalloc")
 
 
 def pytest_configure(config: pytest.Config) -> None:
