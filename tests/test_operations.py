@@ -170,6 +170,9 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
     assert main(["explain", str(path), "--json", "-"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert sum(device["roles"].values()) == device["allocated_bytes"]
+    page = tmp_path / "step.html"
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    assert "saved activation of layers.*.up" in page.read_text(encoding="utf-8")
 
 
 def test_converting_keeps_the_tables(trace: Trace, operations: Operations, tmp_path: Path) -> None:

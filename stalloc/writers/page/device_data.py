@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis import Explanation, explain, holders, summarize
-from stalloc.analysis.grouping import class_keys, site_keys, site_text, stack_names
+from stalloc.analysis.grouping import class_keys, purposes, site_keys, site_text, stack_names
 from stalloc.analysis.moments import last_oom
 from stalloc.columns import Column
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
 from stalloc.trace import MARK_STEP, Action, Trace
+from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import read_sites
 from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
@@ -119,8 +120,14 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[list[str], Column]:
 
 
 def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:
-    """The names of call sites; of each distinct stack its site and frames, outermost first; the stack of each row."""
-    read = read_sites(trace)
+    """The names of call sites; of each distinct stack its site and frames, outermost first; the stack of each row.
+
+    Where operations are known instead, a site is what requests are for, and a stack the module and the role.
+    """
+    read, operations = read_sites(trace), read_operations(trace)
+    if read is None and operations is not None:
+        names, number = _numbered(purposes(operations, np.arange(trace.num_requests)))
+        return names, [[row, *reversed(name.split(" of ", 1))] for row, name in enumerate(names)], number
     number = np.zeros(trace.num_requests, np.int64) if read is None else read.site.astype(np.int64)
     _, rows, column = np.unique(number, return_index=True, return_inverse=True)
     names, site = _numbered([site_text(key) for key in site_keys(trace, rows)])
