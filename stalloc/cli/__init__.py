@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
 from stalloc.errors import BadInputError, StallocError
@@ -51,7 +52,10 @@ _CODES_OF_PROGRAM = "Exit codes: the program's own, 128 + N after signal N; 125 
 def _summary(verb: str) -> str:
     """The first line of the docstring of a verb's module, which is not imported: that may take half a second."""
     spec: Any = importlib.util.find_spec(f"stalloc.cli.{verb}")
-    docstring = spec.loader.get_code(spec.name).co_consts[0]  # where Python keeps it
+    loader: Any = spec.loader
+    if not hasattr(loader, "get_code"):  # pytest's own, which rewrites assertions
+        loader = SourceFileLoader(spec.name, spec.origin)
+    docstring = loader.get_code(spec.name).co_consts[0]  # where Python keeps it
     return docstring.partition("\n")[0] if isinstance(docstring, str) else ""
 
 
