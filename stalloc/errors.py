@@ -25,6 +25,10 @@ class CorruptionError(StallocError, RuntimeError):
     """STALLOC_POISON=1 found memory that was written by somebody who did not own it."""
 
 
+class EndlessLoopError(StallocError, RuntimeError):
+    """A loop of the program waits for a value that the virtual GPU does not compute."""
+
+
 class PlanError(StallocError, ValueError):
     """A plan does not fit the trace or the device that it is used for."""
 

@@ -317,3 +317,25 @@ print(json.dumps([list(torch.jit.script(scripted.scripted)(x).shape), breaks, co
 
 def test_scripts_compilers_and_pickles_find_the_functions_of_torch(run_checks: Any, tmp_path: Path) -> None:
     assert run_checks(_COMPILED, str(tmp_path / "scripted.py")) == [[3], 0, 3, True]
+
+
+_WAITING = (
+    _PROLOGUE
+    + """
+scores, num_turns = torch.randn(4, device="cuda"), 0
+try:
+    while not (scores.softmax(0) > 2).any():
+        num_turns += 1
+    print(json.dumps([num_turns, ""]))
+except RuntimeError as error:
+    print(json.dumps([num_turns, str(error)]))
+"""
+)
+
+
+def test_a_loop_that_waits_for_what_no_kernel_computes_is_ended_with_its_line(run_checks: Any) -> None:
+    num_turns, sentence = run_checks(_WAITING)
+    line = 1 + _WAITING.splitlines().index("    while not (scores.softmax(0) > 2).any():")
+    assert num_turns == 100_000
+    assert f":{line} reads again and again" in sentence
+    assert "stalloc dryrun --assume" in sentence

@@ -68,3 +68,30 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     assert high - low <= 2 * convolutions["unknown_bytes"]
     low, high = convolutions["taken_bytes"]
     assert low <= result["native"]["taken_bytes"] <= high
+
+
+_WAITS = """
+import torch
+best, num_turns = torch.zeros(1, device="cuda"), 0
+while not (torch.randn(4096, device="cuda").max() > best + 1).any():
+    num_turns += 1
+    block = torch.empty(num_turns << 20, dtype=torch.uint8, device="cuda")
+torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_line_reads_what_is_assumed_of_it(tmp_path: Path) -> None:
+    program, file = tmp_path / "waits.py", tmp_path / "result.json"
+    program.write_text(_WAITS)
+    _dryrun("--gpu", "L4", "--assume", "waits.py:4=true", "--json", str(file), str(program))
+    result = json.loads(file.read_text())
+    assert result["native"]["allocated_peak_bytes"] < 65 << 20
+    assert result["uncertain"]["decisions"] == []
+
+
+def test_an_assumption_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:
+    program = tmp_path / "waits.py"
+    program.write_text(_WAITS)
+    done = run_stalloc("dryrun", "--assume", "waits.py=1", program, variables=os.environ | {"STALLOC_CACHE": "off"})
+    assert done.returncode == 2
+    assert "write FILE:LINE=NUMBER" in done.stderr

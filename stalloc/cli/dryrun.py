@@ -5,7 +5,8 @@
 
 Nothing is computed: allocations are real, kernels do nothing, so a step of a large model takes milliseconds and no
 GPU. Small integers and booleans have their values; a program that reads other values and acts on them sees zeros, and
-the report names the lines that did.
+the report names the lines that did. A loop that waits for such a value is ended with an error that names its line;
+--assume says what it reads.
 
 A program often needs less than an allocator takes when memory is plentiful, since cached memory is given up before it
 runs out. "Needs" is the least memory with which it completes: its requests, from PyTorch's own history, are replayed on
@@ -20,9 +21,11 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 """
 
 import argparse
+import contextlib
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from stalloc.cli.program import add_program_arguments, chosen_gpu, program_comma
 from stalloc.cli.progress import working
 from stalloc.device import DEFAULT_GPU
 from stalloc.device.context import ASSUMED_BYTES, SOURCE
+from stalloc.device.decisions import VARIABLE, as_variable, parse_assumption
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
@@ -70,6 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory set aside for the CUDA context and NCCL, which no allocator counts (default: 512MiB)",
     )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="FILE:LINE=N",
+        help="what a line of the program reads where the virtual GPU does not compute it, such as the end of a loop; "
+        "may be repeated",
+    )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
 
@@ -82,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     offered = gpu.total_bytes - headroom
     if offered <= 0:
         raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
-    with working("running the program under its own allocators") as tell:
+    assumed = as_variable(map(parse_assumption, args.assume)) if args.assume else os.environ.get(VARIABLE, "")
+    with working("running the program under its own allocators") as tell, _variable(VARIABLE, assumed):
         results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offered, command, tell)
     result = {
         "gpu": gpu.name,
@@ -97,6 +110,19 @@ def run(args: argparse.Namespace) -> int:
         print_needs(result, results, gpu, command)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A block in which processes that are started have this variable; nothing where it is empty."""
+    before = os.environ.get(name)
+    os.environ.update({name: value} if value else {})
+    try:
+        yield
+    finally:
+        os.environ.update({name: before} if before is not None else {})
+        if before is None:
+            os.environ.pop(name, None)
 
 
 def _results(

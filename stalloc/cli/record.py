@@ -7,9 +7,9 @@ With --stacks it runs under PyTorch's own allocator and history instead, so that
 PyTorch; requests of CuPy's are not in the recording then, but cuDNN's work spaces are told apart: `stalloc info
 --cudnn-table FILE` shows them. With --ops it does so too, and instead of call sites torch.profiler notes which
 operation of which module made, read and changed each request in the first four steps, and what each request is for; the
-program asks for the same memory in the same order. JSON: `output`, and
-for each of `devices` the number of `requests` and `events`, the step marks, and the peaks. The exit code is the
-program's own; what was recorded until it failed, Ctrl-C or SIGTERM is written all the same.
+program asks for the same memory in the same order. JSON: `output`, and for each of `devices` the number of `requests`
+and `events`, the step marks, and the peaks. The exit code is the program's own; what was recorded until it failed,
+Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
         torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS, **how)
         if operations:
             operations.start()
-        elif hasattr(torch.ops.aten.convolution_backward.default, "redispatch"):  # from torch 2.2 on
+        else:
             seen.append(SeenConvolutions(torch))
 
     after_import("torch", begin)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from stalloc.device.redispatch import below
 from stalloc.device.values import MAX_NUMBERS, Values
 
 
@@ -141,21 +142,15 @@ def sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
 def count_nonzero_on_read(values: Values, torch: Any) -> None:
     """`nonzero`, which indexing by masks calls inside, forward and backward, reads the true count."""
     operator = torch.ops.aten.nonzero.default
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-    def original(tensor: Any) -> Any:
-        if hasattr(operator, "redispatch"):
-            return operator.redispatch(torch._C._dispatch_keys(tensor) & below, tensor)
-        key = torch._C.DispatchKey.CUDA if tensor.is_cuda else torch._C.DispatchKey.CPU  # before torch 2.2
-        return operator._op_dk(key, tensor)
+    go_on = below(torch)
 
     def nonzero(tensor: Any) -> Any:
         if not tensor.is_cuda:
-            return original(tensor)
+            return go_on(operator, tensor)
         computed = values.compute(operator, (tensor,), {})
         values.decide(tensor, computed)
         with values.expecting(0 if computed is None else computed[0].shape[0]):
-            result = original(tensor)
+            result = go_on(operator, tensor)
         values.learn(result, computed)
         return result
 

@@ -9,16 +9,14 @@ seen by the version that PyTorch counts. Floating-point numbers are kept only wh
 import contextlib
 import ctypes
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
+
+from stalloc.device.decisions import Decisions
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
 MAX_NUMBERS = 1024  # of floating-point tensors: scales, boxes, shares
-_MAX_SITES = 64
 _LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
 
@@ -31,14 +29,6 @@ class _Known:
     elements: Any  # a flat tensor of the host
     version: int | None
     certain: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Reads, at one place of a program, of integers or booleans that follow from what no kernel computed."""
-
-    place: str
-    num_reads: int
 
 
 class Values:
@@ -55,9 +45,8 @@ class Values:
         self.knows_numbers = False
         """Whether a floating-point tensor was ever known."""
         self._known: dict[int, _Known] = {}
-        self._places: Counter[str] = Counter()
         self._sweep_at = 1024
-        self._skipped = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+        self.decisions = Decisions((os.path.dirname(torch.__file__), os.path.dirname(__file__)))
 
     def is_followed(self, value: Any) -> bool:
         """Whether a value is a small tensor of integers or booleans on the GPU."""
@@ -200,50 +189,36 @@ class Values:
         """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
         try:
             known = self.known(tensor)
-            if known is None or not known.certain:
-                self._count()
-            if known is None:
-                return None
-            with self.unseen():
-                return self.host(tensor, known)
         except Exception:
             return None
+        if known is None or not known.certain:
+            assumed = self.decisions.take()
+            if assumed is not None:
+                return self._filled(tensor, assumed)
+        with contextlib.suppress(Exception), self.unseen():
+            return None if known is None else self.host(tensor, known)
+        return None
 
     def read_data(self, tensor: Any) -> Any:
         """What is read of floating-point numbers: what is known of them, None for what is in memory.
 
         A single number that is not known is zero: what was copied to its address for another one may still be there.
         """
-        try:
+        if self.knows(tensor):
             with self.unseen():
-                if self.knows(tensor):
-                    return self.host(tensor, self._known[tensor.untyped_storage()._cdata])
-                if type(tensor) in self.plain and tensor.numel() * tensor.element_size() <= _LONGEST_NUMBER:
-                    return self._zeros(tensor.numel(), tensor.dtype).reshape(tensor.shape)
-        except Exception:
-            pass
-        return None
+                return self.host(tensor, self._known[tensor.untyped_storage()._cdata])
+        if type(tensor) not in self.plain or tensor.numel() * tensor.element_size() > _LONGEST_NUMBER:
+            return None
+        return self._filled(tensor, self.decisions.take_number() or 0.0)
+
+    def _filled(self, tensor: Any, value: float) -> Any:
+        with self.unseen():
+            return self._zeros(tensor.numel(), tensor.dtype).fill_(value).reshape(tensor.shape)
 
     def decide(self, tensor: Any, computed: tuple[Any, bool] | None) -> None:
         """Count a size, or an answer, that follows from what a tensor holds, where that is not certain."""
         if type(tensor) in self.plain and (computed is None or not computed[1]):
-            self._count()
-
-    def _count(self) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(self._skipped):
-            if frame.f_code.co_filename.endswith("_tensor_str.py"):
-                return  # to print is not to decide
-            frame = frame.f_back
-        if frame is None:
-            return  # autograd's own thread repeats what the program's has read
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if place in self._places or len(self._places) < _MAX_SITES:
-            self._places[place] += 1
-
-    def decisions(self) -> list[Decision]:
-        """The places that read what is not certain, those that read most first."""
-        return [Decision(place=place, num_reads=num) for place, num in self._places.most_common()]
+            self.decisions.take()
 
     @contextlib.contextmanager
     def expecting(self, num: int | None) -> Iterator[None]:

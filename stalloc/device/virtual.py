@@ -184,7 +184,7 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
 
 def findings() -> dict[str, Any]:
     """What this process's figures depend on, and what keeps them from being certain, as plain values."""
-    decisions = _values.decisions() if _values is not None else []
+    decisions = _values.decisions.listed() if _values is not None else []
     torch: Any = sys.modules.get("torch")
     return {
         "torch": str(torch.__version__) if torch is not None else None,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stalloc.device.redispatch import below
 from stalloc.trace import Action, Trace
 
 
@@ -43,7 +44,7 @@ class SeenConvolutions:
         self._torch = torch
         self._calls: dict[int, dict[Convolution, _Call]] = {}
         self._library = torch.library.Library("aten", "IMPL")
-        self._below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._go_on = below(torch)
         for name, note in (
             ("cudnn_convolution", self._forward),
             ("cudnn_convolution_transpose", self._transposed),
@@ -52,13 +53,11 @@ class SeenConvolutions:
             self._library.impl(name, self._noted(getattr(torch.ops.aten, name).default, note), "BackendSelect")
 
     def _noted(self, operator: Any, note: Callable[..., list[tuple[Any, Any]]]) -> Callable[..., Any]:
-        keys = self._torch._C._dispatch_keys
-
         def run(first: Any, *args: Any) -> Any:
             if not first.is_cuda:
-                return operator.redispatch(keys(first) & self._below, first, *args)
+                return self._go_on(operator, first, *args)
             before = self._num_requests(first.device.index)
-            result = operator.redispatch(keys(first) & self._below, first, *args)
+            result = self._go_on(operator, first, *args)
             after = self._num_requests(first.device.index)
             parts = result if isinstance(result, tuple) else (result,)
             results = frozenset(one.data_ptr() for one in parts if one is not None)
