@@ -14,10 +14,11 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
-    "hands_on", "object",
+    "hands_on", "object", "closure",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
+    "grows_a_global": "its forward pass changes LOG, a variable outside of it",
     "another_way": "does not do the same when it is computed again: its operation",
     "spectral_norm": "aten.mv.default, reads was changed in place since",
     "spectral_norm_twice": "computed again",
