@@ -308,3 +308,22 @@ def test_a_full_gpu_leaves_host_memory_untouched(run_checks):
 def test_visible_devices_of_real_gpus_are_ignored(run_checks):
     program = _PROLOGUE + "print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
     assert run_checks(program, CUDA_VISIBLE_DEVICES="") == [True, 2]
+
+
+_PINNED = """
+import json, resource, torch
+pinned = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+pinned[7], pinned[-1] = 1, 1
+device = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pinned.copy_(device, non_blocking=True)
+torch.cuda.synchronize()
+more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps({"more": more << 10, "values": [int(pinned[7]), int(pinned[1 << 28]), int(pinned[-1])]}))
+"""
+
+
+def test_zeros_copied_to_pinned_memory_take_no_memory_of_the_host(run_checks):
+    found = run_checks("from stalloc import device\ndevice.activate('virtual')\n" + _PINNED)
+    assert found["values"] == [0, 0, 0]
+    assert found["more"] < 64 << 20

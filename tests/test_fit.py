@@ -436,3 +436,13 @@ def test_the_package_loads_no_torch(run_fresh: Callable[..., subprocess.Complete
     source = "import sys, stalloc, stalloc.fitting, stalloc.techniques, stalloc.cost, stalloc.fitting.fit_record\n"
     source += "assert not {'torch', 'scipy', 'cupy'} & set(sys.modules)"
     assert run_fresh(source).returncode == 0
+
+
+COMPILED = PROGRAM.replace("MODEL = Model().cuda()", "MODEL = torch.compile(Model().cuda(), backend='aot_eager')")
+
+
+@pytest.mark.slow
+def test_a_compiled_program_is_fitted_as_it_is_with_the_reason(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, COMPILED), 6)
+    assert found["candidates"][0]["fits"]
+    assert [note for note in found["notes"] if note.startswith("nothing can be recomputed")]

@@ -14,10 +14,11 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
-    "hands_on", "object",
+    "hands_on", "object", "closure",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
+    "grows_a_global": "its forward pass changes LOG, a variable outside of it",
     "another_way": "does not do the same when it is computed again: its operation",
     "spectral_norm": "aten.mv.default, reads was changed in place since",
     "spectral_norm_twice": "computed again",
@@ -184,3 +185,48 @@ def test_what_checkpoint_cannot_do_is_one_sentence(run_checks: Callable[..., dic
     assert "no repeated block '7'" in told["name"]
     assert "give a list" in told["keep"]
     assert told["again"] == [["0", "1"], {"0": "0 is recomputed already", "1": "1 is recomputed already"}]
+
+
+SHARDED = """
+import json, sys
+from stalloc import device
+device.activate("virtual")
+import stalloc, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+sys.path.insert(0, sys.argv[1])
+from transformer_block import Block
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+def train(recompute):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(64) for _ in range(3)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in (*model, model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    done = stalloc.checkpoint(model, keep=["addmm"]) if recompute else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told = []
+    for _ in range(3):
+        loss = model(torch.randn(2, 16, 64)).square().mean()
+        loss.backward()
+        told += [loss.detach().clone(), *(one.grad.to_local().clone() for one in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, done
+(plain, _), (again, done) = train(False), train(True)
+equal = [torch.equal(one, other) for one, other in zip(plain, again, strict=True)]
+print(json.dumps({"blocks": list(done.names), "left": done.left, "equal": equal}))
+"""
+
+
+def test_blocks_that_fsdp2_shards_are_computed_again_to_the_same_bits(
+    run_checks: Callable[..., dict[str, Any]],
+) -> None:
+    found = run_checks(SHARDED, str(Path(__file__).parent / "programs" / "real"))
+    assert found["blocks"] == ["0", "1", "2"]
+    assert found["left"] == {}
+    assert len(found["equal"]) > 3
+    assert all(found["equal"])

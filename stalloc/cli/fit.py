@@ -3,13 +3,14 @@
   stalloc fit --gpu RTX-4090 train.py --batch 8
   stalloc fit --budget 24GiB -m package.train
 
-The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each, on a
+The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each (give
+--trial-steps more where later ones need more: an evaluation, another length, the last batch of an epoch), on a
 virtual GPU, which needs no GPU and computes nothing. What each way needs is measured: under stalloc what is reserved
 at the most, from the first allocation, with a plan; under PyTorch's own allocator the same. Times are estimates, for
 telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
 
 The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away; what it writes or
-sends in its first three steps it writes and sends. It is stopped after the third. The budget is by default the memory
+sends in these steps it writes and sends. It is stopped after the last. The budget is by default the memory
 of the GPU less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)"
     )
+    parser.add_argument("--trial-steps", type=int, default=3, metavar="N", help="steps of each run (default: 3)")
     parser.add_argument("--as-gpu", help=argparse.SUPPRESS)
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from stalloc.files import check_writable
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import SUFFIX
+    from stalloc.fitting.trials import STEPS
     from stalloc.integrations import program_source
 
     keeping.check_single_rank()
@@ -68,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
     budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - ASSUMED_BYTES
     keeping.check_possible(budget_bytes, gpu)
+    if args.trial_steps < STEPS:
+        raise BadInputError(f"--trial-steps is {args.trial_steps}: give {STEPS} or more.")
     if not args.trial_seconds > 0:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
     source = program_source.of_command(command)
@@ -123,7 +128,11 @@ def _fitted(
 
     fitting = Fitting(
         budget_bytes,
-        lambda work: run_trial(program, dataclasses.replace(work, gpu_name=gpu.name), args.trial_seconds),
+        lambda work: run_trial(
+            program,
+            dataclasses.replace(work, gpu_name=gpu.name, num_steps=args.trial_steps),
+            args.trial_seconds,
+        ),
         _teller(),
     )
     best = fitting.run(args.policy)

@@ -13,7 +13,7 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     console = table_console()
     console.print(
         f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
-        f"{num_trials} runs of {printable(fit.program.name)}, three steps each"
+        f"{num_trials} runs of {printable(fit.program.name)}"
     )
     rows = [_row(number, one, fit) for number, one in enumerate(fit.candidates)]
     columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", "est. step", "est. factor", "checked")

@@ -71,6 +71,24 @@ static bool answer_expected(void *to, size_t size_bytes) {
 
 static bool keeps_everything(void) { return gpu.copy_limit_bytes == SIZE_MAX; }
 
+/* Zeros; whole pages are dropped instead of written: they read as zero again. */
+static void zero_pages(char *start, size_t size_bytes) {
+    char *end = start + size_bytes;
+    char *first = (char *)round_up((size_t)start, PAGE_BYTES), *last = (char *)((size_t)end & ~(PAGE_BYTES - 1));
+    if (first >= last) {
+        memset(start, 0, size_bytes);
+        return;
+    }
+    memset(start, 0, (size_t)(first - start));
+    madvise(first, (size_t)(last - first), MADV_DONTNEED);
+    memset(last, 0, (size_t)(end - last));
+}
+
+static bool is_pinned(const void *address) {
+    Block block;
+    return memory_find(address, &block) && block.kind == MEMORY_HOST;
+}
+
 void memory_copy(void *to, const void *from, size_t size_bytes) {
     count(COUNT_COPY);
     if (keeps_everything()) {
@@ -81,6 +99,7 @@ void memory_copy(void *to, const void *from, size_t size_bytes) {
     if (!is_device_memory(to)) {
         if (is_device_memory(from) && answer_expected(to, size_bytes)) return; // whatever was there before
         if (readable) memmove(to, from, size_bytes);
+        else if (size_bytes > gpu.copy_limit_bytes && is_pinned(to)) zero_pages(to, size_bytes);
         else memset(to, 0, size_bytes);
     } else if (readable && size_bytes <= gpu.copy_limit_bytes) {
         memmove(to, from, size_bytes);
@@ -115,12 +134,8 @@ void memory_set(void *address, int byte, size_t size_bytes) {
     if (!keeps_everything()) remember_copy(address, written ? size_bytes : 0);
     if (written) {
         memset(address, byte, size_bytes);
-    } else if (byte == 0) { // whole pages are dropped instead of written: they read as zero again
-        char *start = address, *end = start + size_bytes;
-        char *first = (char *)round_up((size_t)start, PAGE_BYTES), *last = (char *)((size_t)end & ~(PAGE_BYTES - 1));
-        memset(start, 0, (size_t)(first - start));
-        madvise(first, (size_t)(last - first), MADV_DONTNEED);
-        memset(last, 0, (size_t)(end - last));
+    } else if (byte == 0) {
+        zero_pages(address, size_bytes);
     } else {
         count(COUNT_COPY_SKIPPED);
     }

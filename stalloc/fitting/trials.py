@@ -118,7 +118,7 @@ def _result(folder: Path, in_time: bool, limit_seconds: float) -> dict[str, Any]
     result = folder / "result.json"
     if not result.exists():
         if not in_time:
-            return {"failure": f"three steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
+            return {"failure": f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
         refused = re.findall(r"RecomputeError: ((\S+?):? .*)", text)
         if refused:
             return {"failure": refused[-1][0], "refused_block": refused[-1][1]}

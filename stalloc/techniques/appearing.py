@@ -20,6 +20,7 @@ Appeared = Callable[[int, list[Block]], None]
 
 def when_models_appear(appeared: Appeared) -> None:
     """Call `appeared` for each model of the program; torch is imported by now."""
+    import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -28,7 +29,7 @@ def when_models_appear(appeared: Appeared) -> None:
 
     def about_to_call(module: Any, _: Any) -> None:
         nonlocal num_models
-        if module in known:
+        if torch.compiler.is_compiling() or module in known:  # torch.compile looks into hooks too
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(module.modules())

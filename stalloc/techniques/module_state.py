@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from stalloc.errors import RecomputeError
+from stalloc.techniques.function_state import FunctionState, put
 
 _SHARED = (str, bytes, bool, int, float, complex, type, ModuleType)
 _GROWING = (list, dict, set)
@@ -31,6 +32,7 @@ class ModuleState:
     def __init__(self, block: str, module: Any) -> None:
         self._block = block
         self._states = _states(module)
+        self._functions = FunctionState(module)
         self._random = random.getstate()
         self._numpy = _numpy_state()
 
@@ -40,16 +42,29 @@ class ModuleState:
         now = [(owner, target, dict(target)) for owner, target, _ in self._states]
         generators = random.getstate(), _numpy_state()
         sizes = [_sizes(target) for _, target, _ in self._states]
+        outside = self._functions.sizes()
         _put(self._states)
+        variables = self._functions.swap()
         _set_generators(self._random, self._numpy)
         try:
             yield
         finally:
             # here, since a run ends with an exception as soon as all that backward needs is there
             _put(now)
+            put(variables)
             _set_generators(*generators)
+            if not isinstance(sys.exception(), RecomputeError):
+                self._check_outside(outside)
             for (owner, target, _), before in zip(now, sizes, strict=True):
                 self._check_sizes(owner, target, before)
+
+    def _check_outside(self, before: list[tuple[str, int]]) -> None:
+        changed = [name for (name, size), (_, now) in zip(before, self._functions.sizes(), strict=False) if size != now]
+        if changed:
+            raise RecomputeError(
+                f"{self._block} cannot be computed twice: its forward pass changes {changed[0]}, a variable outside of "
+                "it. Leave this block as it is."
+            )
 
     def _check_sizes(self, owner: Any, attributes: dict[str, Any], before: dict[str, int]) -> None:
         changed = [name for name, size in _sizes(attributes).items() if before.get(name, size) != size]

@@ -161,6 +161,38 @@ def twice_before(make: Any) -> Any:
     return made
 
 
+def in_closure() -> Any:
+    """A number that only Python computes, kept in a closure, and one in a global variable."""
+    count = 0
+
+    def middle(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        global TOTAL
+        count += 1
+        TOTAL += 1
+        return x * (1 + count + TOTAL / 3)
+
+    return middle
+
+
+TOTAL = 0
+
+
+def closed_over() -> tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]:
+    global TOTAL
+    TOTAL = 0
+    return Stack([Layer(in_closure()) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
+
+
+LOG: list[float] = []
+
+
+def logged(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Grows a list outside of the model."""
+    LOG.append(1.0)
+    return x * 2
+
+
 class Memory:
     """What layers hand on beside their results, as a cache of keys and values is."""
 
@@ -225,6 +257,8 @@ CASES: dict[str, Any] = {
     "dropouts": stack(lambda layer, x: F.dropout(F.relu(F.dropout(x, 0.3)) * 2, 0.4, inplace=True)),
     "alpha_dropout": stack(lambda layer, x: F.alpha_dropout(x, 0.3, training=True)),
     "attribute": stack(counted),
+    "closure": closed_over,
+    "grows_a_global": stack(logged),
     "python_random": stack(drawn),
     "buffer": stack(levelled),
     "in_place": stack(scratch),
