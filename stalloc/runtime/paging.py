@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.runtime.segment_sizes import round_up
+from stalloc.runtime.splicing import Splices
 
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
@@ -31,6 +32,7 @@ class Paging:
         self._memory, self._state, self._source = memory, memory.state, memory.source
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
+        self._splices = Splices(memory)
         self._shift = _TIGHT_SHIFT
         self._peak_bytes = 0
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
@@ -47,22 +49,31 @@ class Paging:
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
         self.num_growths += 1
-        for _ in range(2):  # somebody else may take what the device was taken to have
+        for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self._add_range(pool, size_bytes):
                     return False
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(sum(size for _, size in ranges), size_bytes, place):
-                return False
+                if self._splices.end():
+                    continue
+                return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
                 return True
             self._sure_bytes = 0
         return False
 
+    def _splice(self, pool: int, size_bytes: int) -> bool:
+        """Serve a request from what other pages have left over; False if that is not enough either."""
+        if self._state.record.private_kind:
+            return False
+        self._unmap(self._state.heap.leave_pages(_ALL))
+        return self._splices.make(pool, size_bytes)
+
     def _add_pages(self, address: int, size_bytes: int) -> bool:
         """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
-        memory = self._range_of(address)
+        memory = self.range_of(address)
         if not self._map(memory, address, size_bytes):
             return False
         if self._state.heap.use_pages(address, size_bytes):
@@ -97,6 +108,7 @@ class Paging:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
         if self._state.record.private_kind:
             return
+        self._splices.end()
         while ranges := self._state.heap.leave_pages(_ALL):
             self._unmap(ranges)
         for base in self._state.heap.remove_empty_ranges():
@@ -124,7 +136,7 @@ class Paging:
                 if page // GRANULE not in covered:
                     memory.unmap(page, GRANULE)
 
-    def _range_of(self, address: int) -> Any:
+    def range_of(self, address: int) -> Any:
         """The range that an address is of."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
@@ -143,6 +155,10 @@ class Paging:
     def fills_device(self) -> bool:
         """Whether the program's peak is most of what the device has."""
         return self._leaves_less_than(_FULL_SHIFT)
+
+    def fills_half(self) -> bool:
+        """Whether the program's peak is more than half of what the device has."""
+        return self._leaves_less_than(1)
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
@@ -220,4 +236,4 @@ class Paging:
             for address, size_bytes in ranges:
                 if self._memory.poison is not None:
                     self._memory.poison.returned(address, size_bytes)
-                self._range_of(address).unmap(address, size_bytes)
+                self.range_of(address).unmap(address, size_bytes)
