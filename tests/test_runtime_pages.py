@@ -331,3 +331,30 @@ def test_on_a_full_device_what_is_left_over_is_had_once(seed: int) -> None:
         program.free(address)
     program.controller.memory.release_unused()
     assert program.controller.state.record.reserved_bytes == program.controller.memory.source.taken == 0
+
+
+@CUPY
+def test_a_place_that_gets_memory_gives_up_none_so_that_no_more_is_held_than_the_peak(run_checks: Any) -> None:
+    """Lists of twelve arrays follow one another; every tenth time the pool is emptied and something large is made."""
+    result = run_checks(
+        """
+import json, math, stalloc
+from stalloc.device import virtual
+from stalloc.runtime.runtime_settings import Settings
+runtime = stalloc.install(device="virtual", settings=Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+import cupy
+x = cupy.ones((1 << 22,), cupy.float32)
+for step in range(32):
+    parts = [x * i for i in range(12)]
+    total = sum(parts[1:], parts[0])
+    if step % 10 == 9:
+        del parts
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.zeros((12 << 22,), cupy.float32).sum()
+    total.max()
+controller = runtime.controllers[0]
+print(json.dumps({"hits": controller.state.record.hits, "held": virtual.peak_bytes(0) >> 20}))
+"""
+    )
+    assert result["hits"] > 200
+    assert result["held"] <= 422  # 418 are allocated

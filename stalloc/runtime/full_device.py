@@ -43,8 +43,8 @@ class FullDevice:
 
     def may_begin(self, arena_bytes: int) -> bool:
         """The same, and whether it fits beside what lives, at the first request of its step."""
-        if not self._may_fill():
-            return True
+        if not self._may_fill() or arena_bytes > self._memory.paging.device_bytes:
+            return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
 

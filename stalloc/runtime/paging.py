@@ -22,7 +22,7 @@ _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_PLANNED_SHIFT = 5  # the same beyond that, for planned places of one stream to take pages from one another
+_PLANNED_SHIFT = 8  # the same beyond that, for planned places to take pages from one another
 
 
 class Paging:
@@ -55,7 +55,7 @@ class Paging:
                 if not self._add_range(pool, size_bytes):
                     return False
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
-            if not self._make_room(sum(size for _, size in ranges), size_bytes, place):
+            if not self._make_room(sum(size for _, size in ranges), size_bytes, between=place):
                 if self._splices.end():
                     continue
                 return self._splice(pool, size_bytes)
@@ -94,12 +94,12 @@ class Paging:
 
     def back(self, begin: int, end: int) -> None:
         """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
-        memory = self._arena
+        memory, place = self._arena, (begin, end)
         begin, end = memory.ptr + begin, memory.ptr + end
-        lacking = sum(size_bytes for _, size_bytes in memory.lacking(begin, end))
-        if not lacking or not self._make_room(lacking, end - begin):
+        lacking = memory.lacking(begin, end)
+        if not lacking or not self._make_room(sum(size for _, size in lacking), end - begin, place=place):
             return
-        for address, size_bytes in memory.lacking(begin, end):  # some of it may have been what made room
+        for address, size_bytes in lacking:
             if not self._map(memory, address, size_bytes):
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
@@ -166,8 +166,13 @@ class Paging:
         device_bytes = self.device_bytes
         return self._peak_bytes > device_bytes - (device_bytes >> shift)
 
-    def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
-        """Have so many bytes to be mapped, for a request; whether there are. What is free `between` stays."""
+    def _make_room(
+        self, size_bytes: int, requested: int, *, between: tuple[int, int] = (0, 0), place: tuple[int, int] = (0, 0)
+    ) -> bool:
+        """Have so many bytes to be mapped, for a request; whether there are.
+
+        What is free `between` stays, and what the `place` has, bytes of the arena.
+        """
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
@@ -178,14 +183,12 @@ class Paging:
             ranges = self._state.heap.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
-        if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
-            tape = self._memory.arenas.tape
-            apart = tape is not None and tape.num_streams > 1
-            excess -= self._peak_bytes >> (_LOOSE_SHIFT if apart else _PLANNED_SHIFT)
+        if place[1]:  # the pages that a plan needs again soon move only where it holds more than that
+            excess -= self._peak_bytes >> _PLANNED_SHIFT
         if excess > 0:  # what is displaced gets pages of what displaced it
-            excess -= self._unmap_arena(round_up(excess), anything=False)
+            excess -= self._unmap_arena(round_up(excess), place, anything=False)
             if excess > 0:
-                self._unmap_arena(round_up(excess), anything=True)
+                self._unmap_arena(round_up(excess), place, anything=True)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
@@ -196,15 +199,15 @@ class Paging:
         self._unmap(self._state.heap.leave_pages(_ALL, between))
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
-            self._unmap_arena(round_up(lacking), anything=True)
+            self._unmap_arena(round_up(lacking), place, anything=True)
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
 
-    def _unmap_arena(self, size_bytes: int, *, anything: bool) -> int:
+    def _unmap_arena(self, size_bytes: int, place: tuple[int, int], *, anything: bool) -> int:
         """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
         if self._arena is None:
             return 0
-        ranges = self._state.arena.leave_pages(size_bytes, anything=anything)
+        ranges = self._state.arena.leave_pages(size_bytes, place, anything=anything)
         self._unmap([(self._arena.ptr + begin, size) for begin, size in ranges])
         return sum(size for _, size in ranges)
 
