@@ -46,7 +46,7 @@ def orders():
     return counts["event_records"], counts["event_waits"]
 
 
-for _ in range(12):
+for _ in range(24):
     step()
 before, hits = orders(), STATE.record.hits
 for _ in range(10):

@@ -10,6 +10,7 @@ import pytest
 from programs.core_machine import MIB, Intervals
 from warm_programs import run_file
 
+from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import Controller
@@ -76,7 +77,12 @@ memory.unmap(memory.ptr + 20 * MIB, 40 * MIB)
 said |= {"kept": pages.pool.free_bytes() // MIB, "more": memory.map(memory.ptr + 300 * MIB, 40 * MIB), "same": used()}
 pages.pool.set_limit(size=110 * MIB)
 said |= {"limited": memory.map(memory.ptr + 20 * MIB, 20 * MIB), "word": word.value, "other": virtual.used_bytes(0)}
+other, before = pages.reserve(4 * MIB), used()
+said |= {"shared": other.share(other.ptr, memory, memory.ptr + 9 * MIB), "shared_more": used() - before}
 memory.close()
+pages.pool.free_all_blocks()
+said["shared_left"] = used()
+other.close()
 pages.pool.free_all_blocks()
 said["gone"] = used()
 print(json.dumps(said))
@@ -84,6 +90,7 @@ print(json.dumps(said))
     )
     expected = {"empty": 0, "mapped": True, "used": 100, "counted": 100, "too_much": False, "still": 100}
     expected |= {"lacking": [0, 108], "kept": 40, "more": True, "same": 100, "limited": False, "word": 7}
+    expected |= {"shared": True, "shared_more": 0, "shared_left": 2}
     assert result == expected | {"other": 0, "gone": 0}
 
 
@@ -226,7 +233,7 @@ def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     controller = make_controller(48 * MIB, settings)
     controller.watching.expects_marks = True
     state = controller.state
-    for _ in range(8):
+    for _ in range(12):
         for size in (40 * MIB, MIB):
             state.free(state.malloc(size, 0))
         controller.mark(MARK_STEP, "")
@@ -284,3 +291,70 @@ def test_pages_move_to_save_memory_unless_the_program_fills_the_device(capacity_
     state.free(small)
     assert state.malloc(12 * MIB)
     assert (state.record.num_segment_frees > 0) == moves
+
+
+def test_what_pages_have_left_over_serves_what_would_be_refused() -> None:
+    controller = _heap(14 * MIB)
+    state, live = controller.state, Intervals()
+    blocks = [int(state.malloc(size * MIB)) for size in (3, 2, 3, 2, 3)]
+    for address in (blocks[1], blocks[3]):
+        state.free(address)
+    for address, size in zip(blocks[::2], (3, 3, 3), strict=True):
+        live.add(address, size * MIB)
+    joined = int(state.malloc(4 * MIB))  # one page is free, and a part of each of three others
+    live.add(joined, 4 * MIB)
+    assert state.record.num_ooms == 0
+    assert state.record.reserved_bytes == controller.memory.source.taken == 14 * MIB
+    state.free(joined)
+    controller.memory.release_unused()
+    assert state.record.reserved_bytes == controller.memory.source.taken == 12 * MIB
+    for address in blocks[::2]:
+        state.free(address)
+    controller.memory.release_unused()
+    assert state.record.reserved_bytes == controller.memory.source.taken == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_full_device_what_is_left_over_is_had_once(seed: int) -> None:
+    print(f"seed {seed}")
+    program = Program(seed, capacity_bytes=128 * MIB)
+    rng, live, size, splices = program.rng, [], 0, 0
+    for _ in range(400):
+        size = int(rng.choice([0.2, 1.3, 3.7, 9.1]) * MIB) // 512 * 512
+        while sum(bytes_ for _, bytes_ in program.live.items()) + size > 120 * MIB:
+            program.free(live.pop(int(rng.integers(len(live)))))
+        live.append(program.allocate(size))
+        splices += sum(one.address % GRANULE != 0 for one in segments(program.controller.state))
+        program.check()
+    assert splices > 0
+    for address in live:
+        program.free(address)
+    program.controller.memory.release_unused()
+    assert program.controller.state.record.reserved_bytes == program.controller.memory.source.taken == 0
+
+
+@CUPY
+def test_a_place_that_gets_memory_gives_up_none_so_that_no_more_is_held_than_the_peak(run_checks: Any) -> None:
+    """Lists of twelve arrays follow one another; every tenth time the pool is emptied and something large is made."""
+    result = run_checks(
+        """
+import json, math, stalloc
+from stalloc.device import virtual
+from stalloc.runtime.runtime_settings import Settings
+runtime = stalloc.install(device="virtual", settings=Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+import cupy
+x = cupy.ones((1 << 22,), cupy.float32)
+for step in range(32):
+    parts = [x * i for i in range(12)]
+    total = sum(parts[1:], parts[0])
+    if step % 10 == 9:
+        del parts
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.zeros((12 << 22,), cupy.float32).sum()
+    total.max()
+controller = runtime.controllers[0]
+print(json.dumps({"hits": controller.state.record.hits, "held": virtual.peak_bytes(0) >> 20}))
+"""
+    )
+    assert result["hits"] > 200
+    assert result["held"] <= 422  # 418 are allocated

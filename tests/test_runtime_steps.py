@@ -390,12 +390,12 @@ def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
     for _ in range(8):
         wanted.step(lambda: wanted.train(40_000))
     program = Program(capacity_bytes=wanted.state.reserved_peak_bytes + 64 * MIB)
-    for _ in range(8):
+    for _ in range(12):
         program.step(lambda: program.train(40_000))
     assert program.controller.status.phase is Phase.PLANNED
     for width in (39_000, 31_000, 35_000):  # each asserts that it is served
         program.step(lambda width=width: program.train(width))
-    for _ in range(8):
+    for _ in range(12):
         program.step(lambda: program.train(40_000))
     assert program.step(lambda: program.train(40_000)) == (37, 0)
 

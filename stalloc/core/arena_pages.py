@@ -101,8 +101,14 @@ def _is_idle(state, index):
 
 
 @inner()
-def _leave_run(state, first, end, wanted, count, begins, ends):
-    """Let pages of the idle cells [first, end) go that have memory, at most `wanted` bytes of them.
+def _may_go(state, page, low, high):
+    """Whether a page has memory and is none of [low, high)."""
+    return has_page(state, page) and not low <= page < high
+
+
+@inner()
+def _leave_run(state, first, end, wanted, low, high, count, begins, ends):
+    """Let pages of the idle cells [first, end) go that have memory, at most `wanted` bytes, none of [low, high).
 
     How many ranges are written then, of which `count` were before, and how many bytes these are.
     """
@@ -110,7 +116,7 @@ def _leave_run(state, first, end, wanted, count, begins, ends):
     left = 0
     while page < last and left < wanted and count < len(begins):
         begin = page
-        while page < last and left < wanted and has_page(state, page):
+        while page < last and left < wanted and _may_go(state, page, low, high):
             left += GRANULE
             page += 1
         if page > begin:
@@ -128,10 +134,10 @@ def _leave_run(state, first, end, wanted, count, begins, ends):
 
 
 @inner()
-def _leave_idle_cells(state, wanted, until, begins, ends):
+def _leave_idle_cells(state, wanted, until, low, high, begins, ends):
     """Let pages of idle cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
 
-    How many ranges were written.
+    None of the pages [low, high). How many ranges were written.
     """
     count, index, num_cells, now = 0, 0, state.num_cells, tape_time(state)
     while index < num_cells and wanted > 0 and count < len(begins):
@@ -139,7 +145,7 @@ def _leave_idle_cells(state, wanted, until, begins, ends):
         while index < num_cells and _is_idle(state, index) and needed_at(state, index, now) >= until:
             index += 1
         if index > first:
-            count, left = _leave_run(state, first, index, wanted, count, begins, ends)
+            count, left = _leave_run(state, first, index, wanted, low, high, count, begins, ends)
             wanted -= left
         index += 1
     return count
@@ -166,18 +172,19 @@ def _leave_leases(state, wanted, count, begins, ends):
 
 
 @njit(**BORROWING)
-def leave_arena_pages(device, wanted, anything, begins, ends):
+def leave_arena_pages(device, wanted, anything, low, high, begins, ends):
     """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
 
-    Those that the plan does not need in the next quarter of a pass, unless `anything` will do. Writes where the ranges
-    begin and end, bytes from where the arena begins, as many as the columns hold.
+    Those that the plan does not need in the next quarter of a pass, unless `anything` will do, and none that hold bytes
+    [low, high), which are about to be used. Writes where the ranges begin and end, bytes from where the arena begins,
+    as many as the columns hold.
     """
     state = locked(device)
     count = 0
     if state.arena_pages != 0:
         revoke_all(state)
         until = 0 if anything else tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
-        count = _leave_idle_cells(state, wanted, until, begins, ends)
+        count = _leave_idle_cells(state, wanted, until, low // GRANULE, -(-high // GRANULE), begins, ends)
         for i in range(count):
             wanted -= ends[i] - begins[i]
         count = _leave_leases(state, wanted, count, begins, ends)

@@ -39,6 +39,7 @@ POOL_USED, POOL_PINNED, POOL_RETIRED = 1, 2, 3  # Pool.status; pinned: its memor
 # being freed, for another stream
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
 BLOCK_UNMAPPED = 5  # Block.state: addresses without memory, whole pages; nobody can have them
+BLOCK_LENT = 6  # Block.state: its memory has another address in a splice, and is used from there
 UNMAPPED = -1  # Cell.lease: some of its memory is missing, so that nobody can have it
 
 # State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event

@@ -147,13 +147,13 @@ class DeviceArena:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""
         arena_pages.use_arena_pages(self._tables.address, begin, end)
 
-    def leave_pages(self, wanted_bytes: int, *, anything: bool) -> list[tuple[int, int]]:
+    def leave_pages(self, wanted_bytes: int, place: tuple[int, int], *, anything: bool) -> list[tuple[int, int]]:
         """Serve no more from so many bytes of idle pages of the arena, if there are: their (begin, bytes).
 
-        Those that the plan does not need soon, unless `anything` will do.
+        Those that the plan does not need soon, unless `anything` will do, and none of a place that is to get memory.
         """
         begins, ends = np.zeros((2, MAX_RANGES), np.int64)
-        count = arena_pages.leave_arena_pages(self._tables.address, wanted_bytes, anything, begins, ends)
+        count = arena_pages.leave_arena_pages(self._tables.address, wanted_bytes, anything, *place, begins, ends)
         return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 
     def begin_step(self, begin: int, end: int, position: int) -> None:

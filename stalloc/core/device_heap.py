@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stalloc.core import growth, pages, pools, segments
+from stalloc.core import growth, pages, pools, segments, splices
 from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region
@@ -74,6 +74,22 @@ class DeviceHeap:
         addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
         count = growth.leave_pages(self._tables.address, wanted_bytes, *between, addresses, sizes)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
+
+    def find_splice(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a splice for a request of a pool best begins and ends with: address and bytes of each, 0 bytes: none."""
+        tail_at, tail, head_at, head = splices.find_splice(self._tables.address, pool, size_bytes)
+        return (int(tail_at), int(tail)), (int(head_at), int(head))
+
+    def begin_splice(
+        self, pool: int, address: int, own_bytes: int, tail: tuple[int, int], head: tuple[int, int]
+    ) -> bool:
+        """Serve from a splice whose own pages begin at an address; False if it cannot be made any more."""
+        return bool(splices.begin_splice(self._tables.address, pool, address, own_bytes, *tail, *head))
+
+    def end_splices(self) -> list[int]:
+        """Take splices in which nothing lives out of the tables: where they began."""
+        addresses = np.zeros(MAX_RANGES, np.int64)
+        return [int(address) for address in addresses[: splices.end_splices(self._tables.address, addresses)]]
 
     def remove_empty_ranges(self) -> list[int]:
         """Take segments without any memory out of the tables: where they began."""

@@ -97,7 +97,7 @@ def _cut(state, row, size):
 
 
 @inner()
-def _join(state, row, status):
+def join(state, row, status):
     """Join a block that is on no list with the neighbours of this state, and put it on their list; its row then."""
     block = block_at(state, row)
     following, previous = block.next, block.previous
@@ -113,8 +113,8 @@ def _join(state, row, status):
 
 
 @inner()
-def _change_part(state, row, begin, size, status):
-    """Make the part [begin, begin + size) of a free or unmapped block the other; its row. Up to two rows are needed."""
+def cut_out(state, row, begin, size):
+    """Take the part [begin, begin + size) of a free or unmapped block off its list; its row. Up to two are needed."""
     block = block_at(state, row)
     before = block.state
     take_off(state, row)
@@ -125,11 +125,17 @@ def _change_part(state, row, begin, size, status):
     rest = _cut(state, row, size)
     if rest != 0:
         put_on(state, rest, before)
-    return _join(state, row, status)
+    return row
 
 
 @inner()
-def _count(state, segment, size):
+def _change_part(state, row, begin, size, status):
+    """Make the part [begin, begin + size) of a free or unmapped block the other; its row. Up to two rows are needed."""
+    return join(state, cut_out(state, row, begin, size), status)
+
+
+@inner()
+def count_pages(state, segment, size):
     """Count memory that a segment got, or that it lost where `size` is negative."""
     segment_at(state, segment).mapped_bytes += size
     count_resized(state, pool_at(state, segment_at(state, segment).pool).kind, size)
@@ -178,7 +184,7 @@ def use_pages(device, address, size):
     if done:
         segment = block.segment
         _change_part(state, row, address, size, BLOCK_FREE)
-        _count(state, segment, size)
+        count_pages(state, segment, size)
         state.num_segment_allocs += 1
         if state.recording == 1:
             record(state, ACTION_SEGMENT_MAP, pool_at(state, segment_at(state, segment).pool).stream, address, size)
@@ -206,7 +212,7 @@ def unmap_free(state, row, begin, size):
     """Let the pages [begin, begin + size) of a free block have no memory any more."""
     segment = block_at(state, row).segment
     unmap_part(state, row, begin, size)
-    _count(state, segment, -size)
+    count_pages(state, segment, -size)
     state.num_segment_frees += 1
     if state.recording == 1:
         record(state, ACTION_SEGMENT_UNMAP, pool_at(state, segment_at(state, segment).pool).stream, begin, size)
@@ -224,6 +230,8 @@ def remove_empty_ranges(device, addresses):
         segment = segment_at(state, row)
         if count == len(addresses) or segment.address == 0 or segment.is_paged == 0 or segment.mapped_bytes != 0:
             continue
+        if segment.tail != 0 or segment.head != 0:
+            continue  # a splice has memory of others
         addresses[count] = segment.address
         count += 1
         take_off(state, segment.first)

@@ -292,7 +292,9 @@ class Segment(Record):
     group: int  # segments of one group (0: none) came from the device as one piece, and go back as one
     mapped_bytes: int  # those of size_bytes that have memory
     is_paged: int  # 1: it gets and loses memory by pages
-    padding: Annotated[Words, 4]
+    tail: int  # of a splice: the block whose memory it begins with, 0: none
+    head: int  # the one that it ends with, 0: none
+    padding: Annotated[Words, 2]
 
 
 class Pool(Record):

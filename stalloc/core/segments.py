@@ -78,6 +78,8 @@ def allocate_segment_row(state, pool, address, size, first):
     segment.group = 0
     segment.mapped_bytes = size
     segment.is_paged = 0
+    segment.tail = 0
+    segment.head = 0
     segment.last_used = state.steps_ever
     return row
 

@@ -150,6 +150,13 @@ class Pages:
         self.pool.free_all_blocks()
         return False
 
+    def share(self, address: int, page: Any, held: dict[int, Any]) -> bool:
+        """Map a page that has an address already to another one, which `held` has then; False if that failed."""
+        if _call("cuMemMap", address, PAGE_BYTES, 0, page.ptr, 0):
+            return False
+        held[address] = page
+        return _call("cuMemSetAccess", address, PAGE_BYTES, self._access, len(self._access)) == 0
+
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
         """Unmap those of so many pages that `held` has; the device must be done with them."""
         end = address + count * PAGE_BYTES
@@ -188,6 +195,11 @@ class PageRange:
     def map(self, address: int, size_bytes: int) -> bool:
         """Give whole pages memory that have none; False if the device lacks it, and all is as before."""
         return bool(self._pages.map(address, size_bytes // PAGE_BYTES, self._held))
+
+    def share(self, address: int, other: "PageRange", other_address: int) -> bool:
+        """Give a page the memory that another range has at an address; False if that failed."""
+        page = other._held[other_address // PAGE_BYTES * PAGE_BYTES]
+        return bool(self._pages.share(address, page, self._held))
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Take the memory of whole pages away; the device must be done with them."""

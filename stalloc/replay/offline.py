@@ -96,13 +96,17 @@ class NumbersDevice:
         held.update(dict.fromkeys(range(address, address + count * PAGE_BYTES, PAGE_BYTES)))
         return True
 
+    def share(self, address: int, page: Any, held: dict[int, Any]) -> bool:
+        """As `Pages` does; such a page is counted once."""
+        held[address] = self
+        return True
+
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
         """As `Pages` does."""
         pages = [at for at in range(address, address + count * PAGE_BYTES, PAGE_BYTES) if at in held]
-        self.taken -= len(pages) * PAGE_BYTES
-        self.num_frees += len(pages)
-        for at in pages:
-            del held[at]
+        num_own = sum(held.pop(at) is None for at in pages)
+        self.taken -= num_own * PAGE_BYTES
+        self.num_frees += num_own
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
         """There are more."""

@@ -1,8 +1,9 @@
 """Plans where a program fills the device, and memory comes by pages: when one is put in force, and when it is left.
 
 Contract: what a plan does not know is packed worse beside it than by the heap alone. Where that could be the end of the
-program, a plan has to know the steps that need most, and goes once the program does something else for which idle parts
-of the arena are not enough. Anywhere else nothing of this holds.
+program, the heap serves until steps need no more than those before, a plan has to know the steps that need most, and
+goes once the program does something else for which idle parts of the arena are not enough. Anywhere else nothing of
+this holds.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ _RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
 _COVERED = 0.9  # of those peaks has to be what the plan and what lives hold, or other steps need more than they
 _SPARE_BYTES = 4 << 20  # that the device has to have beside them
 _LOST = 8  # requests by which misses outnumber matches, or that were displaced in a pass, once a plan is left
+_MORE_SHIFT = 6  # a step needs more than those before by 1 / 2 ** shift of that
 
 
 class FullDevice:
@@ -23,27 +25,38 @@ class FullDevice:
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory, self._state = memory, memory.state
         self._moves = False
+        self._highest_bytes = 0  # that a marked step had allocated, as long as it was not much more
+        self._num_settled = 0  # steps since one that needed more
         self._peaks: deque[int] = deque(maxlen=_RECENT_STEPS)  # bytes allocated at most in the last marked steps
 
     def note_step(self) -> None:
         """The program marks a step."""
-        self._peaks.append(self._state.take_peak_bytes())
+        peak_bytes = self._state.take_peak_bytes()
+        self._num_settled += 1
+        if peak_bytes > self._highest_bytes + (self._highest_bytes >> _MORE_SHIFT):
+            self._highest_bytes, self._num_settled = peak_bytes, 0
+        self._peaks.append(peak_bytes)
 
     def knows_what_needs_most(self, arena_bytes: int) -> bool:
-        """Whether a plan is of the steps that need most: what it and what lives hold is most of what steps needed."""
-        return not self._is_full() or self._covers(arena_bytes)
+        """Whether a plan is of the steps that need most: what it and what lives hold is most of what they needed."""
+        return not self._may_fill() or self._covers(arena_bytes)
 
     def may_begin(self, arena_bytes: int) -> bool:
         """The same, and whether it fits beside what lives, at the first request of its step."""
-        if not self._is_full():
-            return True
+        if not self._may_fill() or arena_bytes > self._memory.paging.device_bytes:
+            return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
 
     def _is_full(self) -> bool:
         return self._memory.source.paged and self._memory.paging.fills_device()
 
+    def _may_fill(self) -> bool:
+        return self._memory.source.paged and self._memory.paging.fills_half()
+
     def _covers(self, arena_bytes: int) -> bool:
+        if self._peaks and self._num_settled < _RECENT_STEPS:  # without marks nobody knows
+            return False
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes >= _COVERED * max(self._peaks, default=0)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
 from stalloc.runtime.segment_sizes import round_up
+from stalloc.runtime.splicing import Splices
 
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
@@ -21,7 +22,7 @@ _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_PLANNED_SHIFT = 5  # the same beyond that, for planned places of one stream to take pages from one another
+_PLANNED_SHIFT = 8  # the same beyond that, for planned places to take pages from one another
 
 
 class Paging:
@@ -31,6 +32,7 @@ class Paging:
         self._memory, self._state, self._source = memory, memory.state, memory.source
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
+        self._splices = Splices(memory)
         self._shift = _TIGHT_SHIFT
         self._peak_bytes = 0
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
@@ -47,22 +49,31 @@ class Paging:
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
         self.num_growths += 1
-        for _ in range(2):  # somebody else may take what the device was taken to have
+        for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self._add_range(pool, size_bytes):
                     return False
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
-            if not self._make_room(sum(size for _, size in ranges), size_bytes, place):
-                return False
+            if not self._make_room(sum(size for _, size in ranges), size_bytes, between=place):
+                if self._splices.end():
+                    continue
+                return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
                 return True
             self._sure_bytes = 0
         return False
 
+    def _splice(self, pool: int, size_bytes: int) -> bool:
+        """Serve a request from what other pages have left over; False if that is not enough either."""
+        if self._state.record.private_kind:
+            return False
+        self._unmap(self._state.heap.leave_pages(_ALL))
+        return self._splices.make(pool, size_bytes)
+
     def _add_pages(self, address: int, size_bytes: int) -> bool:
         """Let a segment serve from pages that it has without memory so far; False if there is no memory, or no row."""
-        memory = self._range_of(address)
+        memory = self.range_of(address)
         if not self._map(memory, address, size_bytes):
             return False
         if self._state.heap.use_pages(address, size_bytes):
@@ -83,12 +94,12 @@ class Paging:
 
     def back(self, begin: int, end: int) -> None:
         """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
-        memory = self._arena
+        memory, place = self._arena, (begin, end)
         begin, end = memory.ptr + begin, memory.ptr + end
-        lacking = sum(size_bytes for _, size_bytes in memory.lacking(begin, end))
-        if not lacking or not self._make_room(lacking, end - begin):
+        lacking = memory.lacking(begin, end)
+        if not lacking or not self._make_room(sum(size for _, size in lacking), end - begin, place=place):
             return
-        for address, size_bytes in memory.lacking(begin, end):  # some of it may have been what made room
+        for address, size_bytes in lacking:
             if not self._map(memory, address, size_bytes):
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
@@ -97,6 +108,7 @@ class Paging:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
         if self._state.record.private_kind:
             return
+        self._splices.end()
         while ranges := self._state.heap.leave_pages(_ALL):
             self._unmap(ranges)
         for base in self._state.heap.remove_empty_ranges():
@@ -124,7 +136,7 @@ class Paging:
                 if page // GRANULE not in covered:
                     memory.unmap(page, GRANULE)
 
-    def _range_of(self, address: int) -> Any:
+    def range_of(self, address: int) -> Any:
         """The range that an address is of."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
@@ -144,14 +156,23 @@ class Paging:
         """Whether the program's peak is most of what the device has."""
         return self._leaves_less_than(_FULL_SHIFT)
 
+    def fills_half(self) -> bool:
+        """Whether the program's peak is more than half of what the device has."""
+        return self._leaves_less_than(1)
+
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
         self._allowed_bytes(0)
         device_bytes = self.device_bytes
         return self._peak_bytes > device_bytes - (device_bytes >> shift)
 
-    def _make_room(self, size_bytes: int, requested: int, between: tuple[int, int] = (0, 0)) -> bool:
-        """Have so many bytes to be mapped, for a request; whether there are. What is free `between` stays."""
+    def _make_room(
+        self, size_bytes: int, requested: int, *, between: tuple[int, int] = (0, 0), place: tuple[int, int] = (0, 0)
+    ) -> bool:
+        """Have so many bytes to be mapped, for a request; whether there are.
+
+        What is free `between` stays, and what the `place` has, bytes of the arena.
+        """
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
@@ -162,14 +183,12 @@ class Paging:
             ranges = self._state.heap.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
-        if between == (0, 0):  # the pages that a plan needs again soon move only where it holds far more than the peak
-            tape = self._memory.arenas.tape
-            apart = tape is not None and tape.num_streams > 1
-            excess -= self._peak_bytes >> (_LOOSE_SHIFT if apart else _PLANNED_SHIFT)
+        if place[1]:  # the pages that a plan needs again soon move only where it holds more than that
+            excess -= self._peak_bytes >> _PLANNED_SHIFT
         if excess > 0:  # what is displaced gets pages of what displaced it
-            excess -= self._unmap_arena(round_up(excess), anything=False)
+            excess -= self._unmap_arena(round_up(excess), place, anything=False)
             if excess > 0:
-                self._unmap_arena(round_up(excess), anything=True)
+                self._unmap_arena(round_up(excess), place, anything=True)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
@@ -180,15 +199,15 @@ class Paging:
         self._unmap(self._state.heap.leave_pages(_ALL, between))
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
-            self._unmap_arena(round_up(lacking), anything=True)
+            self._unmap_arena(round_up(lacking), place, anything=True)
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
 
-    def _unmap_arena(self, size_bytes: int, *, anything: bool) -> int:
+    def _unmap_arena(self, size_bytes: int, place: tuple[int, int], *, anything: bool) -> int:
         """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
         if self._arena is None:
             return 0
-        ranges = self._state.arena.leave_pages(size_bytes, anything=anything)
+        ranges = self._state.arena.leave_pages(size_bytes, place, anything=anything)
         self._unmap([(self._arena.ptr + begin, size) for begin, size in ranges])
         return sum(size for _, size in ranges)
 
@@ -220,4 +239,4 @@ class Paging:
             for address, size_bytes in ranges:
                 if self._memory.poison is not None:
                     self._memory.poison.returned(address, size_bytes)
-                self._range_of(address).unmap(address, size_bytes)
+                self.range_of(address).unmap(address, size_bytes)

@@ -38,6 +38,8 @@ _OWN = {
     "data_parallel",
     "gradients": "mixed_precision double_backward recomputed sparse_embeddings inner_loop recurrent convolutions "
     "fourier",
+    "methods": "accumulation_changes experts_by_data generation_between actor_and_critic backward_raises second_order "
+    "gradients_by_sample resized_progressively recomputed_at_times averaged_weights distilled",
     "arrays": "elementwise waves stencil random_sizes two_shapes two_streams growing_table blocks_freed",
 }
 _QUICK = (

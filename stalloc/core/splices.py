@@ -1,0 +1,175 @@
+"""Splices: what is left over in pages that others use, made one piece, where no whole pages are left for a request.
+
+Contract: the lock is held, except where Python calls. A splice is a segment whose first and last page have memory that
+has an address elsewhere too: the end of one page and the begin of another, which are free there. Those blocks are lent
+as long as the splice is there, so each byte is used from one address only. What lies between them are pages of its own.
+"""
+
+from stalloc.compiled import BORROWING, inner, njit
+from stalloc.core.constants import BLOCK_FREE, BLOCK_LENT, GRANULE, POOL_USED, PRIVATE_KINDS
+from stalloc.core.counters import count_joined, count_parted
+from stalloc.core.free_lists import insert_free
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.pages import count_pages, cut_out, has_rows, join, take_off
+from stalloc.core.records import block_at, pool_at, segment_at
+from stalloc.core.segments import (
+    allocate_block_row,
+    allocate_segment_row,
+    release_block_row,
+    release_segment_row,
+    set_up_block,
+)
+
+
+@inner()
+def _is_splice(segment):
+    return segment.address != 0 and (segment.tail != 0 or segment.head != 0)
+
+
+@inner()
+def _may_lend(state, row, stream):
+    """Whether what is free in a segment may be lent to a stream."""
+    segment = segment_at(state, row)
+    if segment.address == 0 or segment.is_paged == 0 or segment.cell_high != 0 or _is_splice(segment):
+        return False
+    pool = pool_at(state, segment.pool)
+    return pool.stream == stream and pool.status == POOL_USED and pool.kind < PRIVATE_KINDS
+
+
+@inner()
+def _remnants(state, row):
+    """The bytes of a free block from its begin to the end of that page, and from the begin of the last page on.
+
+    0 where the block does not reach over the page's end, or is all of the page.
+    """
+    block = block_at(state, row)
+    begin, end = block.address, block.address + block.size_bytes
+    up, down = (begin + (GRANULE - 1)) & -GRANULE, end & -GRANULE
+    return up - begin if up <= end else 0, end - down if down >= begin else 0
+
+
+@inner()
+def _find(state, stream, least, is_tail):
+    """The smallest remnant of at least so many bytes, or else the largest: its address, and bytes."""
+    address = best = 0
+    for number in range(1, state.segments_used):
+        row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
+        while row != 0:
+            block = block_at(state, row)
+            if block.state == BLOCK_FREE:
+                tail, head = _remnants(state, row)
+                size = tail if is_tail else head
+                if (least <= size < best) or (best < least and size > best):
+                    address = block.address if is_tail else block.address + block.size_bytes - size
+                    best = size
+            row = block.next
+    return address, best
+
+
+@njit(**BORROWING)
+def find_splice(device, pool, size):
+    """What a splice for a request of `size` bytes begins and ends with, so that it needs the fewest pages. For Python.
+
+    Address and bytes of the end of a page and of the begin of another; 0 bytes: it needs none.
+    """
+    state = locked(device)
+    stream = pool_at(state, pool).stream
+    _, tail = _find(state, stream, GRANULE, True)
+    _, head = _find(state, stream, GRANULE, False)
+    rest = size - max(size - tail - head + (GRANULE - 1), 0) // GRANULE * GRANULE
+    head_at, head = _find(state, stream, max(rest - tail, 0), False) if rest > tail else (0, 0)
+    tail_at, tail = _find(state, stream, max(rest - head, 0), True) if rest > head else (0, 0)
+    unlock(state)
+    return tail_at, tail, head_at, head
+
+
+@inner()
+def _lend(state, stream, address, size):
+    """Lend free bytes; the row of their block, 0 if somebody was quicker."""
+    for number in range(1, state.segments_used):
+        row = segment_at(state, number).first if _may_lend(state, number, stream) else 0
+        while row != 0:
+            block = block_at(state, row)
+            following = block.next
+            inside = block.address <= address and address + size <= block.address + block.size_bytes
+            if block.state == BLOCK_FREE and inside:
+                row = cut_out(state, row, address, size)
+                block_at(state, row).state = BLOCK_LENT
+                block_at(state, row).requested_bytes = 0
+                block_at(state, row).born = -1
+                segment_at(state, number).num_live += 1
+                return row
+            row = following
+    return 0
+
+
+@inner()
+def _take_back(state, row):
+    """End the lending of a block."""
+    if row != 0:
+        segment_at(state, block_at(state, row).segment).num_live -= 1
+        join(state, row, BLOCK_FREE)
+
+
+@njit()
+def begin_splice(device, pool, address, mapped, tail_at, tail, head_at, head):
+    """Serve `tail` bytes before an address, `mapped` bytes and `head` bytes behind those as one piece. For Python.
+
+    False if what it begins and ends with is not free any more, or a table is full.
+    """
+    state = locked(device)
+    stream = pool_at(state, pool).stream
+    lends = tail_row = head_row = segment = 0
+    if has_rows(state, 5):
+        tail_row = _lend(state, stream, tail_at, tail) if tail > 0 else 0
+        head_row = _lend(state, stream, head_at, head) if head > 0 else 0
+        lends = (tail_row != 0) == (tail > 0) and (head_row != 0) == (head > 0)
+    if lends:
+        block = allocate_block_row(state)
+        segment = allocate_segment_row(state, pool, address - tail, tail + mapped + head, block)
+        if segment == 0:
+            release_block_row(state, block)
+    if segment != 0:
+        set_up_block(state, block, address - tail, tail + mapped + head, segment, BLOCK_FREE)
+        insert_free(state, block)
+        made = segment_at(state, segment)
+        made.is_paged = 1
+        made.mapped_bytes = 0
+        made.tail = tail_row
+        made.head = head_row
+        count_pages(state, segment, mapped)
+        count_parted(state, 2)
+        state.num_segment_allocs += 1
+    else:
+        _take_back(state, head_row)
+        _take_back(state, tail_row)
+    unlock(state)
+    return segment != 0
+
+
+@njit(**BORROWING)
+def end_splices(device, addresses):
+    """Take splices in which nothing lives out of the heap: writes where they begin, returns how many. For Python."""
+    state = locked(device)
+    count = 0
+    for number in range(1, state.segments_used):
+        segment = segment_at(state, number)
+        if count == len(addresses) or not _is_splice(segment) or segment.num_live != 0 or segment.is_paged == 0:
+            continue
+        row = segment.first
+        while row != 0:
+            following = block_at(state, row).next
+            take_off(state, row)
+            release_block_row(state, row)
+            row = following
+        count_pages(state, number, -segment.mapped_bytes)
+        _take_back(state, segment.head)
+        _take_back(state, segment.tail)
+        addresses[count] = segment.address
+        count += 1
+        segment.tail = segment.head = 0
+        release_segment_row(state, number)
+        count_joined(state, 2)
+        state.num_segment_frees += 1
+    unlock(state)
+    return count
