@@ -148,4 +148,4 @@ def test_an_unknown_benchmark_is_named_beside_those_there_are(capsys: pytest.Cap
     assert main(["bench", "plannner"]) == 2
     said = capsys.readouterr().err
     assert "no benchmark 'plannner': choose from" in said
-    assert "planner, replay, report, runtime" in said
+    assert all(name in said for name in ("planner", "replay", "report", "runtime"))

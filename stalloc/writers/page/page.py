@@ -32,6 +32,11 @@ def write_page(path: Path, traces: Sequence[tuple[str, Trace]], allocators: Sequ
     write_chunks(path, _chunks([(name, device_data(trace, allocators)) for name, trace in traces]))
 
 
+def page_text(traces: Sequence[tuple[str, Trace]]) -> str:
+    """The page of these traces, each with a name, as text. Raises BadInputError as `write_page` does."""
+    return b"".join(_chunks([(name, device_data(trace)) for name, trace in traces])).decode()
+
+
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:
     style, script = _joined(STYLES), f"const PALETTES = {_json(_palettes())};\n{_joined(SCRIPTS)}"
     title = html.escape(", ".join(dict.fromkeys(_short(name) for name, _ in devices)))

@@ -21,7 +21,9 @@ function draw() { // at most once a frame
     maps.forEach((map) => map.draw(view, coloring, look));
     chart.draw(view, coloring, look);
     window.lastRedrawMs = performance.now() - began;
-    history.replaceState(null, "", "#" + link());
+    try {
+      history.replaceState(null, "", "#" + link());
+    } catch { /* a frame, as in a notebook, has no address of its own */ }
   });
 }
 

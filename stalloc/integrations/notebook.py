@@ -1,0 +1,45 @@
+"""`%load_ext stalloc`, then `%%stalloc` at the top of a cell: runs it, and shows the page of its memory below.
+
+Contract: the cell runs as any cell, with what it prints and raises; memory is recorded under the allocators that the
+notebook uses, stalloc's or the libraries' own. The page is in a frame of its own, which may run its own scripts only.
+"""
+
+import html
+from typing import Any
+
+from stalloc.integrations.native_history import NativeHistory
+from stalloc.notices import say
+
+_MAX_EVENTS = 1 << 20
+_HEIGHT = 1000  # pixels of the frame
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Make the magic known; IPython calls this for `%load_ext stalloc`."""
+
+    def show(line: str, cell: str) -> None:
+        """Run the cell and show what it did with GPU memory."""
+        show_cell(shell, cell)
+
+    shell.register_magic_function(show, magic_kind="cell", magic_name="stalloc")
+
+
+def show_cell(shell: Any, cell: str) -> None:
+    """Run a cell and display its page; one sentence if it used no GPU memory."""
+    history = NativeHistory(_MAX_EVENTS)
+    history.begin()
+    try:
+        shell.run_cell(cell)
+        traces = history.traces("this cell")
+    finally:
+        history.end()
+    if not traces:
+        say("the cell allocated no GPU memory, so there is nothing to show.")
+        return
+    from IPython.display import display
+
+    from stalloc.writers.page import page_text
+
+    page = html.escape(page_text([("this cell", trace) for trace in traces]))
+    frame = f'<iframe sandbox="allow-scripts" srcdoc="{page}" style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
+    display({"text/html": frame, "text/plain": "\n".join(map(repr, traces))}, raw=True)
