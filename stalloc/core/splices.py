@@ -6,8 +6,17 @@ as long as the splice is there, so each byte is used from one address only. What
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.constants import BLOCK_FREE, BLOCK_LENT, GRANULE, POOL_USED, PRIVATE_KINDS
+from stalloc.core.constants import (
+    ACTION_SEGMENT_MAP,
+    ACTION_SEGMENT_UNMAP,
+    BLOCK_FREE,
+    BLOCK_LENT,
+    GRANULE,
+    POOL_USED,
+    PRIVATE_KINDS,
+)
 from stalloc.core.counters import count_joined, count_parted
+from stalloc.core.event_log import record
 from stalloc.core.free_lists import insert_free
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.pages import count_pages, cut_out, has_rows, join, take_off
@@ -84,6 +93,15 @@ def find_splice(device, pool, size):
 
 
 @inner()
+def _record_memory(state, action, row):
+    """Record that the memory of a block is used from its address from here on, or no more."""
+    if state.recording == 1:
+        block = block_at(state, row)
+        stream = pool_at(state, segment_at(state, block.segment).pool).stream
+        record(state, action, stream, block.address, block.size_bytes)
+
+
+@inner()
 def _lend(state, stream, address, size):
     """Lend free bytes; the row of their block, 0 if somebody was quicker."""
     for number in range(1, state.segments_used):
@@ -98,6 +116,7 @@ def _lend(state, stream, address, size):
                 block_at(state, row).requested_bytes = 0
                 block_at(state, row).born = -1
                 segment_at(state, number).num_live += 1
+                _record_memory(state, ACTION_SEGMENT_UNMAP, row)
                 return row
             row = following
     return 0
@@ -108,6 +127,7 @@ def _take_back(state, row):
     """End the lending of a block."""
     if row != 0:
         segment_at(state, block_at(state, row).segment).num_live -= 1
+        _record_memory(state, ACTION_SEGMENT_MAP, row)
         join(state, row, BLOCK_FREE)
 
 
@@ -132,6 +152,7 @@ def begin_splice(device, pool, address, mapped, tail_at, tail, head_at, head):
     if segment != 0:
         set_up_block(state, block, address - tail, tail + mapped + head, segment, BLOCK_FREE)
         insert_free(state, block)
+        _record_memory(state, ACTION_SEGMENT_MAP, block)
         made = segment_at(state, segment)
         made.is_paged = 1
         made.mapped_bytes = 0
@@ -159,6 +180,8 @@ def end_splices(device, addresses):
         row = segment.first
         while row != 0:
             following = block_at(state, row).next
+            if block_at(state, row).state == BLOCK_FREE:
+                _record_memory(state, ACTION_SEGMENT_UNMAP, row)
             take_off(state, row)
             release_block_row(state, row)
             row = following
