@@ -10,6 +10,7 @@ from stalloc.planner.budget import Budget
 from stalloc.trace import load_traces
 
 
+@pytest.mark.slow
 def test_recorded_traces_are_planned_at_their_maximum_load_but_for_a_few(shared_traces):
     files = sorted(file for file in shared_traces.glob("*.*") if file.suffix != ".md")
     at_bound = 0

@@ -145,6 +145,8 @@ def run_program(command: list[str]) -> int:
         # the frames of this function and of runpy say nothing about the program
         while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             frames = frames.tb_next
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # what was printed comes before it
+            sys.stdout.flush()
         traceback.print_exception(type(error), error, frames)
         return 1
     return 0
