@@ -36,6 +36,21 @@ TORCH = _HOLDS.format(
 )
 
 
+#: needs most before it is planned
+PEAK = """
+import sys
+import cupy as cp, stalloc
+first = cp.cuda.alloc(256 << 20)
+del first
+for _ in range(8):
+    held = [cp.cuda.alloc((3 + 2 * i) << 20) for i in range(6)]
+    del held
+    stalloc.step()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of this test's own for the files of programs."""
@@ -126,6 +141,20 @@ def test_several_programs_have_to_be_chosen_from(tmp_path: Path, capsys: pytest.
         assert main(["live", str(other.pid), "--json", "-"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["pid"], told["devices"][0]["allocated_bytes"]) == (other.pid, 96 << 20)
+
+
+@pytest.mark.usefixtures("cupy_installed")
+def test_peaks_are_those_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(tmp_path, PEAK, *UNDER_STALLOC) as process:
+        phase = ""
+        end = time.monotonic() + PATIENCE
+        while phase != "running on the plan" and time.monotonic() < end:  # what it shows is half a second old
+            assert main(["live", str(process.pid), "--json", "-"]) == 0
+            device = json.loads(capsys.readouterr().out)["devices"][0:1]
+            phase = device[0]["phase"] if device else ""
+    assert phase == "running on the plan"
+    assert device[0]["allocated_peak_bytes"] == 256 << 20
+    assert device[0]["reserved_peak_bytes"] >= 256 << 20
 
 
 @pytest.mark.usefixtures("cuda_torch")

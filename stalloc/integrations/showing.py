@@ -107,22 +107,22 @@ class Showing:
 
 
 def _under_stalloc(controller: "Controller") -> dict[str, Any]:
-    state, status, marks = controller.state, controller.status, controller.recording.step_times_ns
-    record = state.record
-    hits = status.earlier_hits + record.hits
-    asked = hits + status.earlier_misses + record.misses + record.conflicts
+    from stalloc.runtime.statistics import run_counts, run_peaks
+
+    record, marks = controller.state.record, controller.recording.step_times_ns
+    (hits, misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
     lasted = (marks[-1] - marks[-2]) / 1e6 if len(marks) > 1 else None
     return {
         "device": controller.device.index,
         "name": shown_name(controller.device.kind, controller.device.name),
         "allocator": "stalloc",
-        "phase": status.phase.value,
+        "phase": controller.status.phase.value,
         "total_bytes": controller.device.total_bytes,
         "allocated_bytes": record.total.allocated_bytes,
         "reserved_bytes": record.reserved_bytes,
-        "allocated_peak_bytes": state.allocated_peak_bytes,
-        "reserved_peak_bytes": state.reserved_peak_bytes,
-        "hit_rate": hits / asked if asked else None,
+        "allocated_peak_bytes": allocated_peak,
+        "reserved_peak_bytes": reserved_peak,
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
         "steps": len(marks),
         "step_ms": lasted,
         "out_of_memory_errors": record.num_ooms,

@@ -10,7 +10,7 @@ from stalloc.core.snapshot import counts, inactive
 from stalloc.core.state import Step
 from stalloc.device.known_gpus import shown_name
 from stalloc.figures import fragmentation, html_table, human_bytes
-from stalloc.runtime.runtime_settings import Phase
+from stalloc.runtime.runtime_settings import Observed, Phase
 
 if TYPE_CHECKING:
     from stalloc.runtime.controller import Controller
@@ -107,6 +107,24 @@ def _phase(controller: "Controller", num_marks: int) -> str:
     return phase.value
 
 
+def run_peaks(controller: "Controller") -> tuple[int, int]:
+    """The most bytes allocated and reserved over the whole run.
+
+    The peaks of the core begin anew with each plan, and the program may have reset those that torch shows.
+    """
+    state, observed = controller.state, controller.status.observed or Observed()
+    return (
+        max(state.record.total.allocated_peak, state.allocated_peak_bytes, observed.allocated_peak_bytes),
+        max(state.record.reserved_peak.total, state.reserved_peak_bytes, observed.reserved_peak_bytes),
+    )
+
+
+def run_counts(controller: "Controller") -> tuple[int, int]:
+    """Requests that plans have served over the whole run, and those that they did not while they were in force."""
+    record, status = controller.state.record, controller.status
+    return status.earlier_hits + record.hits, status.earlier_misses + record.misses + record.conflicts
+
+
 def report(controller: "Controller") -> Report:
     """The figures of a device so far."""
     state, plan, observed = controller.state, controller.status.plan, controller.status.observed
@@ -123,12 +141,7 @@ def report(controller: "Controller") -> Report:
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
         step_ms /= per_ring
-    # the program may have reset the peaks that torch shows
-    allocated_peaks = [state.record.total.allocated_peak, state.allocated_peak_bytes]
-    reserved_peaks = [state.record.reserved_peak.total, state.reserved_peak_bytes]
-    if observed is not None:
-        allocated_peaks.append(observed.allocated_peak_bytes)
-        reserved_peaks.append(observed.reserved_peak_bytes)
+    (run_hits, run_misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
     return Report(
         device=controller.device.index,
         device_name=controller.device.name,
@@ -143,10 +156,10 @@ def report(controller: "Controller") -> Report:
         hits=state.record.hits,
         misses=state.record.misses,
         conflicts=state.record.conflicts,
-        run_hits=controller.status.earlier_hits + state.record.hits,
-        run_misses=controller.status.earlier_misses + state.record.misses + state.record.conflicts,
-        run_allocated_peak_bytes=max(allocated_peaks),
-        run_reserved_peak_bytes=max(reserved_peaks),
+        run_hits=run_hits,
+        run_misses=run_misses,
+        run_allocated_peak_bytes=allocated_peak,
+        run_reserved_peak_bytes=reserved_peak,
         end_allocated_bytes=state.record.total.allocated_bytes,
         end_reserved_bytes=state.record.reserved_bytes,
         allocated_peak_bytes=state.allocated_peak_bytes,
