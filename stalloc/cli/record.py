@@ -13,7 +13,6 @@ Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -136,7 +135,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     if operations:
         traces = operations.add_to(traces)
     more = [known_release() | _work_spaces(kind, torch, trace, seen) for trace in traces]
-    return code, [dataclasses.replace(trace, info=trace.info | info) for trace, info in zip(traces, more, strict=True)]
+    return code, [trace.replace(info=trace.info | info) for trace, info in zip(traces, more, strict=True)]
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:

@@ -74,9 +74,9 @@ class Decisions:
         place = self._place()
         if place is None:
             return None
-        for one in self._assumed:
-            if one.fits(place):
-                return one.value
+        assumed = self._assumed_at(place)
+        if assumed is not None:
+            return assumed
         if place in self._places:
             self._in_a_row += 1
         elif len(self._places) < _MAX_PLACES:
@@ -93,12 +93,13 @@ class Decisions:
         place = self._place() if self._assumed or self._numbers >= MOST_NUMBERS else None
         if place is None:
             return None
-        for one in self._assumed:
-            if one.fits(place):
-                return one.value
-        if self._numbers >= MOST_NUMBERS:
+        assumed = self._assumed_at(place)
+        if assumed is None and self._numbers >= MOST_NUMBERS:
             self._end(place)
-        return None
+        return assumed
+
+    def _assumed_at(self, place: str) -> float | None:
+        return next((one.value for one in self._assumed if one.fits(place)), None)
 
     def _end(self, place: str) -> None:
         self._in_a_row = self._numbers = 0

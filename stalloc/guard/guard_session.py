@@ -25,7 +25,6 @@ from stalloc.integrations.native_history import Block, NativeHistory
 from stalloc.notices import say
 from stalloc.trace import Trace, load_traces, save_traces
 
-MAX_EVENTS = 1 << 20  #: of one test
 CHILDREN = "STALLOC_GUARD"  #: names the folder where child processes leave their traces
 _Wrapper = Generator[None, Any, Any]
 
@@ -47,7 +46,7 @@ class Guard:
             raise pytest.UsageError(str(error)) from error
         self._children = tempfile.TemporaryDirectory(prefix="stalloc-")
         os.environ[CHILDREN] = self._children.name
-        self._history = NativeHistory(MAX_EVENTS)
+        self._history = NativeHistory()
         self._history.begin()
         self._fixtures: dict[tuple[str, str], dict[Block, int]] = {}
         self._in_setup = False

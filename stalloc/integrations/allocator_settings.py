@@ -27,7 +27,7 @@ class AllocConf:
         variables = variables_read(release_installed())
         self.variable = variables[0]
         """What this torch reads first."""
-        self._before = {name: os.environ.get(name) for name in (self.variable,)}
+        self._text_before = os.environ.get(self.variable)
         self._settings_before = conf_in_force(os.environ, variables)[1]
         self.settings = {**self._settings_before, **changed}
         """All that is in force, by name."""
@@ -40,10 +40,10 @@ class AllocConf:
     def restore(self) -> None:
         """Put back what was in force before."""
         self._tell(self._settings_before, self.settings)
-        for name, value in self._before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        if self._text_before is None:
+            os.environ.pop(self.variable, None)
+        else:
+            os.environ[self.variable] = self._text_before
 
     def _tell(self, wanted: dict[str, str], had: dict[str, str]) -> None:
         """Let torch have settings, if it has read its environment already."""

@@ -11,12 +11,10 @@ from stalloc.integrations.native_history import NativeHistory
 from stalloc.notices import say
 from stalloc.printable import printable
 
-MAX_EVENTS = 1 << 20
-
 
 def follow(folder: str) -> None:
     """Record from here on."""
-    history = NativeHistory(MAX_EVENTS)
+    history = NativeHistory()
     history.begin()
     atexit.register(_leave, history, folder, os.getpid())
 

@@ -18,6 +18,8 @@ from stalloc.torch_release import known_release
 from stalloc.trace import Trace
 from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 
+MAX_EVENTS = 1 << 20  #: of a record, unless somebody asks for other
+
 Block = tuple[int, int]
 """Device and address."""
 
@@ -27,7 +29,7 @@ class NativeHistory:
 
     def __init__(
         self,
-        max_events: int,
+        max_events: int = MAX_EVENTS,
         *,
         stacks: bool = True,
         out_of_memory: Callable[[], None] | None = None,

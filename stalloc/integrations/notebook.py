@@ -10,7 +10,6 @@ from typing import Any
 from stalloc.integrations.native_history import NativeHistory
 from stalloc.notices import say
 
-_MAX_EVENTS = 1 << 20
 _HEIGHT = 1000  # pixels of the frame
 
 
@@ -26,7 +25,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def show_cell(shell: Any, cell: str) -> None:
     """Run a cell and display its page; one sentence if it used no GPU memory."""
-    history = NativeHistory(_MAX_EVENTS)
+    history = NativeHistory()
     history.begin()
     try:
         shell.run_cell(cell)
