@@ -22,4 +22,4 @@ def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) ->
     done = subprocess.run([SCRIPTS / name, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {Path(name).name} ")
-    assert ("--json" in done.stdout) == (name not in ("real_programs", "pictures"))
+    assert ("--json" in done.stdout) == (name not in ("real_programs", "pictures", "site"))

@@ -166,7 +166,11 @@ def _print_verdict(console: Console, memory: OutOfMemory) -> None:
         if memory.fails_again
         else "even the recorded settings do not run out: what was there before recording began matters"
     )
-    print_prose(console, f"Replayed from an empty device of the same size, {again}. These do not run out:")
+    print_prose(
+        console,
+        f"Replayed from an empty device of the same size, {again}. "
+        "Up to that request, where the recording ends, these do not:",
+    )
     for result in memory.avoided_by[:5]:
         conf = result.settings
         how = f"PYTORCH_ALLOC_CONF={command_text(conf)}" if conf else printable(result.allocator)
