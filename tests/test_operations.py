@@ -167,6 +167,12 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
     for names in ("by_role", "by_module"):
         assert sum(entry["held_bytes"] for entry in device[names]) == device["allocated_bytes"]
     assert "layers.*.up" in {entry["name"] for entry in device["by_module"]}
+    assert main(["tree", str(path), "--json", "-"]) == 0
+    (branched,) = json.loads(capsys.readouterr().out)["devices"]
+    of_modules = {(one["name"], one["held_bytes"]) for one in branched["tree"]["children"]}
+    assert of_modules == {(entry["name"], entry["held_bytes"]) for entry in device["by_module"]}
+    roles = {leaf["name"] for one in branched["tree"]["children"] for leaf in one["children"]}
+    assert roles == {entry["name"] for entry in device["by_role"]}
     assert main(["explain", str(path), "--json", "-"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert sum(device["roles"].values()) == device["allocated_bytes"]

@@ -10,7 +10,7 @@ from stalloc.lifespans import LifespanClass, classify, find_step_period, fold, m
 from stalloc.lifespans.operation_modules import path_of
 from stalloc.printable import printable
 from stalloc.trace import Trace
-from stalloc.trace.operations import Operations, Role
+from stalloc.trace.operations import Operations, Role, read_operations
 from stalloc.trace.sites import UNKNOWN, Frame, is_python, read_sites, site_name, user_frames
 
 
@@ -58,8 +58,14 @@ def site_text(key: Hashable) -> str:
 
 
 def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
-    """The frames of the user, outermost first, as people read them; (unknown,) where there are none."""
-    sites = read_sites(trace)
+    """The frames of the user, outermost first, as people read them; (unknown,) where there are none.
+
+    Where operations are known instead, the module and the role.
+    """
+    sites, operations = read_sites(trace), read_operations(trace)
+    if sites is None and operations is not None:
+        pairs = zip(module_keys(operations, rows), role_keys(operations, rows), strict=True)
+        return [(str(module), str(role)) for module, role in pairs]
     if sites is None:
         return [(UNKNOWN,)] * len(rows)
     names: list[tuple[str, ...]] = []

@@ -27,6 +27,7 @@ VERBS = (
     "policies",
     "stats",
     "top",
+    "tree",
     "plan",
     "validate",
     "convert",

@@ -26,6 +26,12 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_moment_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--at MOMENT` and `--device N`, of verbs that look at one moment of a trace."""
+    parser.add_argument("--at", metavar="MOMENT", help="peak, oom, end or an event index")
+    parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+
+
 class _FromZero(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         """Keep a number that is not negative."""

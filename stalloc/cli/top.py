@@ -22,11 +22,13 @@ import dataclasses
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.analysis import Branch, Holder, Holders, holders
+from stalloc.analysis import Holder, Holders, holders
 from stalloc.analysis.moments import last_oom, moment_text
+from stalloc.cli.branches import Cut, print_branches
 from stalloc.cli.convert import of_device
 from stalloc.cli.output import (
     add_json_argument,
+    add_moment_arguments,
     add_top_argument,
     command_text,
     file_label,
@@ -43,17 +45,16 @@ from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 
 _MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
-_NO_SITES = (
+NO_SITES = (
     "the file has no call sites: `stalloc record` records them, and so does torch.cuda.memory._record_memory_history()"
 )
-_TREE_SHARE = 0.02  # of what is held, below which a branch is not shown
+_TREE_SHARE = 0.02  # of what is held, below which a branch is not shown; `stalloc tree` shows more
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc top`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="trace to look at")
-    parser.add_argument("--at", metavar="MOMENT", help="peak, oom, end or an event index")
-    parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    add_moment_arguments(parser)
     add_top_argument(parser, 10)
     parser.add_argument("--no-tree", action="store_true", help="the lists only")
     add_json_argument(parser)
@@ -64,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     found = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            traces = _at_error(args, file, of_device(file, load_traces(file), args.device))
-            found += [(file, trace, holders(trace, args.at)) for trace in traces]
+            found += [(file, trace, holders(trace, args.at)) for trace in traces_at(args, file)]
     write_json(args, {"devices": [{"file": file, **dataclasses.asdict(made)} for file, _, made in found]})
     if wants_text(args):
         console = table_console()
@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _at_error(args: argparse.Namespace, file: str, traces: list[Trace]) -> list[Trace]:
-    """With `--at oom` the devices that ran out of memory."""
+def traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
+    """The traces of a file that --device and --at choose: with `--at oom` those of devices that ran out of memory."""
+    traces = of_device(file, load_traces(file), args.device)
     if args.at != "oom":
         return traces
     failed = [trace for trace in traces if last_oom(trace) is not None]
@@ -85,15 +86,17 @@ def _at_error(args: argparse.Namespace, file: str, traces: list[Trace]) -> list[
     return failed
 
 
-def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, made: Holders) -> None:
+def moment_sentence(made: Holders) -> str:
+    """Which device and moment it is, and what is held then; to stand behind the name of the file."""
     moment = moment_text(made.event)
     reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
     when = f"{_MOMENT[made.at]}, {moment}" if _MOMENT[made.at] else moment
-    story = (
-        f", device {made.device}, {when}: allocated {human_bytes(made.allocated_bytes)} by "
-        f"{plural(made.requests, 'request')}{reserved}"
-    )
-    print_prose(console, Text.assemble((file_label(file), "bold"), story))
+    held = f"allocated {human_bytes(made.allocated_bytes)} by {plural(made.requests, 'request')}"
+    return f", device {made.device}, {when}: {held}{reserved}"
+
+
+def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, made: Holders) -> None:
+    print_prose(console, Text.assemble((file_label(file), "bold"), moment_sentence(made)))
     if made.wanted_bytes is not None:
         print_prose(console, f"{human_bytes(made.wanted_bytes)} more was requested by {printable(made.wanted_by)}")
     for growth in made.growth[: args.top]:
@@ -103,7 +106,7 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
     for note in note_texts(trace.info.get("notes", [])):
         print_prose(console, f"note: {note}", indent="  ")
     if not made.has_sites and not made.by_role:
-        print_prose(console, _NO_SITES, indent="  ")
+        print_prose(console, NO_SITES, indent="  ")
     for name, found in (
         ("call site", made.by_site),
         ("role", made.by_role),
@@ -115,7 +118,7 @@ def _print(console: Console, args: argparse.Namespace, file: str, trace: Trace, 
             _print_list(console, name, found, made.allocated_bytes, args.top)
     if made.has_sites and not args.no_tree and args.top:
         console.print(Text("by stack", "bold"))
-        _print_branches(console, made.tree, max(made.allocated_bytes, 1), "", args.top)
+        print_branches(console, made.tree, Cut(min_share=_TREE_SHARE, children=args.top))
     console.print()
 
 
@@ -132,14 +135,3 @@ def _print_list(console: Console, name: str, found: list[Holder], total: int, to
 
 def _figures(held: int, requests: int, total: int) -> list[str]:
     return [human_bytes(held), f"{held / max(total, 1):.1%}", f"{requests:,}"]
-
-
-def _print_branches(console: Console, branch: Branch, total: int, indent: str, top: int) -> None:
-    """The largest frames below one, and below those; a chain of single frames is one line each, not indented anew."""
-    children = [child for child in branch.children[:top] if child.held_bytes >= _TREE_SHARE * total]
-    for number, child in enumerate(children):
-        last = number + 1 == len(children)
-        mark, deeper = ("└ ", "  ") if last else ("├ ", "│ ")
-        held = f"{human_bytes(child.held_bytes)} {child.held_bytes / total:.1%}  "
-        console.print(Text(f"{indent}{mark}{held}{printable(child.name)}"), no_wrap=True, overflow="ignore", crop=False)
-        _print_branches(console, child, total, indent + deeper, top)
