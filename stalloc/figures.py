@@ -19,6 +19,15 @@ def human_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def human_seconds(seconds: float) -> str:
+    """Seconds for people: s with two decimals, ms, and us below a tenth of one."""
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.2f} s" if seconds else "0 s"
+    if seconds >= 1e-4:
+        return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
 def fragmentation(allocated_peak_bytes: int, reserved_peak_bytes: int) -> float:
     """The share of the reserved peak that the allocated peak leaves unused; 0 where nothing was reserved."""
     if reserved_peak_bytes <= 0:

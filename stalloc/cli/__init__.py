@@ -37,6 +37,7 @@ VERBS = (
     "advise",
     "explain",
     "report",
+    "timeline",
     "live",
     "info",
     "bench",

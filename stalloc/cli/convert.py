@@ -20,7 +20,7 @@ JSON: `input`, `output`, `format`, `bytes`, for each of `devices` its `device`, 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.text import Text
 
@@ -39,7 +39,7 @@ from stalloc.cli.tables import print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
-from stalloc.trace import Trace, load_traces, save_traces
+from stalloc.trace import DeviceRecord, Trace, load_traces, save_traces
 
 _SUFFIXES = {".npz": "trace", ".pickle": "snapshot", ".pkl": "snapshot", ".json": "perfetto", ".csv": "csv"}
 _FORMATS = ("trace", "snapshot", "perfetto", "csv")
@@ -91,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def of_device(file: str, traces: list[Trace], device: int | None) -> list[Trace]:
+T = TypeVar("T", Trace, DeviceRecord)
+
+
+def of_device(file: str, traces: list[T], device: int | None) -> list[T]:
     """The traces of one device, or all without a number; BadInputError if the file does not have it."""
     chosen = [trace for trace in traces if device is None or trace.device == device]
     if not chosen:

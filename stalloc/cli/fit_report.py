@@ -3,7 +3,7 @@
 from stalloc.cli.output import command_text, note_texts, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import VirtualGPU
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, human_seconds
 from stalloc.fitting.fit_record import Candidate, Fit
 from stalloc.printable import printable
 
@@ -36,10 +36,6 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
 
 
-def _shown_seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
-
-
 def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
     if one.refused:
         return ["", one.what, "refused", "-", "-", "-", "-", printable(one.refused)]
@@ -50,7 +46,7 @@ def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
         told,
         human_bytes(one.needed_bytes) if one.needed_bytes else "-",
         human_bytes(one.native_bytes) if one.native_bytes else "-",
-        _shown_seconds(fit.step_seconds + one.added_seconds),
+        human_seconds(fit.step_seconds + one.added_seconds),
         f"{one.factor:.2f}",
         one.checked,
     ]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Trace
 
 if TYPE_CHECKING:
-    from stalloc.trace.load import load_traces
+    from stalloc.trace.load import DeviceRecord, load_devices, load_traces
     from stalloc.trace.storage import save_traces
 
 __all__ = [
@@ -13,7 +13,9 @@ __all__ = [
     "MARK_PHASE_END",
     "MARK_STEP",
     "Action",
+    "DeviceRecord",
     "Trace",
+    "load_devices",
     "load_traces",
     "save_traces",
 ]
@@ -21,10 +23,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # a program that runs on its plan reads no file, of a dozen formats
-    if name == "load_traces":
-        from stalloc.trace.load import load_traces
+    if name in ("load_traces", "load_devices", "DeviceRecord"):
+        from stalloc.trace import load
 
-        return load_traces
+        return getattr(load, name)
     if name == "save_traces":
         from stalloc.trace.storage import save_traces
 

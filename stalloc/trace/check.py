@@ -10,6 +10,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.trace.activity import read_activity
 from stalloc.trace.operations import read_operations
 from stalloc.trace.record import MAX_BYTES, Action, Trace
 
@@ -24,6 +25,7 @@ def check_read(trace: Trace) -> None:
         _check_events(trace)
     _check_extra(trace)
     read_operations(trace)
+    read_activity(trace)
 
 
 def _check_events(trace: Trace) -> None:

@@ -6,16 +6,21 @@ Whatever is wrong with a file ends in a BadInputError of one sentence; nothing f
 import gzip
 import os
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from stalloc.errors import BadInputError
 from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
 from stalloc.npz import unpacked_limit_bytes
+from stalloc.trace.activity import Activity, read_activity
 from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
+from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_activity_csv
 from stalloc.trace.sources.dtr_log import read_dtr_log
-from stalloc.trace.sources.kineto import read_kineto
+from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
+from stalloc.trace.sources.kineto_activity import read_kineto_activity
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
@@ -26,6 +31,17 @@ from stalloc.trace.storage import read_npz
 _DAMAGED_GZIP = "the gzip data is damaged or cut short: copy the file again"
 
 
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What a file says of one device: its memory, what it did over time, or both."""
+
+    device: int
+    trace: Trace | None
+    activity: Activity | None
+    info: dict[str, Any]
+    """What is known of the device, as in Trace.info."""
+
+
 def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
@@ -33,18 +49,67 @@ def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
     events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
     `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else.
     """
+    return _load(path, read_npz, _read_content)
+
+
+def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
+    """What a file says of each device, ordered by device: traces as `load_traces` reads them, and activity.
+
+    Activity is in traces of torch.profiler, which then need no memory events, in `.trace.npz` that have the table, and
+    in CSV `start_us,end_us,link,bytes,phase`. Raises BadInputError as `load_traces` does.
+    """
+
+    def of_traces(traces: list[Trace]) -> list[DeviceRecord]:
+        return [DeviceRecord(trace.device, trace, read_activity(trace), trace.info) for trace in traces]
+
+    def of_archive(name: Path, file: BinaryIO) -> list[DeviceRecord]:
+        return of_traces(read_npz(name, file))
+
+    def of_content(name: Path, data: bytes) -> list[DeviceRecord]:
+        head = data[:4096].lstrip()
+        if head and looks_like_activity_csv(head):
+            return [DeviceRecord(0, None, read_activity_csv(name, data), {})]
+        if not _is_kineto(head):
+            return of_traces(_read_content(name, data))
+        activity = read_kineto_activity(name, data)
+        try:
+            traces = {trace.device: trace for trace in read_kineto(name, data)}
+        except NoMemoryEvents:
+            if not activity:
+                raise
+            traces = {}
+        known = device_properties(name, data)
+        return [
+            DeviceRecord(device, traces.get(device), activity.get(device), known.get(device, {}))
+            for device in sorted(traces.keys() | activity.keys())
+        ]
+
+    return _load(path, of_archive, of_content)
+
+
+T = TypeVar("T", Trace, DeviceRecord)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    of_archive: Callable[[Path, BinaryIO], list[T]],
+    of_content: Callable[[Path, bytes], list[T]],
+) -> list[T]:
+    """Read a file with one function for archives and one for all else, and check the traces in what comes back."""
     name = shown_name(path)
     try:
         with open_input(path, "a trace file") as file:
             magic = file.read(4)
             file.seek(0)
             if magic.startswith(b"PK"):
-                traces = read_npz(name, file)
+                found = of_archive(name, file)
             else:
-                traces = _read_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
-            for trace in traces:
-                check_read(trace)
-            return traces
+                found = of_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
+            for one in found:
+                trace = one.trace if isinstance(one, DeviceRecord) else one
+                if trace is not None:
+                    check_read(trace)
+            return found
     except BadInputError as error:  # what a trace says of itself does not know the file
         raise error if str(name) in str(error) else BadInputError(f"{name}: {error}") from error
     except (EOFError, zlib.error) as error:
@@ -81,10 +146,21 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         return [read_dtr_log(path, data)]
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"["):
         return [read_memory_timeline(path, data)]
-    if head.startswith((b"{", b"[")):
+    if _is_kineto(head):
         return read_kineto(path, data)
+    if looks_like_activity_csv(head):
+        raise BadInputError(
+            f"{path}: a table of copies and phases, which says nothing of memory: stalloc timeline shows it."
+        )
     raise BadInputError(
         f"{path}: not a trace: expected a .trace.npz, a snapshot pickle of torch.cuda.memory or its HTML page, a trace "
         "or raw memory timeline of torch.profiler, a log of RMM or DTR, or a CSV with the columns id,lower,upper,size; "
         "for `stalloc explain` also the text of an out-of-memory error of PyTorch or CuPy."
     )
+
+
+def _is_kineto(head: bytes) -> bool:
+    """Whether JSON that begins so can be a trace of torch.profiler, and none of the other kinds."""
+    if head.startswith(b"{"):
+        return b'"INSTRUCTION"' not in head.splitlines()[0]
+    return head.startswith(b"[") and not head[1:].lstrip().startswith(b"[")

@@ -24,7 +24,6 @@ read back is checked, whole, before anything of it is used.
 """
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ import numpy as np
 from stalloc.columns import Column, Rows, Times
 from stalloc.errors import BadInputError
 from stalloc.trace.record import Trace
+from stalloc.trace.table_columns import DamagedTable, check_numbers, packed_list, table_column, unpacked_list
 
 ACCESS_READ, ACCESS_WRITTEN = 0, 1
 MAX_NAMES, MAX_TEXT = 1 << 20, 1000
@@ -117,7 +117,7 @@ class Operations:
         found = {column: np.asarray(getattr(self, field)).astype(dtype) for column, (field, dtype) in _COLUMNS.items()}
         modules = [[module.name, module.kind] for module in self.modules]
         texts = {"op_text": self.names, "shape_text": self.shapes, "module_text": modules}
-        return found | {name: _packed(listed) for name, listed in texts.items()}
+        return found | {name: packed_list(listed) for name, listed in texts.items()}
 
 
 _COLUMNS: Mapping[str, tuple[str, Any]] = {
@@ -155,25 +155,31 @@ def read_operations(trace: Trace) -> Operations | None:
     """The operations of a trace, None if it has none. Raises BadInputError if the tables contradict each other."""
     if not has_operations(trace):
         return None
-    missing = [name for name in _ALL if name not in trace.extra]
-    if missing:
-        raise _wrong(trace, f"{missing[0]} is missing")
-    columns = {field: _column(trace, name, dtype) for name, (field, dtype) in _COLUMNS.items()}
-    names, shapes, modules = (_listed(trace, name) for name in _TEXTS)
+    try:
+        found = _read(trace.extra)
+        _check(trace, found)
+    except DamagedTable as error:
+        raise BadInputError(
+            f"trace of device {trace.device}: its table of operations is damaged ({error}): copy or record it again."
+        ) from error
+    return found
+
+
+def _read(extra: Mapping[str, Column]) -> Operations:
+    columns = {field: table_column(extra, name, dtype) for name, (field, dtype) in _COLUMNS.items()}
+    names, shapes, modules = (unpacked_list(extra, name, MAX_NAMES) for name in _TEXTS)
     if not all(isinstance(name, str) for name in names):
-        raise _wrong(trace, "op_text holds what is no name")
+        raise DamagedTable("op_text holds what is no name")
     if not all(isinstance(one, list) and len(one) == 3 and _is_name(one[0]) and _is_name(one[1]) for one in shapes):
-        raise _wrong(trace, "shape_text holds what is no call")
+        raise DamagedTable("shape_text holds what is no call")
     if not all(isinstance(one, list) and len(one) == 2 and all(map(_is_name, one)) for one in modules):
-        raise _wrong(trace, "module_text holds what is no module")
-    found = Operations(
+        raise DamagedTable("module_text holds what is no module")
+    return Operations(
         **columns,
         names=tuple(name[:MAX_TEXT] for name in names),
         shapes=tuple(shapes),
         modules=tuple(ModuleName(name[:MAX_TEXT], kind[:MAX_TEXT]) for name, kind in modules),
     )
-    _check(trace, found)
-    return found
 
 
 def _is_name(value: Any) -> bool:
@@ -191,7 +197,7 @@ def _check(trace: Trace, found: Operations) -> None:
     }
     for table, (rows, fields) in tables.items():
         if any(len(getattr(found, field)) != rows for field in fields):
-            raise _wrong(trace, f"its columns of the table of {table}s differ in length")
+            raise DamagedTable(f"its columns of the table of {table}s differ in length")
     end = trace.num_events + 1
     bounds = {  # lowest, and what is beyond
         "name": (0, len(found.names)),
@@ -216,41 +222,12 @@ def _check(trace: Trace, found: Operations) -> None:
         "shape_ns": (0, 1 << 62),
     }
     for field, (lowest, bound) in bounds.items():
-        column = getattr(found, field)
-        if len(column) and (int(column.min()) < lowest or int(column.max()) >= bound):
-            raise _wrong(trace, f"{field} holds numbers beyond its table")
+        check_numbers(field, getattr(found, field), lowest, bound)
     if np.any(found.parent >= np.arange(num_ops)) or np.any(found.module_parent >= np.arange(num_modules)):
-        raise _wrong(trace, "something in it lies within what comes later")
+        raise DamagedTable("something in it lies within what comes later")
     if np.any(found.end < found.begin) or np.any(np.diff(found.access_op) < 0):
-        raise _wrong(trace, "its rows are not in order")
+        raise DamagedTable("its rows are not in order")
     held = np.flatnonzero(found.parent >= 0)
     outer = found.parent[held]
     if np.any(found.begin[held] < found.begin[outer]) or np.any(found.end[held] > found.end[outer]):
-        raise _wrong(trace, "a range in it reaches beyond the one that it lies in")
-
-
-def _column(trace: Trace, name: str, dtype: Any) -> Column:
-    column = trace.extra[name]
-    if column.ndim != 1 or column.dtype != dtype:
-        raise _wrong(trace, f"{name} is {column.dtype} of shape {column.shape}, expected one row of {np.dtype(dtype)}")
-    return column
-
-
-def _listed(trace: Trace, name: str) -> list[Any]:
-    try:
-        listed = json.loads(_column(trace, name, np.uint8).tobytes())
-    except (ValueError, RecursionError) as error:
-        raise _wrong(trace, f"{name} is no JSON") from error
-    if not isinstance(listed, list) or len(listed) > MAX_NAMES:
-        raise _wrong(trace, f"{name} is no list")
-    return listed
-
-
-def _packed(listed: Any) -> Column:
-    return np.frombuffer(json.dumps(listed, separators=(",", ":")).encode(), np.uint8)
-
-
-def _wrong(trace: Trace, what: str) -> BadInputError:
-    return BadInputError(
-        f"trace of device {trace.device}: its table of operations is damaged ({what}): copy or record it again."
-    )
+        raise DamagedTable("a range in it reaches beyond the one that it lies in")

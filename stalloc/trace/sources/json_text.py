@@ -5,6 +5,7 @@ text. The scan builds no objects, and decoding is bounded by the length of an el
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def decode(path: Path, text: bytes, what: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path}: {what} is not readable as JSON: copy or export the file again.") from error
+
+
+def wanted_elements(data: bytes, wanted: re.Pattern[bytes], begin: Column, end: Column) -> list[int]:
+    """Which of the elements that lie at [begin, end) hold what a pattern finds, in order, each once."""
+    if not len(begin):
+        return []
+    found = np.fromiter((match.start() for match in wanted.finditer(data)), np.int64)
+    element = np.searchsorted(begin, found, side="right") - 1
+    return np.unique(element[(element >= 0) & (found < end[element])]).tolist()
 
 
 @njit(**BORROWING)

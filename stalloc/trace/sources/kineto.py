@@ -18,7 +18,7 @@ from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Trace
 from stalloc.trace.sources.events import MAX_ADDRESS, MAX_SIZE_BYTES, Mark, NewestFirst, make_trace, whole_number
-from stalloc.trace.sources.json_text import decode, list_elements
+from stalloc.trace.sources.json_text import decode, list_elements, wanted_elements
 
 _CPU = 0  # device types as torch counts them; CUDA is 1, HIP is 6
 _MAX_DEVICE = 4095
@@ -26,6 +26,10 @@ _MAX_MICROSECONDS = 1 << 62
 _PROFILE = "profile with torch.profiler.profile(profile_memory=True)"
 _MEMORY, _OUT_OF_MEMORY, _ANNOTATION = "[memory]", "[OutOfMemory]", "user_annotation"
 _WANTED = re.compile(b"|".join(re.escape(name.encode()) for name in (_MEMORY, _OUT_OF_MEMORY, _ANNOTATION)))
+
+
+class NoMemoryEvents(BadInputError):
+    """A profiler trace that is whole, and does not say what was allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class _Event:
 def read_kineto(path: Path, data: bytes) -> list[Trace]:
     """The traces of a profiler trace, one for each device that is not the CPU, ordered by device.
 
-    Raises BadInputError when it is no profiler trace, is cut short, or has no memory events of a device.
+    Raises BadInputError when it is no profiler trace or cut short, NoMemoryEvents if it has none of a device.
     """
     spans = list_elements(path, data, None if data.lstrip()[:1] == b"[" else "traceEvents")
     if spans is None:
@@ -52,7 +56,7 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
     devices: dict[tuple[int, int], list[_Event]] = {}
     annotations: list[tuple[Any, tuple[float, float, str]]] = []  # with the process they belong to
     of_cpu = False
-    for number in _elements_with_a_name(data, *spans):
+    for number in wanted_elements(data, _WANTED, *spans):
         begin, end = int(spans[0][number]), int(spans[1][number])
         where = f"event {number} of traceEvents"
         event = decode(path, data[begin:end], where)
@@ -75,10 +79,10 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
             annotations.append((event.get("pid"), (began, ended, event["name"])))
     if not devices:
         only = "of the CPU only" if of_cpu else "at all"
-        raise BadInputError(f"{path}: the profiler trace has no memory events of a GPU, {only}: {_PROFILE} on a GPU.")
+        raise NoMemoryEvents(f"{path}: the profiler trace has no memory events of a GPU, {only}: {_PROFILE} on a GPU.")
     if len({device for device, _ in devices}) < len(devices):
         raise BadInputError(f"{path}: two kinds of device share one number: profile them one by one.")
-    properties = _device_properties(path, data)
+    properties = device_properties(path, data)
     said = _converter_notes(path, data)
     return [
         _read_device(
@@ -92,15 +96,6 @@ def read_kineto(path: Path, data: bytes) -> list[Trace]:
         )
         for (device, _), events in sorted(devices.items())
     ]
-
-
-def _elements_with_a_name(data: bytes, begin: Column, end: Column) -> list[int]:
-    """Which elements hold one of the names that matter, of those that lie at [begin, end), each (k,)."""
-    if not len(begin):
-        return []
-    found = np.fromiter((match.start() for match in _WANTED.finditer(data)), np.int64)
-    element = np.searchsorted(begin, found, side="right") - 1
-    return np.unique(element[(element >= 0) & (found < end[element])]).tolist()
 
 
 def _memory_event(event: dict[str, Any], args: dict[str, Any], number: int, where: str) -> _Event:
@@ -247,7 +242,7 @@ def _converter_notes(path: Path, data: bytes) -> list[str] | None:
     return [printable(note, 300) for note in listed if isinstance(note, str)]
 
 
-def _device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
+def device_properties(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
     """What the file says of each device; nothing of it is needed, so what is not understood is passed over."""
     spans = None if data.lstrip()[:1] == b"[" else list_elements(path, data, "deviceProperties")
     known: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,121 @@
+"""What each link between device, host and disk moved: in all, by size of copy, by part of a phase, while one waited.
+
+The measured peak of a link is the highest rate of one of its copies of 1 MiB or more; its use is a share of that.
+"""
+
+import numpy as np
+
+from stalloc.analysis.busy_time import Busy
+from stalloc.analysis.phase_windows import top_phase
+from stalloc.analysis.study_record import Blocking, LinkUse, PartUse, SizeUse
+from stalloc.columns import Column
+from stalloc.trace.activity import Activity, Link
+
+LINKS = tuple(link for link in Link if link.moves)
+SIZE_CLASSES = (
+    ("below 64 KiB", 1 << 16),
+    ("64 KiB to 1 MiB", 1 << 20),
+    ("1 to 16 MiB", 1 << 24),
+    ("16 to 64 MiB", 1 << 26),
+    ("64 MiB and more", 1 << 62),
+)
+_RATED_BYTES = 1 << 20  # of a copy whose rate says something about its link
+
+
+def busy(activity: Activity, rows: Column) -> Busy:
+    """When at least one of some rows ran."""
+    return Busy(activity.start[rows], activity.end[rows])
+
+
+def peak_rate(activity: Activity, link: Link) -> float | None:
+    """Bytes a second of the quickest copy of a link that is large enough to tell; None without one."""
+    rows = (activity.link == link) & (activity.num_bytes >= _RATED_BYTES) & (activity.end > activity.start)
+    if not np.any(rows):
+        return None
+    return float((activity.num_bytes[rows] / (activity.end - activity.start)[rows]).max()) * 1e9
+
+
+def link_uses(activity: Activity, span_ns: int) -> list[LinkUse]:
+    """Each link that moved something in so many nanoseconds."""
+    found = []
+    for link in LINKS:
+        rows = activity.link == link
+        if not np.any(rows):
+            continue
+        size, peak = int(activity.num_bytes[rows].sum()), peak_rate(activity, link)
+        at_work = busy(activity, rows)
+        found.append(
+            LinkUse(
+                link=link.text,
+                copies=int(rows.sum()),
+                num_bytes=size,
+                busy_seconds=float((at_work.end - at_work.start).sum()) / 1e9,
+                rate=_rate(activity, rows),
+                peak_rate=peak,
+                used=None if peak is None or not span_ns else size / (peak * span_ns / 1e9),
+            )
+        )
+    return found
+
+
+def size_uses(activity: Activity) -> list[SizeUse]:
+    """The copies of each link by size, smallest first."""
+    found = []
+    limits = np.array([limit for _, limit in SIZE_CLASSES])
+    size_class = np.searchsorted(limits, activity.num_bytes, side="right")
+    for link in LINKS:
+        for number, (name, _) in enumerate(SIZE_CLASSES):
+            rows = (activity.link == link) & (size_class == number)
+            if np.any(rows):
+                size, rate = int(activity.num_bytes[rows].sum()), _rate(activity, rows)
+                found.append(SizeUse(link=link.text, size=name, copies=int(rows.sum()), num_bytes=size, rate=rate))
+    return found
+
+
+def part_uses(activity: Activity, begin_ns: int) -> list[PartUse]:
+    """The parts of phases, in the order in which they first ran."""
+    computes = np.isin(activity.link, (Link.COMPUTE, Link.HOST_COMPUTE))
+    found = []
+    for number, name in enumerate(activity.names):
+        rows = activity.phase == number
+        told = activity.phase_name == number
+        if "/" not in name or not (np.any(rows) or np.any(told)):
+            continue
+        start, end = activity.phase_start[told], activity.phase_end[told]
+        if not len(start):
+            start, end = activity.start[rows].min(keepdims=True), activity.end[rows].max(keepdims=True)
+        computing = busy(activity, rows & computes)
+        moved = {link.text: int(activity.num_bytes[rows & (activity.link == link)].sum()) for link in LINKS}
+        found.append(
+            PartUse(
+                phase=top_phase(name),
+                name=name.partition("/")[2],
+                runs=len(start),
+                start_seconds=float(start.min() - begin_ns) / 1e9,
+                seconds=float((end - start).sum()) / 1e9,
+                compute_seconds=float((computing.end - computing.start).sum()) / 1e9,
+                moved_bytes={link: size for link, size in moved.items() if size},
+            )
+        )
+    return sorted(found, key=lambda part: part.start_seconds)
+
+
+def blocking_copies(activity: Activity) -> Blocking | None:
+    """The copies that the program stood still for; None where that is not known of any."""
+    copies = np.isin(activity.link, LINKS)
+    if not np.any(activity.waited[copies] >= 0):
+        return None
+    rows = copies & (activity.waited > 0)
+    return Blocking(
+        copies=int(rows.sum()),
+        num_bytes=int(activity.num_bytes[rows].sum()),
+        pageable_bytes=int(activity.num_bytes[rows & (activity.pinned == 0)].sum()),
+        copy_seconds=float((activity.end - activity.start)[rows].sum()) / 1e9,
+        stood_seconds=float(activity.waited[rows].sum()) / 1e9,
+    )
+
+
+def _rate(activity: Activity, rows: Column) -> float:
+    """Bytes a second of some copies while they ran."""
+    seconds = float((activity.end - activity.start)[rows].sum()) / 1e9
+    return float(activity.num_bytes[rows].sum()) / seconds if seconds else 0.0

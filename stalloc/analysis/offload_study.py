@@ -1,0 +1,174 @@
+"""Where the time of a program goes that moves data between device, host and disk: by phase, by link, by size of copy.
+
+The measures are those of the study of hybrid offload by Maurya et al. (Breaking the Memory Wall, 2024). Contract: the
+seconds of a phase are divided into computing alone, copying alone, both and neither, and add up; so do the bytes that
+each link moves, by phase, by size and in all. What the input does not have is None, and named in `missing`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.analysis.busy_time import bytes_within, highest_within
+from stalloc.analysis.link_use import LINKS, blocking_copies, busy, link_uses, part_uses, peak_rate, size_uses
+from stalloc.analysis.phase_windows import EVERYTHING, NO_PHASE, Windows, phase_windows
+from stalloc.analysis.study_record import PhaseUse, Study
+from stalloc.columns import Column, Times
+from stalloc.errors import BadInputError
+from stalloc.trace import DeviceRecord, Trace
+from stalloc.trace.activity import Activity, Link, MemoryKind, activity_of
+
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Level:
+    """Bytes over time: so many from each nanosecond on."""
+
+    time: Times
+    num_bytes: Column
+
+
+def study(record: DeviceRecord) -> Study:
+    """The study of one device. Raises BadInputError if the record has no times at all."""
+    activity = record.activity or activity_of([])
+    levels = memory_levels(record)
+    begin, end = span(record)
+    windows = phase_windows(activity, begin, end)
+    total = record.info.get("total_bytes")
+    total = total if isinstance(total, int) else None
+    phases = _phases(activity, windows, levels, total)
+    return Study(
+        device=record.device,
+        device_name=str(record.info.get("device_name", "")),
+        total_bytes=total,
+        begin_ns=begin,
+        seconds=(end - begin) / 1e9,
+        phases=phases,
+        stretches=_stretches(windows, begin),
+        links=link_uses(activity, end - begin),
+        sizes=size_uses(activity),
+        parts=part_uses(activity, begin),
+        blocking=blocking_copies(activity),
+        missed_overlap_seconds=sum(min(phase.copy_seconds, phase.compute_seconds) for phase in phases),
+        missing=_missing(activity, levels, total, windows),
+    )
+
+
+def span(record: DeviceRecord) -> tuple[int, int]:
+    """The first and the last nanosecond that a record knows. Raises BadInputError if it knows none."""
+    parts = [level.time for level in memory_levels(record).values()]
+    if record.activity is not None:
+        activity = record.activity
+        parts += [activity.start, activity.end, activity.phase_start, activity.phase_end]
+    known = np.concatenate([part for part in parts if len(part)] or [np.empty(0, np.int64)])
+    if not len(known) or known.min() == known.max():
+        raise BadInputError(
+            f"device {record.device}: the file does not say when things happened: give a trace of torch.profiler, or a "
+            "table of copies and phases."
+        )
+    return int(known.min()), int(known.max())
+
+
+def memory_levels(record: DeviceRecord) -> dict[MemoryKind, Level]:
+    """What was held over time, as far as it is known; a trace with times knows the device's memory best."""
+    found: dict[MemoryKind, Level] = {}
+    activity, trace = record.activity, record.trace
+    if activity is not None:
+        for kind in MemoryKind:
+            rows = activity.memory_kind == kind
+            if np.any(rows):
+                time, num_bytes = activity.memory_time[rows], activity.memory_bytes[rows]
+                order = np.argsort(time, kind="stable")
+                found[kind] = Level(time=time[order], num_bytes=num_bytes[order])
+    if trace is not None and len(trace.time_us) and trace.time_us.max() > trace.time_us.min():
+        found |= _of_trace(trace)
+    return found
+
+
+def _of_trace(trace: Trace) -> dict[MemoryKind, Level]:
+    time = np.maximum.accumulate(trace.time_us) * 1000
+    allocated = trace.live_bytes(trace.aligned_size(_ALIGNMENT))[1:]
+    found = {MemoryKind.ALLOCATED: Level(time=time, num_bytes=allocated)}
+    reserved = trace.reserved_bytes()
+    if reserved.max(initial=0):
+        found[MemoryKind.RESERVED] = Level(time=time, num_bytes=reserved)
+    return found
+
+
+def _phases(
+    activity: Activity, windows: Windows, levels: dict[MemoryKind, Level], total_bytes: int | None
+) -> list[PhaseUse]:
+    begin, end = windows.bounds[:-1], windows.bounds[1:]
+    copies, computes = np.isin(activity.link, LINKS), activity.link == Link.COMPUTE
+    computing = busy(activity, computes).within(begin, end)
+    copying = busy(activity, copies).within(begin, end)
+    either = busy(activity, computes | copies).within(begin, end)
+    on_host = busy(activity, activity.link == Link.HOST_COMPUTE).within(begin, end)
+    moved = {link: _moved(activity, link, windows.bounds) for link in LINKS}
+    highest = {kind: highest_within(level.time, level.num_bytes, begin, end) for kind, level in levels.items()}
+    peaks = {link: peak_rate(activity, link) for link in LINKS}
+    found = []
+    for name in dict.fromkeys(windows.name.tolist()):
+        rows = windows.name == name
+        seconds = float((end - begin)[rows].sum()) / 1e9
+        bytes_of = {link: int(moved[link][rows].sum()) for link in LINKS}
+        most = {kind: int(level[rows].max()) for kind, level in highest.items() if level[rows].max() >= 0}
+        fullest = most.get(MemoryKind.RESERVED, most.get(MemoryKind.ALLOCATED))
+        found.append(
+            PhaseUse(
+                name=windows.names[name],
+                runs=int(rows.sum()),
+                seconds=seconds,
+                compute_seconds=float((either - copying)[rows].sum()) / 1e9,
+                copy_seconds=float((either - computing)[rows].sum()) / 1e9,
+                overlap_seconds=float((computing + copying - either)[rows].sum()) / 1e9,
+                idle_seconds=float((end - begin - either)[rows].sum()) / 1e9,
+                host_compute_seconds=float(on_host[rows].sum()) / 1e9,
+                moved_bytes={link.text: size for link, size in bytes_of.items() if size},
+                link_used={
+                    link.text: bytes_of[link] / (peak * seconds)
+                    for link, peak in peaks.items()
+                    if peak is not None and seconds
+                },
+                allocated_bytes=most.get(MemoryKind.ALLOCATED),
+                reserved_bytes=most.get(MemoryKind.RESERVED),
+                headroom_bytes=None if total_bytes is None or fullest is None else total_bytes - fullest,
+                host_bytes=most.get(MemoryKind.HOST),
+            )
+        )
+    return found
+
+
+def _moved(activity: Activity, link: Link, bounds: Times) -> Column:
+    rows = activity.link == link
+    return bytes_within(activity.start[rows], activity.end[rows], activity.num_bytes[rows], bounds)
+
+
+def _stretches(windows: Windows, begin: int) -> list[tuple[str, float, float]]:
+    moments = ((windows.bounds - begin) / 1e9).tolist()
+    return [(windows.names[name], moments[at], moments[at + 1]) for at, name in enumerate(windows.name.tolist())]
+
+
+def _missing(activity: Activity, levels: dict[MemoryKind, Level], total: int | None, windows: Windows) -> list[str]:
+    """What cannot be said, a sentence each."""
+    found = []
+    host_links = np.isin(activity.link, (Link.TO_DEVICE, Link.TO_HOST))
+    if not len(activity):
+        found.append("the file has no kernels and no copies: give a trace of torch.profiler with CUDA activities")
+    elif not np.any(host_links):
+        found.append("the file has no copies between host and device")
+    elif not any(peak_rate(activity, link) for link in LINKS):
+        found.append("no copy is of 1 MiB or more, so the peak of no link is measured")
+    if MemoryKind.ALLOCATED not in levels:
+        found.append("the file does not say what was allocated: profile with profile_memory=True")
+    elif total is None:
+        found.append("the file does not say how much memory the device has, so headroom is not known")
+    if MemoryKind.HOST not in levels:
+        found.append("the file does not say what was allocated on the host")
+    named = {windows.names[name] for name in windows.name.tolist()} - {NO_PHASE, EVERYTHING}
+    if not named:
+        found.append("the file names no phases: everything is one")
+    if not any("/" in name for name in activity.names):
+        found.append("the file names no subgroups of an update")
+    return found

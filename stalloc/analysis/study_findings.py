@@ -1,0 +1,106 @@
+"""What a study of copies and phases comes to, in sentences: what was waited for, what could overlap, what a link does.
+
+Contract: plain text, the most important first; a sentence is left out where its figures are not known, or too small to
+matter.
+"""
+
+from stalloc.analysis.link_use import SIZE_CLASSES
+from stalloc.analysis.study_record import Study
+from stalloc.figures import human_bytes, human_seconds
+from stalloc.printable import printable
+
+_MATTERS, _NOTICED = 0.01, 0.001  # of all the time, from which seconds are worth half a sentence, and one
+_SMALL, _MANY = SIZE_CLASSES[0][0], 32
+
+
+def findings(found: Study) -> list[str]:
+    """The sentences."""
+    return [*_blocking(found), *_overlap(found), *_idle(found), *_links(found), *_small(found), *_headroom(found)]
+
+
+def copies_text(count: int) -> str:
+    """`1 copy`, `1,234 copies`."""
+    return f"{count:,} {'copy' if count == 1 else 'copies'}"
+
+
+def _share(seconds: float, found: Study) -> str:
+    return f"{seconds / max(found.seconds, 1e-12):.1%}"
+
+
+def _blocking(found: Study) -> list[str]:
+    one = found.blocking
+    if one is None or not found.links:
+        return []
+    if not one.copies:
+        return ["No copy made the program stand still."]
+    if one.stood_seconds < _NOTICED * found.seconds:
+        return []
+    told = [
+        f"The program stood still for {copies_text(one.copies)} of {human_bytes(one.num_bytes)}: "
+        f"{human_seconds(one.stood_seconds)} of {human_seconds(found.seconds)} "
+        f"({_share(one.stood_seconds, found)}) in the calls that asked for them, of which they copied for "
+        f"{human_seconds(one.copy_seconds)}."
+    ]
+    if one.pageable_bytes > 0.5 * one.num_bytes:
+        told.append(
+            f"{human_bytes(one.pageable_bytes)} of that lie in pageable memory of the host: from page-locked memory "
+            "(pin_memory, non_blocking=True) copies run while the program goes on."
+        )
+    return told
+
+
+def _overlap(found: Study) -> list[str]:
+    alone = sum(phase.copy_seconds for phase in found.phases)
+    both = sum(phase.overlap_seconds for phase in found.phases)
+    if alone + both < _NOTICED * found.seconds:
+        return []
+    share = f"{human_seconds(both)} ({both / (alone + both):.0%})" if both else "Nothing"
+    text = f"{share} of {human_seconds(alone + both)} of copying ran beside computing"
+    if found.missed_overlap_seconds < _MATTERS * found.seconds:
+        return [f"{text}."]
+    worst = max(found.phases, key=lambda phase: min(phase.copy_seconds, phase.compute_seconds))
+    most = f", most of it in {printable(worst.name)}" if len(found.phases) > 1 else ""
+    missed = found.missed_overlap_seconds
+    return [f"{text}; {human_seconds(missed)} could have, {_share(missed, found)} of all the time{most}."]
+
+
+def _idle(found: Study) -> list[str]:
+    idle = sum(phase.idle_seconds for phase in found.phases)
+    if idle < 0.1 * found.seconds or not any(phase.compute_seconds for phase in found.phases):
+        return []
+    worst = max(found.phases, key=lambda phase: phase.idle_seconds)
+    where = f", {human_seconds(worst.idle_seconds)} of it in {printable(worst.name)}" if len(found.phases) > 1 else ""
+    return [f"The device neither computed nor copied for {human_seconds(idle)} ({_share(idle, found)}){where}."]
+
+
+def _links(found: Study) -> list[str]:
+    told = []
+    for link in found.links:
+        if link.used is None or link.peak_rate is None:
+            continue
+        peak = f"{human_bytes(int(link.peak_rate))}/s"
+        text = f"The link {link.link} is used to {link.used:.1%} of its measured peak of {peak}"
+        most = max(found.phases, key=lambda phase: phase.link_used.get(link.link, 0.0))
+        if len(found.phases) > 1:
+            text += f", most in {printable(most.name)} ({most.link_used[link.link]:.1%})"
+        told.append(f"{text}.")
+    return told
+
+
+def _small(found: Study) -> list[str]:
+    copies = {link.link: link.copies for link in found.links}
+    return [
+        f"{one.copies:,} of {copies_text(copies[one.link])} {one.link} are {_SMALL} and reach "
+        f"{human_bytes(int(one.rate))}/s: fewer, larger ones are quicker."
+        for one in found.sizes
+        if one.size == _SMALL and one.copies >= max(0.5 * copies[one.link], _MANY)
+    ]
+
+
+def _headroom(found: Study) -> list[str]:
+    known = [phase for phase in found.phases if phase.headroom_bytes is not None]
+    if not known:
+        return []
+    least = min(known, key=lambda phase: phase.headroom_bytes or 0)
+    where = f" in {printable(least.name)}" if len(found.phases) > 1 else ""
+    return [f"The device had at least {human_bytes(least.headroom_bytes or 0)} left{where}."]

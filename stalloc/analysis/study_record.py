@@ -1,0 +1,93 @@
+"""What a study of copies and phases says of one device: frozen records, bytes and seconds, for whoever shows them.
+
+Links are named as people read them: host to device, device to host, device to device, disk read, disk write.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseUse:
+    """All times that one phase ran."""
+
+    name: str
+    runs: int
+    seconds: float
+    compute_seconds: float  #: alone
+    copy_seconds: float  #: alone
+    overlap_seconds: float
+    idle_seconds: float  #: of the device and its links
+    host_compute_seconds: float
+    moved_bytes: dict[str, int]  #: by link
+    link_used: dict[str, float]  #: by link, of what its measured peak could have moved
+    allocated_bytes: int | None  #: the most
+    reserved_bytes: int | None
+    headroom_bytes: int | None  #: the least that the device had left
+    host_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One link over the whole record."""
+
+    link: str
+    copies: int
+    num_bytes: int
+    busy_seconds: float
+    rate: float  #: bytes a second while a copy ran
+    peak_rate: float | None
+    used: float | None  #: of what the peak could have moved in all the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeUse:
+    """Copies of one link of about one size."""
+
+    link: str
+    size: str
+    copies: int
+    num_bytes: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartUse:
+    """A part of a phase, such as a subgroup of the update, in all times that it ran."""
+
+    phase: str
+    name: str
+    runs: int
+    start_seconds: float  #: of its first run, from the begin
+    seconds: float
+    compute_seconds: float  #: of the device or the host
+    moved_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocking:
+    """Copies that the program stood still for."""
+
+    copies: int
+    num_bytes: int
+    copy_seconds: float
+    pageable_bytes: int  #: of these, in pageable memory of the host
+    stood_seconds: float  #: in the calls that asked for them, which may wait for earlier work as well
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One device."""
+
+    device: int
+    device_name: str
+    total_bytes: int | None
+    begin_ns: int
+    seconds: float
+    phases: list[PhaseUse]  #: in the order in which they first ran
+    stretches: list[tuple[str, float, float]]  #: name of the phase, begin and end in seconds
+    links: list[LinkUse]
+    sizes: list[SizeUse]
+    parts: list[PartUse]
+    blocking: Blocking | None
+    missed_overlap_seconds: float  #: of copies that ran alone, and could have run while their phase computed alone
+    missing: list[str]

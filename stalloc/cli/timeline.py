@@ -1,0 +1,137 @@
+"""Say where the time goes between device and host: computing, copies, overlap, idle, by phase, link and size of copy.
+
+FILE is a trace of torch.profiler (Kineto JSON) with CUDA activities, with or without memory events; a `.trace.npz` with
+a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); or any trace with times, of which only
+the memory by phase is known.
+
+A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
+computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
+link is the highest rate of one of its copies of 1 MiB or more, and what it is used is a share of that. What the file
+does not have is said.
+
+JSON: for each of `devices` `phases`, `stretches` (phase, begin, end), `links`, `sizes`, `parts` (subgroups of an
+update), `blocking`, `missed_overlap_seconds`, `findings` in words and `missing`, in bytes and seconds. What is not
+known is null.
+"""
+
+import argparse
+import dataclasses
+
+from rich.console import Console
+from rich.text import Text
+
+from stalloc.analysis.offload_study import study
+from stalloc.analysis.study_findings import findings
+from stalloc.analysis.study_record import Study
+from stalloc.cli.convert import of_device
+from stalloc.cli.output import (
+    add_json_argument,
+    command_text,
+    file_label,
+    note_texts,
+    table_console,
+    wants_text,
+    write_json,
+)
+from stalloc.cli.progress import working
+from stalloc.cli.tables import print_prose, print_table
+from stalloc.figures import human_bytes, human_seconds
+from stalloc.printable import printable
+from stalloc.trace import load_devices
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `stalloc timeline`."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="profile, trace or table to look at")
+    parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Study each device of each file."""
+    found: list[tuple[str, Study]] = []
+    for file in args.files:
+        with working(f"reading {file_label(file)}"):
+            found += [(file, study(record)) for record in of_device(file, load_devices(file), args.device)]
+    devices = [{"file": file, **dataclasses.asdict(made), "findings": findings(made)} for file, made in found]
+    write_json(args, {"devices": devices})
+    if wants_text(args):
+        console = table_console()
+        for file, made in found:
+            _print(console, file, made)
+        console.print(f"Next: stalloc report {command_text(*args.files)}")
+    return 0
+
+
+def _print(console: Console, file: str, made: Study) -> None:
+    name = f" ({printable(made.device_name)})" if made.device_name else ""
+    memory = f", {human_bytes(made.total_bytes)} of memory" if made.total_bytes is not None else ""
+    story = f", device {made.device}{name}{memory}: {human_seconds(made.seconds)}"
+    print_prose(console, Text.assemble((file_label(file), "bold"), story))
+    for sentence in findings(made):
+        print_prose(console, sentence, indent="  ")
+    _print_phases(console, made)
+    _print_links(console, made)
+    for note in note_texts(made.missing):
+        print_prose(console, f"note: {note}", indent="  ")
+    console.print()
+
+
+def _print_phases(console: Console, made: Study) -> None:
+    names = ("by phase", "runs", "time", "computes", "copies", "both", "idle", "on the host", "allocated", "reserved")
+    works = any(phase.compute_seconds + phase.copy_seconds + phase.overlap_seconds for phase in made.phases)
+    rows = []
+    for phase in made.phases:
+        parts = (phase.compute_seconds, phase.copy_seconds, phase.overlap_seconds, phase.idle_seconds)
+        host = human_seconds(phase.host_compute_seconds) if phase.host_compute_seconds else ""
+        split = [*map(human_seconds, parts), host] if works else [""] * 5
+        held = (phase.allocated_bytes, phase.reserved_bytes, phase.headroom_bytes, phase.host_bytes)
+        rows.append([phase.name, f"{phase.runs:,}", human_seconds(phase.seconds), *split, *map(_bytes, held)])
+    print_table(console, (*names, "headroom", "host memory"), rows)
+
+
+def _print_links(console: Console, made: Study) -> None:
+    rows = [
+        [
+            link.link,
+            f"{link.copies:,}",
+            human_bytes(link.num_bytes),
+            human_seconds(link.busy_seconds),
+            _rate(link.rate),
+            "" if link.peak_rate is None else _rate(link.peak_rate),
+            "" if link.used is None else f"{link.used:.1%}",
+        ]
+        for link in made.links
+    ]
+    if not rows:
+        return
+    print_table(console, ("by link", "copies", "moved", "busy", "rate", "peak", "used"), rows)
+    rows = [
+        [phase.name, link, human_bytes(size), f"{phase.link_used[link]:.1%}" if link in phase.link_used else ""]
+        for phase in made.phases
+        for link, size in phase.moved_bytes.items()
+    ]
+    print_table(console, ("by phase and link", "", "moved", "used"), rows, text_columns=2)
+    rows = [[one.link, one.size, f"{one.copies:,}", human_bytes(one.num_bytes), _rate(one.rate)] for one in made.sizes]
+    print_table(console, ("by size of copy", "", "copies", "moved", "rate"), rows, text_columns=2)
+    parts = [
+        [
+            f"{part.phase}/{part.name}",
+            f"{part.runs:,}",
+            human_seconds(part.start_seconds),
+            human_seconds(part.seconds),
+            human_seconds(part.compute_seconds),
+            ", ".join(f"{human_bytes(size)} {link}" for link, size in part.moved_bytes.items()),
+        ]
+        for part in made.parts
+    ]
+    if parts:
+        print_table(console, ("by part", "runs", "begins", "time", "computes", "moved"), parts)
+
+
+def _bytes(size: int | None) -> str:
+    return "" if size is None else human_bytes(size)
+
+
+def _rate(rate: float) -> str:
+    return f"{human_bytes(round(rate))}/s"

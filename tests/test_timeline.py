@@ -1,0 +1,304 @@
+"""`stalloc timeline`: where the time goes between device and host, to the nanosecond and the byte."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stalloc import BadInputError
+from stalloc.analysis.offload_study import study
+from stalloc.analysis.phase_windows import NO_PHASE
+from stalloc.cli import main
+from stalloc.trace import DeviceRecord, load_traces, save_traces
+from stalloc.trace.activity import Held, Link, MemoryKind, PhaseRun, Work, activity_of, read_activity
+
+MIB = 1 << 20
+H2D, D2H = "host to device", "device to host"
+
+#: an iteration with offloaded gradients and an update in two subgroups, in microseconds
+ITERATION = """start_us,end_us,link,bytes,phase,waited_us,pinned
+0,100,phase,0,forward
+100,300,phase,0,backward
+300,400,phase,0,update/0
+400,500,phase,0,update/1
+10,90,compute,0,forward
+100,250,compute,0,backward
+240,290,to_host,4194304,backward,50,0
+300,340,to_device,2097152,update/0,0,1
+320,360,host_compute,0,update/0
+400,440,to_device,2097152,update/1,0,1
+430,460,compute,0,update/1
+480,490,disk_write,1000,update/1,,
+0,0,allocated,1000,
+120,120,allocated,5000,
+350,350,allocated,700,
+0,0,reserved,6000,
+50,50,host_memory,64,
+310,310,host_memory,512,
+"""
+
+
+def timeline(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    """What the verb says of each device, as JSON."""
+    capsys.readouterr()
+    assert main(["timeline", *words, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)["devices"]
+
+
+def written(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "iteration.csv"
+    file.write_text("\n".join(line + "," * (6 - line.count(",")) for line in text.strip().splitlines()) + "\n")
+    return str(file)
+
+
+def test_an_iteration_of_offloading_is_divided_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (device,) = timeline(capsys, written(tmp_path, ITERATION))
+    phases = {phase["name"]: phase for phase in device["phases"]}
+    parts = ("seconds", "compute_seconds", "copy_seconds", "overlap_seconds", "idle_seconds", "host_compute_seconds")
+    us = {name: [round(phase[part] * 1e6) for part in parts] for name, phase in phases.items()}
+    assert us == {
+        "forward": [100, 80, 0, 0, 20, 0],
+        "backward": [200, 140, 40, 10, 10, 0],
+        "update": [200, 20, 80, 10, 90, 40],
+    }
+    assert phases["backward"]["moved_bytes"] == {D2H: 4 * MIB}
+    assert phases["update"]["moved_bytes"] == {H2D: 4 * MIB, "disk write": 1000}
+    assert [phases[name]["allocated_bytes"] for name in phases] == [1000, 5000, 5000]
+    assert [phases[name]["host_bytes"] for name in phases] == [64, 64, 512]
+    assert phases["update"]["link_used"][H2D] == pytest.approx(2 * 40 / 200)
+    assert device["blocking"] == {
+        "copies": 1,
+        "num_bytes": 4 * MIB,
+        "copy_seconds": 50e-6,
+        "pageable_bytes": 4 * MIB,
+        "stood_seconds": 50e-6,
+    }
+    assert device["missed_overlap_seconds"] == pytest.approx(40e-6 + 20e-6)
+    assert [(part["phase"], part["name"], round(part["seconds"] * 1e6)) for part in device["parts"]] == [
+        ("update", "0", 100),
+        ("update", "1", 100),
+    ]
+    assert device["parts"][0]["moved_bytes"] == {H2D: 2 * MIB}
+    assert any("stood still for 1 copy of 4.00 MiB" in sentence for sentence in device["findings"])
+    assert device["missing"] == [
+        "the file does not say how much memory the device has, so headroom is not known",
+    ]
+
+
+def test_people_read_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, ITERATION)
+    assert main(["timeline", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "iteration.csv, device 0: 0.5 ms"
+    backward = next(line.split() for line in lines if line.startswith("backward  "))
+    assert backward[:10] == ["backward", "1", "0.2", "ms", "0.1", "ms", "40", "us", "10", "us"]
+    assert any(line.split()[:4] == ["update/0", "1", "0.3", "ms"] for line in lines)
+    assert lines[-1] == f"Next: stalloc report {file}"
+
+
+def test_tables_travel_in_a_trace(tmp_path: Path, shared_traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trace,) = load_traces(shared_traces / "tiny_transformer.pickle.gz")
+    begin = int(trace.time_us.min()) * 1000
+    work = [Work(begin, begin + 2000, Link.TO_DEVICE, 3 * MIB, "forward", 0, 1), Work(begin, begin + 9, Link.COMPUTE)]
+    held = [Held(begin, MemoryKind.HOST, 77)]
+    made = activity_of(work, [PhaseRun(begin, begin + 3000, "forward")], held)
+    file = tmp_path / "with.trace.npz"
+    save_traces(file, [trace.replace(extra=trace.extra | made.columns())])
+    again = read_activity(load_traces(file)[0])
+    assert again is not None
+    assert again.names == made.names
+    for name, column in made.columns().items():
+        assert np.array_equal(again.columns()[name], column), name
+    (device,) = timeline(capsys, str(file))
+    assert device["phases"][0]["moved_bytes"] == {H2D: 3 * MIB}
+    assert max(phase["allocated_bytes"] for phase in device["phases"]) == 18099712
+
+
+DAMAGE = {
+    "activity_link": np.array([9, 0], np.int8),
+    "activity_end": np.array([-5, 0], np.int64),
+    "activity_phase": np.array([0, 7], np.int32),
+    "activity_bytes": np.array([1], np.int64),
+    "memory_kind": np.array([3], np.int8),
+    "activity_text": np.frombuffer(b"[1]", np.uint8),
+    "phase_name": np.zeros((1, 1), np.int32),
+    "activity_start": None,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_tables_are_one_sentence(
+    name: str, tmp_path: Path, shared_traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trace,) = load_traces(shared_traces / "tiny_transformer.pickle.gz")
+    held = [Held(0, MemoryKind.HOST, 1)]
+    work = [Work(0, 5, Link.TO_HOST, 1, "a"), Work(1, 2, Link.COMPUTE, 0, "a")]
+    columns = activity_of(work, [PhaseRun(0, 1, "a")], held).columns()
+    damaged = columns | {name: DAMAGE[name]} if DAMAGE[name] is not None else columns
+    if DAMAGE[name] is None:
+        del damaged[name]
+    file = tmp_path / "bad.trace.npz"
+    save_traces(file, [trace.replace(extra=damaged)])
+    for verb in ("timeline", "stats"):
+        assert main([verb, str(file)]) == 2
+        error = capsys.readouterr().err
+        assert "table of activity is damaged" in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("5,1,compute,0,,,", "line 2 ends before it starts"),
+        ("a,1,compute,0,,,", "line 2: start_us is 'a'"),
+        ("0,nan,compute,0,,,", "line 2: end_us is 'nan'"),
+        ("0,1,pigeon,0,,,", "line 2: 'pigeon' is no link"),
+        ("0,1,to_host,-1,,,", "line 2: bytes is '-1'"),
+        ("0,1,to_host,99999999999999999,,,", "impossible"),
+        ("0,1", "another number of cells"),
+        ("", "does not say when things happened"),
+    ],
+)
+def test_a_bad_line_is_one_sentence(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_text(f"start_us,end_us,link,bytes,phase,waited_us,pinned\n{line}\n")
+    assert main(["timeline", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_other_verbs_say_what_a_table_of_copies_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", written(tmp_path, ITERATION)]) == 2
+    assert "stalloc timeline shows it" in capsys.readouterr().err
+
+
+def test_bytes_and_seconds_are_those_of_a_naive_count() -> None:
+    """Random work on few nanoseconds, counted nanosecond by nanosecond."""
+    rng = random.Random(7)
+    for _ in range(30):
+        links = (Link.COMPUTE, Link.TO_DEVICE, Link.TO_HOST, Link.DISK_READ)
+        work = []
+        for _ in range(rng.randint(1, 12)):
+            start, link = rng.randint(0, 60), rng.choice(links)
+            size = rng.randint(0, 5000) if link.moves else 0
+            work.append(Work(start, start + rng.randint(1, 20), link, size, rng.choice("ab")))
+        cuts = sorted(rng.sample(range(1, 80), 3))
+        runs = [PhaseRun(0, cuts[0], "a"), PhaseRun(cuts[0], cuts[1], "b"), PhaseRun(cuts[2], 90, "a")]
+        found = study(DeviceRecord(0, None, activity_of(work, runs), {}))
+        told = {phase.name: phase for phase in found.phases}
+        counted = {name: [0, 0, 0, 0] for name in told}
+        for ns in range(90):
+            name = next((run.name for run in runs if run.start_ns <= ns < run.end_ns), NO_PHASE)
+            open_links = {row.link for row in work if row.start_ns <= ns < row.end_ns}
+            computes, copies = Link.COMPUTE in open_links, bool(open_links - {Link.COMPUTE})
+            counted[name][2 if computes and copies else 0 if computes else 1 if copies else 3] += 1
+        for name, phase in told.items():
+            split = (phase.compute_seconds, phase.copy_seconds, phase.overlap_seconds, phase.idle_seconds)
+            assert [round(part * 1e9) for part in split] == counted[name]
+            assert phase.seconds == pytest.approx(sum(split))
+        for link in links[1:]:
+            moved = sum(phase.moved_bytes.get(link.text, 0) for phase in found.phases)
+            assert moved == sum(row.num_bytes for row in work if row.link == link)
+            assert moved == sum(one.num_bytes for one in found.sizes if one.link == link.text)
+
+
+def kineto(events: list[dict[str, Any]]) -> bytes:
+    """A trace of torch.profiler, with the thread 1 of the host."""
+    shared = {"ph": "X", "pid": 10, "tid": 1, "args": {}}
+    listed = [shared | event for event in events]
+    properties = [{"id": 0, "name": "H100", "totalGlobalMem": 1 << 30}]
+    return json.dumps({"deviceProperties": properties, "traceEvents": listed}).encode()
+
+
+def launched(number: int, at: float, call: float, start: float, lasts: float, **kind: Any) -> list[dict[str, Any]]:
+    """A call of the host and what it has the device do."""
+    device = {"device": 0, "stream": 7, "correlation": number, **kind.pop("args", {})}
+    name = "cudaMemcpyAsync" if "cat" in kind else "cudaLaunchKernel"
+    return [
+        {"cat": "cuda_runtime", "name": name, "ts": at, "dur": call, "args": {"correlation": number}},
+        {"cat": "kernel", "name": "k", "ts": start, "dur": lasts, "args": device} | kind,
+    ]
+
+
+def test_phases_of_a_profile_are_those_the_host_was_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 2 * MIB}}
+    back = {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 4}}
+    events = [
+        {"cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0, "dur": 1000},
+        {"cat": "cpu_op", "name": "autograd::engine::evaluate_function: Mm", "ts": 200, "dur": 80, "tid": 2},
+        {"cat": "user_annotation", "name": "Optimizer.step#Adam.step", "ts": 300, "dur": 100},
+        {"cat": "user_annotation", "name": "group 0", "ts": 310, "dur": 20},
+        {"cat": "user_annotation", "name": "group 1", "ts": 340, "dur": 20},
+        *launched(1, 10, 30, 20, 20, **copy),
+        *launched(2, 50, 5, 60, 100),
+        *(event | {"tid": 2} if event["cat"] == "cuda_runtime" else event for event in launched(3, 210, 5, 220, 70)),
+        *launched(4, 315, 5, 320, 10),
+        *launched(5, 345, 5, 350, 10),
+        *launched(6, 380, 2, 390, 4, **back),
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 382, "dur": 20, "args": {}},
+    ]
+    file = tmp_path / "profile.json.gz"
+    file.write_bytes(gzip.compress(kineto(events)))
+    (device,) = timeline(capsys, str(file))
+    assert [(phase["name"], phase["runs"], round(phase["seconds"] * 1e6)) for phase in device["phases"]] == [
+        ("forward", 1, 200),
+        ("backward", 1, 100),
+        ("update", 1, 74),
+    ]
+    assert [(part["name"], round(part["compute_seconds"] * 1e6)) for part in device["parts"]] == [
+        ("group 0", 10),
+        ("group 1", 10),
+    ]
+    assert device["blocking"]["copies"] == 2
+    assert round(device["blocking"]["stood_seconds"] * 1e6) == 30 + 14
+    assert device["blocking"]["pageable_bytes"] == 2 * MIB
+    assert device["total_bytes"] == 1 << 30
+    assert main(["stats", str(file)]) == 2
+    assert "no memory events of a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("timesformer", {H2D: (1, 38535168), D2H: (1, 800)}),
+        pytest.param("owlv2", {H2D: (25, 30897080), D2H: (55, 146418600)}, marks=pytest.mark.slow),
+        pytest.param("resnet50_train_v100", {H2D: (12, 115607040)}, marks=pytest.mark.slow),
+    ],
+)
+def test_real_profiles_have_their_copies(
+    name: str, links: dict[str, tuple[int, int]], shared_traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (device,) = timeline(capsys, str(shared_traces / "h100" / f"{name}.json.gz"))
+    assert {one["link"]: (one["copies"], one["num_bytes"]) for one in device["links"]} == links
+    for link, (copies, size) in links.items():
+        assert sum(one["copies"] for one in device["sizes"] if one["link"] == link) == copies
+        assert sum(phase["moved_bytes"].get(link, 0) for phase in device["phases"]) == size
+    for phase in device["phases"]:
+        parts = ("compute_seconds", "copy_seconds", "overlap_seconds", "idle_seconds")
+        assert sum(phase[part] for part in parts) == pytest.approx(phase["seconds"])
+    if name == "resnet50_train_v100":
+        assert [(phase["name"], phase["runs"]) for phase in device["phases"]] == [
+            *(("forward", 6), ("backward", 6), ("update", 6))
+        ]
+
+
+def test_memory_by_phase_is_that_of_stats(shared_traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(shared_traces / "h100" / "qwen05b.json.gz")
+    (device,) = timeline(capsys, file)
+    assert main(["stats", file, "--json", "-"]) == 0
+    (stats,) = json.loads(capsys.readouterr().out)["devices"]
+    assert max(phase["allocated_bytes"] for phase in device["phases"]) == stats["allocated_peak_bytes"]
+    assert max(phase["reserved_bytes"] for phase in device["phases"]) == stats["reserved_peak_bytes"]
+    least = min(phase["headroom_bytes"] for phase in device["phases"])
+    assert least == device["total_bytes"] - stats["reserved_peak_bytes"]
+
+
+def test_impossible_rows_are_refused() -> None:
+    for row in (Work(5, 1, Link.COMPUTE), Work(0, 1, Link.TO_HOST, -1), Work(0, 1 << 62, Link.COMPUTE)):
+        with pytest.raises(BadInputError, match="impossible"):
+            activity_of([row])
