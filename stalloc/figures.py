@@ -20,10 +20,10 @@ def human_bytes(num_bytes: int) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds for people: s with two decimals, ms, and us below a tenth of one."""
+    """Seconds for people: s with two decimals, ms and us."""
     if seconds >= 1 or not seconds:
         return f"{seconds:.2f} s" if seconds else "0 s"
-    if seconds >= 1e-4:
+    if seconds >= 1e-3:
         return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
     return f"{seconds * 1e6:.0f} us"
 

@@ -13,8 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from stalloc.device.known_gpus import shown_name
 from stalloc.errors import StallocError
+from stalloc.integrations.memory_figures import device_figures, served_controllers
 from stalloc.live_file import LiveFile
 
 if TYPE_CHECKING:
@@ -77,9 +77,8 @@ class Showing:
             self._file.remove()
 
     def _figures(self) -> dict[str, Any]:
-        controllers = self.runtime.controllers if self.runtime is not None else []
-        served = [controller for controller in controllers if controller.state.record.total.num_allocs]
-        devices = [_under_stalloc(controller) for controller in served] or _under_torch()
+        served = served_controllers(self.runtime)
+        devices = device_figures(served)
         now = time.monotonic()
         if served and now >= self._ask_holders_at:
             began = time.thread_time()
@@ -104,56 +103,3 @@ class Showing:
             for controller in served
             for name, held, count in largest_holders(controller.state, sites, _MAX_HOLDERS)
         ]
-
-
-def _under_stalloc(controller: "Controller") -> dict[str, Any]:
-    from stalloc.runtime.statistics import run_counts, run_peaks
-
-    record, marks = controller.state.record, controller.recording.step_times_ns
-    (hits, misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
-    lasted = (marks[-1] - marks[-2]) / 1e6 if len(marks) > 1 else None
-    return {
-        "device": controller.device.index,
-        "name": shown_name(controller.device.kind, controller.device.name),
-        "allocator": "stalloc",
-        "phase": controller.status.phase.value,
-        "total_bytes": controller.device.total_bytes,
-        "allocated_bytes": record.total.allocated_bytes,
-        "reserved_bytes": record.reserved_bytes,
-        "allocated_peak_bytes": allocated_peak,
-        "reserved_peak_bytes": reserved_peak,
-        "hit_rate": hits / (hits + misses) if hits + misses else None,
-        "steps": len(marks),
-        "step_ms": lasted,
-        "out_of_memory_errors": record.num_ooms,
-    }
-
-
-def _under_torch() -> list[dict[str, Any]]:
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
-        return []
-    found = []
-    for device in range(torch.cuda.device_count()):
-        told = torch.cuda.memory_stats(device)
-        if not told.get("allocated_bytes.all.allocated"):
-            continue
-        properties = torch.cuda.get_device_properties(device)
-        found.append(
-            {
-                "device": device,
-                "name": properties.name,
-                "allocator": "PyTorch",
-                "phase": "",
-                "total_bytes": properties.total_memory,
-                "allocated_bytes": told["allocated_bytes.all.current"],
-                "reserved_bytes": told["reserved_bytes.all.current"],
-                "allocated_peak_bytes": told["allocated_bytes.all.peak"],
-                "reserved_peak_bytes": told["reserved_bytes.all.peak"],
-                "hit_rate": None,
-                "steps": 0,
-                "step_ms": None,
-                "out_of_memory_errors": told.get("num_ooms", 0),
-            }
-        )
-    return found

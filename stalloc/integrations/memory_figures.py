@@ -1,0 +1,98 @@
+"""What the devices of this process hold right now: the one place that reads it, for `stalloc live` and for trackers.
+
+Contract: figures are read, nothing is changed, and torch is asked only if the program has used CUDA through it. Under
+stalloc they are those of its report; elsewhere those of torch's allocator, which has no hit rate.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stalloc.device.known_gpus import shown_name
+from stalloc.figures import fragmentation
+
+if TYPE_CHECKING:
+    from stalloc.runtime import Controller, Runtime
+
+_NOW = ("allocated_bytes", "reserved_bytes", "hit_rate")
+
+
+def memory_scalars() -> dict[str, float]:
+    """Allocated and reserved bytes, hit rate and fragmentation of each device, for a tracker of experiments.
+
+    Named `stalloc/gpu0/allocated_bytes` and so on. Allocated and reserved are of this moment, the hit rate (where
+    stalloc plans) and fragmentation of the run so far. Empty if no GPU memory is used.
+    """
+    from stalloc.integrations.installing import current
+
+    found: dict[str, float] = {}
+    for figures in device_figures(served_controllers(current())):
+        name = f"stalloc/gpu{figures['device']}"
+        found |= {f"{name}/{what}": figures[what] for what in _NOW if figures[what] is not None}
+        peaks = figures["allocated_peak_bytes"], figures["reserved_peak_bytes"]
+        found[f"{name}/fragmentation"] = fragmentation(*peaks)
+    return found
+
+
+def served_controllers(runtime: "Runtime | None") -> "list[Controller]":
+    """The devices that stalloc has served."""
+    controllers = runtime.controllers if runtime is not None else []
+    return [controller for controller in controllers if controller.state.record.total.num_allocs]
+
+
+def device_figures(served: "Sequence[Controller]") -> list[dict[str, Any]]:
+    """What each device holds: of those that stalloc serves, or else of those that torch's allocator serves."""
+    return [_under_stalloc(controller) for controller in served] or _under_torch()
+
+
+def _under_stalloc(controller: "Controller") -> dict[str, Any]:
+    from stalloc.runtime.statistics import run_counts, run_peaks
+
+    record, marks = controller.state.record, controller.recording.step_times_ns
+    (hits, misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
+    lasted = (marks[-1] - marks[-2]) / 1e6 if len(marks) > 1 else None
+    return {
+        "device": controller.device.index,
+        "name": shown_name(controller.device.kind, controller.device.name),
+        "allocator": "stalloc",
+        "phase": controller.status.phase.value,
+        "total_bytes": controller.device.total_bytes,
+        "allocated_bytes": record.total.allocated_bytes,
+        "reserved_bytes": record.reserved_bytes,
+        "allocated_peak_bytes": allocated_peak,
+        "reserved_peak_bytes": reserved_peak,
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "steps": len(marks),
+        "step_ms": lasted,
+        "out_of_memory_errors": record.num_ooms,
+    }
+
+
+def _under_torch() -> list[dict[str, Any]]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return []
+    found = []
+    for device in range(torch.cuda.device_count()):
+        told = torch.cuda.memory_stats(device)
+        if not told.get("allocated_bytes.all.allocated"):
+            continue
+        properties = torch.cuda.get_device_properties(device)
+        found.append(
+            {
+                "device": device,
+                "name": properties.name,
+                "allocator": "PyTorch",
+                "phase": "",
+                "total_bytes": properties.total_memory,
+                "allocated_bytes": told["allocated_bytes.all.current"],
+                "reserved_bytes": told["reserved_bytes.all.current"],
+                "allocated_peak_bytes": told["allocated_bytes.all.peak"],
+                "reserved_peak_bytes": told["reserved_bytes.all.peak"],
+                "hit_rate": None,
+                "steps": 0,
+                "step_ms": None,
+                "out_of_memory_errors": told.get("num_ooms", 0),
+            }
+        )
+    return found
