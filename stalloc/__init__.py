@@ -33,7 +33,7 @@ _LAZY: dict[str, str] = {
     "flight_recorder": "stalloc.integrations",
     "alloc_conf": "stalloc.integrations",
     "watch": "stalloc.integrations.showing",
-    "memory_scalars": "stalloc.integrations.memory_figures",
+    "memory_scalars": "stalloc.integrations.memory_scalars",
     "load_ipython_extension": "stalloc.integrations.notebook",
     "adopt": "stalloc.compaction",
     "allow_compaction": "stalloc.compaction",
