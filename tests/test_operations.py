@@ -1,12 +1,14 @@
 """`stalloc record --ops`: the program is not changed by it, and the trace knows who made and used what."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import networkx as nx
 import numpy as np
 import pytest
+from test_report import columns_of
 
 from stalloc.cli import main
 from stalloc.cost.gpu_rates import rates_of
@@ -163,22 +165,31 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
     assert "3 blocks of class Layer" in out
     assert "saved activation" in out
     assert main(["top", str(path), "--json", "-"]) == 0
-    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    (top,) = json.loads(capsys.readouterr().out)["devices"]
     for names in ("by_role", "by_module"):
-        assert sum(entry["held_bytes"] for entry in device[names]) == device["allocated_bytes"]
-    assert "layers.*.up" in {entry["name"] for entry in device["by_module"]}
+        assert sum(entry["held_bytes"] for entry in top[names]) == top["allocated_bytes"]
+    assert "layers.*.up" in {entry["name"] for entry in top["by_module"]}
     assert main(["tree", str(path), "--json", "-"]) == 0
     (branched,) = json.loads(capsys.readouterr().out)["devices"]
     of_modules = {(one["name"], one["held_bytes"]) for one in branched["tree"]["children"]}
-    assert of_modules == {(entry["name"], entry["held_bytes"]) for entry in device["by_module"]}
+    assert of_modules == {(entry["name"], entry["held_bytes"]) for entry in top["by_module"]}
     roles = {leaf["name"] for one in branched["tree"]["children"] for leaf in one["children"]}
-    assert roles == {entry["name"] for entry in device["by_role"]}
+    assert roles == {entry["name"] for entry in top["by_role"]}
     assert main(["explain", str(path), "--json", "-"]) == 0
     (device,) = json.loads(capsys.readouterr().out)["devices"]
     assert sum(device["roles"].values()) == device["allocated_bytes"]
     page = tmp_path / "step.html"
     assert main(["report", str(path), "-o", str(page)]) == 0
-    assert "saved activation of layers.*.up" in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "saved activation of layers.*.up" in text
+    (headers,) = re.findall(r'<script type="application/json" id="headers">(.*?)</script>', text)
+    (shown,), count = json.loads(headers), trace.num_requests
+    columns = columns_of(text, 0)[: 8 * count].reshape(8, count)
+    live = (columns[0] <= top["event"] + 1) & (top["event"] + 1 < columns[0] + columns[1])
+    for number, (group, listed) in enumerate((("module", "by_module"), ("role", "by_role")), start=6):
+        held = 512 * np.bincount(columns[number][live], columns[2][live]).astype(int)
+        named = {shown["groups"][group][row]: size for row, size in enumerate(held.tolist()) if size}
+        assert named == {entry["name"]: entry["held_bytes"] for entry in top[listed]}
 
 
 def test_converting_keeps_the_tables(trace: Trace, operations: Operations, tmp_path: Path) -> None:

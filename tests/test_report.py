@@ -70,6 +70,29 @@ def test_the_figures_are_those_of_the_other_verbs(
         assert held == {entry["name"]: entry["held_bytes"] for entry in top["by_site"]}
 
 
+PROFILES = ("timesformer", "qwen05b", "bert", "owlv2", "resnet50_train_v100", "vit", "b200_eager")
+
+
+@pytest.mark.parametrize(
+    "name", [*PROFILES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in PROFILES[2:])]
+)
+def test_the_charts_of_a_profile_have_the_figures_of_timeline(
+    shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = str(shared_traces / "h100" / f"{name}.json.gz")
+    _, (device,) = page_of(tmp_path, file)
+    (study,) = told(capsys, "timeline", file)
+    assert device["study"]["findings"] == study["findings"]
+    assert {"file": file, **device["study"]["found"], "findings": study["findings"]} == study
+    assert device["has_memory"] == (name in ("qwen05b", "bert"))
+    for link in study["links"]:
+        curve = device["study"]["curves"]["traffic"][link["link"]]
+        assert sum(curve) * device["study"]["curves"]["seconds"] == pytest.approx(link["num_bytes"])
+    summary = tmp_path / "summary.md"
+    assert main(["report", file, "-o", str(summary)]) == 0
+    assert "| phase | time | computes | copies | both | idle |" in summary.read_text(encoding="utf-8")
+
+
 def columns_of(text: str, number: int) -> np.ndarray:
     """The columns of a device, one behind the other."""
     (packed,) = re.findall(rf'<script type="application/octet-stream" id="columns-{number}">(.*?)</script>', text)
@@ -87,19 +110,21 @@ def held_at(text: str, device: dict[str, Any], number: int, moment: int) -> dict
     return held
 
 
-MODELS = ("torch", "expandable", "stalloc", "cupy", "bfc", "rmm_pool", "rmm_arena", "stream_ordered", "tlsf")
+MODELS = ("expandable", "stalloc")
+OTHER_MODELS = ("torch", "cupy", "bfc", "rmm_pool", "rmm_arena", "stream_ordered", "tlsf")
 
 
+@pytest.mark.parametrize("models", [MODELS, pytest.param(OTHER_MODELS, marks=pytest.mark.slow)])
 def test_blocks_of_every_map_lie_inside_segments_and_never_over_one_another(
-    shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], models: tuple[str, ...]
 ) -> None:
     file = str(shared_traces / "llm_quantize_sqattn.pickle.gz")
-    chosen = [word for name in MODELS for word in ("--allocator", name)]
+    chosen = [word for name in models for word in ("--allocator", name)]
     text, (device,) = page_of(tmp_path, file, *chosen)
-    words, count, num_maps = columns_of(text, 0), device["num_requests"], len(MODELS) + 2
+    words, count, num_maps = columns_of(text, 0), device["num_requests"], len(models) + 2
     start, duration, size = words[: 3 * count].reshape(3, -1)
     assert [made["name"] for made in device["maps"]] == [
-        *("as recorded", *(f"{name} (model)" for name in MODELS), "stalloc's plan")
+        *("as recorded", *(f"{name} (model)" for name in models), "stalloc's plan")
     ]
     (simulated,) = told(capsys, "simulate", file, *chosen)
     peaks = {f"{result['allocator']} (model)": result["peak_reserved_bytes"] for result in simulated["results"]}
@@ -209,11 +234,20 @@ def test_markdown_shows_the_figures_and_strangers_text_as_text(tmp_path: Path) -
     assert "| call site | held | requests |" in text
 
 
-@pytest.mark.parametrize(("form", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_pictures_are_drawn_by_matplotlib(shared_traces: Path, tmp_path: Path, form: str, begins: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "form", "begins"),
+    [
+        ("llm_quantize_sqattn.pickle.gz", "png", b"\x89PNG"),
+        ("h100/qwen05b.json.gz", "svg", b"<?xml"),
+        ("h100/resnet50_train_v100.json.gz", "pdf", b"%PDF"),
+    ],
+)
+def test_pictures_are_drawn_by_matplotlib(
+    shared_traces: Path, tmp_path: Path, name: str, form: str, begins: bytes
+) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra report)")
     out = tmp_path / f"out.{form}"
-    assert main(["report", str(shared_traces / "llm_quantize_sqattn.pickle.gz"), "-o", str(out)]) == 0
+    assert main(["report", str(shared_traces / name), "-o", str(out)]) == 0
     assert out.read_bytes().startswith(begins)
 
 

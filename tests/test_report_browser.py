@@ -3,31 +3,30 @@
 Needs Playwright's Python package (the dependency group `browser`) and the system's Chromium; skipped without.
 """
 
-import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from test_timeline import ITERATION
 from test_top import write_leak
 
 from stalloc.cli import main
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (dependency group browser)")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
+from browser import chromium, launch  # noqa: E402
+
+if chromium() is None:
     pytest.skip("there is no Chromium here", allow_module_level=True)
-_QUIET = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as engine:
-        opened = engine.chromium.launch(executable_path=CHROMIUM, args=list(_QUIET))
+        opened = launch(engine)
         yield opened
         opened.close()
 
@@ -195,5 +194,54 @@ def test_what_strangers_wrote_is_never_run(browser: Any, tmp_path: Path) -> None
     opened.tab.locator("#holders").select_option("call site")
     assert opened.tab.locator("main b").count() == 0
     assert "<script>" in opened.tab.locator("#title").text_content()
+    assert opened.errors == []
+    opened.tab.close()
+
+
+def test_charts_of_copies_are_drawn_without_memory_and_at_every_width(browser: Any, tmp_path: Path) -> None:
+    """An iteration with copies beside a recording of memory: each shows what it has, and says what it lacks."""
+    rows = [line + "," * (6 - line.count(",")) for line in ITERATION.strip().splitlines()]
+    table, file = tmp_path / "iteration.csv", tmp_path / "report.html"
+    table.write_text("\n".join(rows) + "\n")
+    assert main(["report", str(table), write_leak(tmp_path / "leak.pickle"), "-o", str(file)]) == 0
+    opened = Page(browser, file)
+    assert not opened.tab.locator("#study").is_visible()
+    opened.tab.locator("#devices button").last.click()
+    opened.tab.wait_for_function("() => !document.getElementById('study').hidden")
+    assert not opened.maps.first.is_visible()
+    titles = opened.tab.locator("#charts figcaption").all_text_contents()
+    assert "Time of each phase" in titles
+    assert any(title.startswith("Traffic device to host: 4.00 MiB in 1 copy, used to 10.0%") for title in titles)
+    assert "Headroom of each phase" not in titles
+    assert "headroom is not known" in opened.tab.locator("#missing").text_content()
+    assert "stood still for 1 copy" in opened.tab.locator("#story").text_content()
+    hints = opened.tab.locator("#charts title").all_text_contents()
+    assert "backward: copies 40 us, 20.0%" in hints
+    opened.tab.set_viewport_size({"width": 390, "height": 800})
+    opened.tab.wait_for_function("() => document.querySelector('#charts svg').viewBox.baseVal.width < 390")
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") <= 390
+    opened.tab.locator("#devices button").first.click()
+    opened.tab.wait_for_function("() => document.getElementById('study').hidden")
+    assert opened.maps.first.is_visible()
+    assert opened.errors == []
+    opened.tab.close()
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_colours_by_module_follow_the_recorded_operations(browser: Any, run_program: Any, tmp_path: Path) -> None:
+    trace, file = tmp_path / "ops.trace.npz", tmp_path / "report.html"
+    program = Path(__file__).parent / "programs" / "operations.py"
+    command = ["record", "--ops", "--device", "virtual", "-o", str(trace), str(program)]
+    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({command!r}))")
+    assert done.returncode == 0, done.stderr
+    assert main(["report", str(trace), "-o", str(file)]) == 0
+    opened = Page(browser, file)
+    before = opened.hash()
+    opened.tab.locator("#grouping").select_option("module")
+    assert opened.link(changed_from=before)["by"] == "module"
+    assert "layers.*.up" in opened.tab.locator("#legend").text_content()
+    opened.tab.locator("#holders").select_option("role")
+    assert "parameter" in opened.tab.locator("#held").text_content()
+    assert Page(browser, file, opened.hash()).tab.locator("#grouping").input_value() == "module"
     assert opened.errors == []
     opened.tab.close()

@@ -4,7 +4,8 @@ FILE is a trace of any kind that stalloc reads; `stalloc stats --help` names the
 opens from disk; it asks nothing of any network, and shows all devices of all files. It begins with what is wrong in
 words, with the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of
 addresses, as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at
-the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses.
+the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. Of a profile
+with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
@@ -20,7 +21,7 @@ from stalloc.cli.convert import of_device
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.figures import human_bytes
-from stalloc.trace import load_traces
+from stalloc.trace import load_devices
 from stalloc.writers.reporting import FORMATS, format_of, write_report
 
 
@@ -38,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     """Load, write, say where."""
     path = Path(args.output or f"report.{args.format or 'html'}")
     form, allocators = format_of(path, args.format), named_candidates(args)
-    traces = []
+    records = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            traces += [(file, trace) for trace in of_device(file, load_traces(file), args.device)]
+            records += [(file, record) for record in of_device(file, load_devices(file), args.device)]
     with working(f"drawing {file_label(str(path))}"):
-        write_report(path, form, traces, allocators)
-    size, devices = path.stat().st_size, [{"file": file, "device": trace.device} for file, trace in traces]
+        write_report(path, form, records, allocators)
+    size, devices = path.stat().st_size, [{"file": file, "device": record.device} for file, record in records]
     write_json(args, {"output": str(path), "format": form, "bytes": size, "devices": devices})
     if wants_text(args):
         opened = ", open it in a browser" if form == "html" else ""

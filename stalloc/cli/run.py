@@ -231,12 +231,13 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
 
 
 def _report(runtime: "Runtime", path: Path, form: str, program: str) -> None:
+    from stalloc.trace import record_of
     from stalloc.writers.reporting import write_report
 
-    traces = [(program, trace) for trace in runtime.recorded()]
-    if not traces:
+    records = [(program, record_of(trace)) for trace in runtime.recorded()]
+    if not records:
         raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
-    write_report(path, form, traces)
+    write_report(path, form, records)
     say(f"wrote {printable(str(path))}")
 
 

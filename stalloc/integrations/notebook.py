@@ -37,8 +37,9 @@ def show_cell(shell: Any, cell: str) -> None:
         return
     from IPython.display import display
 
+    from stalloc.trace import record_of
     from stalloc.writers.page import page_text
 
-    page = html.escape(page_text([("this cell", trace) for trace in traces]))
+    page = html.escape(page_text([("this cell", record_of(trace)) for trace in traces]))
     frame = f'<iframe sandbox="allow-scripts" srcdoc="{page}" style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
     display({"text/html": frame, "text/plain": "\n".join(map(repr, traces))}, raw=True)

@@ -42,6 +42,11 @@ class DeviceRecord:
     """What is known of the device, as in Trace.info."""
 
 
+def record_of(trace: Trace) -> DeviceRecord:
+    """The record of a trace, with the activity that is in its tables. Raises BadInputError if those are damaged."""
+    return DeviceRecord(trace.device, trace, read_activity(trace), trace.info)
+
+
 def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
@@ -59,18 +64,15 @@ def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
     in CSV `start_us,end_us,link,bytes,phase`. Raises BadInputError as `load_traces` does.
     """
 
-    def of_traces(traces: list[Trace]) -> list[DeviceRecord]:
-        return [DeviceRecord(trace.device, trace, read_activity(trace), trace.info) for trace in traces]
-
     def of_archive(name: Path, file: BinaryIO) -> list[DeviceRecord]:
-        return of_traces(read_npz(name, file))
+        return [record_of(trace) for trace in read_npz(name, file)]
 
     def of_content(name: Path, data: bytes) -> list[DeviceRecord]:
         head = data[:4096].lstrip()
         if head and looks_like_activity_csv(head):
             return [DeviceRecord(0, None, read_activity_csv(name, data), {})]
         if not _is_kineto(head):
-            return of_traces(_read_content(name, data))
+            return [record_of(trace) for trace in _read_content(name, data)]
         activity = read_kineto_activity(name, data)
         try:
             traces = {trace.device: trace for trace in read_kineto(name, data)}

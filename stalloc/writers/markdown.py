@@ -5,21 +5,47 @@ from pathlib import Path
 
 from stalloc.analysis import explain, holders, summarize
 from stalloc.analysis.moments import last_oom, moment_text
-from stalloc.figures import human_bytes
+from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
-from stalloc.trace import Trace
+from stalloc.trace import DeviceRecord, Trace
 from stalloc.writers.page.story import headline, remarks
+from stalloc.writers.study_curves import Drawn, drawn_study
 from stalloc.writers.writing import write_chunks
 
 _ROWS = 8
 
 
-def write_markdown(path: Path, traces: Sequence[tuple[str, Trace]]) -> None:
+def write_markdown(path: Path, records: Sequence[tuple[str, DeviceRecord]]) -> None:
     """Write a section a device. Raises BadInputError for a file that cannot be written."""
-    write_chunks(path, ["\n".join(_section(name, trace)).encode() + b"\n" for name, trace in traces])
+    write_chunks(path, ["\n".join(_section(name, record)).encode() + b"\n" for name, record in records])
 
 
-def _section(name: str, trace: Trace) -> list[str]:
+def _section(name: str, record: DeviceRecord) -> list[str]:
+    lines = [f"## {_escaped(Path(name).name)}, device {record.device}", ""]
+    if record.trace is not None:
+        lines += [*_memory(record.trace), ""]
+    drawn = drawn_study(record)
+    return lines if drawn is None else lines + _study(drawn)
+
+
+def _study(drawn: Drawn) -> list[str]:
+    phases = [
+        (
+            phase.name,
+            *map(human_seconds, (phase.seconds, phase.compute_seconds, phase.copy_seconds)),
+            *map(human_seconds, (phase.overlap_seconds, phase.idle_seconds)),
+        )
+        for phase in drawn.found.phases
+    ]
+    return [
+        *(f"- {_escaped(sentence)}" for sentence in drawn.findings),
+        "",
+        *_table(("phase", "time", "computes", "copies", "both", "idle"), phases),
+        *(f"- {_escaped(sentence)}" for sentence in drawn.found.missing),
+    ]
+
+
+def _memory(trace: Trace) -> list[str]:
     told = explain(trace, "oom" if last_oom(trace) is not None else "peak", advise=False)
     held, summary = holders(trace), summarize(trace)
     first, *others = headline(told, held, summary)
@@ -28,7 +54,7 @@ def _section(name: str, trace: Trace) -> list[str]:
         "reserved peak": summary.reserved_peak_bytes,
         "least memory that any plan needs": summary.lower_bound_bytes,
     }
-    lines = [f"## {_escaped(Path(name).name)}, device {trace.device}", "", f"**{_escaped(first)}**", ""]
+    lines = [f"**{_escaped(first)}**", ""]
     lines += [line for other in others for line in (_escaped(other), "")]
     lines += _table(("", ""), ((label, human_bytes(value)) for label, value in figures.items() if value is not None))
     shown = held.by_site[:_ROWS] if held.has_sites else held.by_class[:_ROWS]

@@ -1,5 +1,6 @@
 """Load and map of a device as a picture for papers and CI: PNG, SVG or PDF, by matplotlib, in the page's colours."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,20 @@ from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.files import whole
-from stalloc.trace import Trace
+from stalloc.trace import DeviceRecord, Trace
 from stalloc.writers.page.address_map import UNIT_BYTES, AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
 from stalloc.writers.palettes import FRAME, HOLE, INK, OKABE_ITO
+from stalloc.writers.study_curves import drawn_study
+from stalloc.writers.study_picture import panels
 
 FORMATS = ("png", "svg", "pdf")
 _COLUMNS = 1200  # of detail: stretches of events that are told apart
 _GIB = 1 << 30
 
 
-def write_picture(path: Path, trace: Trace, form: str) -> None:
-    """Draw a device: what is allocated by lifespan class, what is reserved, and where it lives.
+def write_picture(path: Path, record: DeviceRecord, form: str) -> None:
+    """Draw a device: what is allocated by lifespan class, what is reserved, and where it lives; and its study, if any.
 
     `form` is one of FORMATS. Raises BadInputError without matplotlib, and for a file that cannot be written; then what
     was there before is still there.
@@ -32,8 +35,29 @@ def write_picture(path: Path, trace: Trace, form: str) -> None:
         raise BadInputError(
             "pictures are drawn by matplotlib: pip install 'stalloc[report]', or write a page or Markdown."
         ) from error
+    drawn = drawn_study(record)
+    charts = panels(drawn) if drawn is not None else []
+    heights = [7.0] * (record.trace is not None) + [2.4 * -(-len(charts) // 2)] * bool(charts)
+    if not heights:
+        raise BadInputError(
+            f"device {record.device} has neither memory nor kernels nor copies: there is nothing to draw."
+        )
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    parts = list(np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights)))
+    if record.trace is not None:
+        _memory(parts[0], record.trace)
+    if charts:
+        for axes, chart in zip_longest(parts[-1].subplots(-(-len(charts) // 2), 2, squeeze=False).flat, charts):
+            if chart is None:
+                axes.remove()
+            else:
+                chart(axes)
+    with whole(path) as file:
+        figure.savefig(file, format=form, dpi=160, metadata={"Date": None} if form == "svg" else None)
+
+
+def _memory(figure: Any, trace: Trace) -> None:
     maps = [made for made in (recorded_map(trace), planned_map(trace)) if made is not None]
-    figure = Figure(figsize=(11, 7), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 3])
     classes = class_keys(trace, np.arange(trace.num_requests))
     names = list(dict.fromkeys(str(key) for key in classes))
@@ -41,8 +65,6 @@ def write_picture(path: Path, trace: Trace, form: str) -> None:
     _load(upper.subplots(), trace, names, kind)
     for axes, made in zip(np.atleast_1d(lower.subplots(1, len(maps))), maps, strict=True):
         _map(axes, trace, made, kind)
-    with whole(path) as file:
-        figure.savefig(file, format=form, dpi=160, metadata={"Date": None} if form == "svg" else None)
 
 
 def _load(axes: Any, trace: Trace, names: list[str], kind: Column) -> None:

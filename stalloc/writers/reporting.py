@@ -7,7 +7,7 @@ from pathlib import Path
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
-from stalloc.trace import Trace, load_traces
+from stalloc.trace import DeviceRecord, Trace, load_devices, record_of
 
 FORMATS = ("html", "md", "png", "svg", "pdf")
 
@@ -29,13 +29,13 @@ def report(
     that cannot be written; then what was there before is still there.
     """
     sources = [what] if isinstance(what, Trace | str | PathLike) else list(what)
-    traces: list[tuple[str, Trace]] = []
+    records: list[tuple[str, DeviceRecord]] = []
     for source in sources:
-        found = [source] if isinstance(source, Trace) else load_traces(Path(source))
+        found = [record_of(source)] if isinstance(source, Trace) else load_devices(Path(source))
         name = f"trace of device {source.device}" if isinstance(source, Trace) else str(source)
-        traces += [(name, trace) for trace in found]
+        records += [(name, record) for record in found]
     path = Path(output)
-    write_report(path, format_of(path, format), traces, [Candidate.named(text) for text in allocators])
+    write_report(path, format_of(path, format), records, [Candidate.named(text) for text in allocators])
     return path
 
 
@@ -50,22 +50,22 @@ def format_of(path: Path, format: str | None) -> str:
 
 
 def write_report(
-    path: Path, form: str, traces: Sequence[tuple[str, Trace]], allocators: Sequence[Candidate] = ()
+    path: Path, form: str, records: Sequence[tuple[str, DeviceRecord]], allocators: Sequence[Candidate] = ()
 ) -> None:
-    """Write named traces in one of FORMATS. Raises BadInputError as `report` does."""
+    """Write named devices in one of FORMATS. Raises BadInputError as `report` does."""
     if form == "html":
         from stalloc.writers.page import write_page
 
-        write_page(path, traces, allocators)
+        write_page(path, records, allocators)
     elif allocators:
         raise BadInputError("maps of other allocators are for pages: leave the allocators out, or write .html.")
     elif form == "md":
         from stalloc.writers.markdown import write_markdown
 
-        write_markdown(path, traces)
+        write_markdown(path, records)
     else:
         from stalloc.writers.picture import write_picture
 
-        if len(traces) != 1:
-            raise BadInputError(f"a picture shows one device, and there are {len(traces)}: choose one with --device.")
-        write_picture(path, traces[0][1], form)
+        if len(records) != 1:
+            raise BadInputError(f"a picture shows one device, and there are {len(records)}: choose one with --device.")
+        write_picture(path, records[0][1], form)

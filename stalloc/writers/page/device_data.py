@@ -14,20 +14,21 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis import Explanation, explain, holders, summarize
-from stalloc.analysis.grouping import class_keys, purposes, site_keys, site_text, stack_names
+from stalloc.analysis.grouping import class_keys, module_keys, purposes, role_keys, site_keys, site_text, stack_names
 from stalloc.analysis.moments import last_oom
 from stalloc.columns import Column
+from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
-from stalloc.trace import MARK_STEP, Action, Trace
+from stalloc.trace import MARK_STEP, Action, DeviceRecord, Trace
 from stalloc.trace.operations import read_operations
 from stalloc.trace.sites import read_sites
 from stalloc.writers.page.address_map import AddressMap, planned_map, recorded_map
 from stalloc.writers.page.detail import detail_levels
 from stalloc.writers.page.replayed_map import replayed_map
 from stalloc.writers.page.story import headline, remarks
+from stalloc.writers.study_curves import drawn_study
 
-COLUMNS = ("start", "duration", "size", "kind", "stream", "stack")
 _ALIGNMENT = 512
 _MAX_MARKS = 2000
 
@@ -42,11 +43,29 @@ class DeviceData:
     """Base64 of gzip of the columns, one behind the other."""
 
 
-def device_data(trace: Trace, allocators: Sequence[Candidate] = ()) -> DeviceData:
+def device_data(record: DeviceRecord, allocators: Sequence[Candidate] = ()) -> DeviceData:
     """Everything that the page shows of a device, with maps of more allocators.
 
     Raises BadInputError as `explain` and `plan` do, and as `replayed_map` does.
     """
+    drawn = drawn_study(record)
+    shown = {
+        "device": record.device,
+        "study": drawn and dataclasses.asdict(drawn),
+        "has_memory": record.trace is not None,
+    }
+    if record.trace is not None:
+        return _memory(record.trace, shown, allocators)
+    if drawn is None:
+        raise BadInputError(
+            f"device {record.device} has neither memory nor kernels nor copies: there is nothing to show."
+        )
+    return DeviceData(
+        shown | {"headline": drawn.findings or ["Nothing stands out."], "remarks": drawn.found.missing}, ""
+    )
+
+
+def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]) -> DeviceData:
     told = explain(trace, "oom" if last_oom(trace) is not None else "peak")
     held = holders(trace)
     summary = summarize(trace)
@@ -67,9 +86,11 @@ def device_data(trace: Trace, allocators: Sequence[Candidate] = ()) -> DeviceDat
         "stream": trace.stream,
         "stack": stack,
     }
+    groups = _operation_groups(trace, rows)
+    columns |= {name: number for name, (_, number) in groups.items()}
     levels, counts = np.unique(level[order], return_counts=True)
     header = {
-        "device": trace.device,
+        **shown,
         "source": printable(str(trace.info.get("source", ""))),
         "headline": headline(told, held, summary),
         "remarks": remarks(trace, told),
@@ -84,12 +105,13 @@ def device_data(trace: Trace, allocators: Sequence[Candidate] = ()) -> DeviceDat
         "streams": [str(stream) for stream in trace.streams],
         "sites": sites,
         "stacks": stacks,
+        "groups": {name: names for name, (names, _) in groups.items()},
         "marks": _marks(trace),
         "errors": np.flatnonzero(trace.action == Action.OOM)[:_MAX_MARKS].tolist(),
         "reserved": _reserved(trace),
         "maps": [_map_header(made) for made in maps],
     }
-    parts = [columns[name][order] for name in COLUMNS]
+    parts = [column[order] for column in columns.values()]
     parts += [made.place[order] for made in maps]
     parts += [made.segments.reshape(-1) for made in maps]
     return DeviceData(header, _packed(parts))
@@ -117,6 +139,14 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[list[str], Column]:
     numbers: dict[Hashable, int] = {}
     column = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
     return [printable(str(key)) for key in numbers], column
+
+
+def _operation_groups(trace: Trace, rows: Column) -> dict[str, tuple[list[str], Column]]:
+    """Names and numbers of the module and the role of each row, where operations are known."""
+    operations = read_operations(trace)
+    if operations is None:
+        return {}
+    return {"module": _numbered(module_keys(operations, rows)), "role": _numbered(role_keys(operations, rows))}
 
 
 def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:

@@ -14,27 +14,27 @@ from pathlib import Path
 
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
-from stalloc.trace import Trace
+from stalloc.trace import DeviceRecord
 from stalloc.writers import palettes
 from stalloc.writers.page.device_data import DeviceData, device_data
 from stalloc.writers.writing import write_chunks
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "data.js", "colors.js", "holders.js", "map.js", "chart.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", "data.js", "colors.js", "holders.js", "map.js", "chart.js", "study.js", "page.js")
 
 
-def write_page(path: Path, traces: Sequence[tuple[str, Trace]], allocators: Sequence[Candidate] = ()) -> None:
-    """Write the page of these traces, each with the name of its file, and with a map of each of these allocators.
+def write_page(path: Path, records: Sequence[tuple[str, DeviceRecord]], allocators: Sequence[Candidate] = ()) -> None:
+    """Write the page of these devices, each with the name of its file, and with a map of each of these allocators.
 
     Raises BadInputError for a trace that cannot be explained, an allocator that has no map and a file that cannot be
     written; then what was there before is still there.
     """
-    write_chunks(path, _chunks([(name, device_data(trace, allocators)) for name, trace in traces]))
+    write_chunks(path, _chunks([(name, device_data(record, allocators)) for name, record in records]))
 
 
-def page_text(traces: Sequence[tuple[str, Trace]]) -> str:
-    """The page of these traces, each with a name, as text. Raises BadInputError as `write_page` does."""
-    return b"".join(_chunks([(name, device_data(trace)) for name, trace in traces])).decode()
+def page_text(records: Sequence[tuple[str, DeviceRecord]]) -> str:
+    """The page of these devices, each with a name, as text. Raises BadInputError as `write_page` does."""
+    return b"".join(_chunks([(name, device_data(record)) for name, record in records])).decode()
 
 
 def _chunks(devices: Sequence[tuple[str, DeviceData]]) -> Iterator[bytes]:

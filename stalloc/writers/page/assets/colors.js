@@ -2,7 +2,9 @@
 // Colours of groups; PALETTES stands before the scripts, from palettes.py.
 
 const { OKABE_ITO, TOL_MUTED, REST, SIZES } = PALETTES;
-const GROUPINGS = ["class", "call site", "size", "stream"];
+
+// What a device can be coloured by, and what holds memory listed by: modules and roles where operations are known.
+const groupings = (header) => ["class", "call site", ...Object.keys(header.groups), "size", "stream"];
 
 // The group of each row, and names and colours of the groups; what holds most at the chosen moment gets a colour.
 function groupRows(device, by, moment) {
@@ -12,7 +14,7 @@ function groupRows(device, by, moment) {
     const group = Uint8Array.from(device.size, (units) => SIZES.findIndex(([, limit]) => units * UNIT < limit));
     return { group, names: SIZES.map((entry) => entry[0]), colors: SIZES.map((entry) => entry[2]) };
   }
-  const [column, names] = by === "stream" ? [device.stream, header.streams.map((name) => "stream " + name)] : [device.site, header.sites];
+  const [column, names] = columnOf(device, by);
   const held = heldBy(device, column, names.length, moment).bytes;
   const order = [...held.keys()].sort((one, other) => held[other] - held[one]);
   const shown = order.slice(0, TOL_MUTED.length), group = new Uint8Array(device.count), place = new Uint8Array(names.length).fill(shown.length);
@@ -21,6 +23,15 @@ function groupRows(device, by, moment) {
   const kept = shown.map((number) => names[number]);
   if (names.length > shown.length) kept.push("all others");
   return { group, names: kept, colors: [...TOL_MUTED.slice(0, shown.length), REST].slice(0, kept.length) };
+}
+
+// The number of each row in a grouping, and the names of the numbers.
+function columnOf(device, by) {
+  const { header } = device;
+  if (by in header.groups) return [device.rowGroups[by], header.groups[by]];
+  if (by === "class") return [device.kind, header.kinds];
+  if (by === "stream") return [device.stream, header.streams.map((name) => "stream " + name)];
+  return by === "size" ? sizeColumn(device) : [device.site, header.sites];
 }
 
 function named(column, names, palette) {

@@ -18,6 +18,8 @@ async function loadDevice(header, element) {
   const take = (count) => words.subarray(at, (at += count));
   const device = { header, count: header.num_requests, events: header.num_events + 1 };
   for (const name of COLUMNS) device[name] = take(device.count);
+  device.rowGroups = {};
+  for (const name of Object.keys(header.groups)) device.rowGroups[name] = take(device.count);
   device.maps = header.maps.map((map) => ({ ...map, place: take(device.count) }));
   for (const map of device.maps) map.rects = take(4 * map.segments);
   device.groups = [];

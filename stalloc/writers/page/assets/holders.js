@@ -5,13 +5,7 @@
 const ROWS = 12;
 
 function heldTable(device, by, view) {
-  const columns = {
-    "call site": [device.site, device.header.sites],
-    class: [device.kind, device.header.kinds],
-    stream: [device.stream, device.header.streams.map((name) => "stream " + name)],
-    size: sizeColumn(device),
-  };
-  const [column, names] = columns[by];
+  const [column, names] = columnOf(device, by);
   const now = heldBy(device, column, names.length, view.moment);
   const before = view.other === null ? null : heldBy(device, column, names.length, view.other);
   const rows = names.map((name, number) => ({

@@ -3,7 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const view = { device: 0, begin: 0, end: 1, moment: 0, other: null, by: "class", search: "" };
-let devices = [], device, chart, maps = [], coloring, asked = false;
+let devices = [], device = null, chart = null, maps = [], coloring, asked = false;
 
 function theme() {
   const dark = document.documentElement.dataset.theme === "dark";
@@ -19,7 +19,7 @@ function draw() { // at most once a frame
     asked = false;
     const began = performance.now(), look = theme();
     maps.forEach((map) => map.draw(view, coloring, look));
-    chart.draw(view, coloring, look);
+    chart?.draw(view, coloring, look);
     window.lastRedrawMs = performance.now() - began;
     try {
       history.replaceState(null, "", "#" + link());
@@ -39,12 +39,19 @@ function readLink() {
   if (begin !== null && end) Object.assign(view, { begin: within(begin), end: Math.max(within(end), within(begin) + 1) });
   if (number(told.get("at")) !== null) view.moment = within(number(told.get("at")));
   if (number(told.get("against")) !== null) view.other = within(number(told.get("against")));
-  if (GROUPINGS.includes(told.get("by"))) view.by = told.get("by");
+  if (groupings(device.header).includes(told.get("by"))) view.by = told.get("by");
   view.search = told.get("search") || "";
 }
 
 async function choose(number) {
   const { header, element } = devices[number];
+  view.device = number;
+  document.querySelectorAll("#devices button").forEach((button, at) => button.setAttribute("aria-pressed", devices.order[at] === number));
+  document.querySelectorAll(".memory").forEach((part) => (part.hidden = !header.has_memory));
+  byId("keys").hidden ||= !header.has_memory;
+  tell(header);
+  drawStudy(header.study, header.headline);
+  if (!header.has_memory) return forgetMemory();
   device = devices[number].loaded ??= await loadDevice(header, element);
   Object.assign(view, { device: number, begin: 0, end: device.events, moment: header.moment.event + 1, other: null });
   byId("load").replaceChildren();
@@ -60,15 +67,29 @@ async function choose(number) {
     listen(shown);
     return shown;
   });
-  document.querySelectorAll("#devices button").forEach((button, at) => button.setAttribute("aria-pressed", devices.order[at] === number));
-  tell(header);
+  options("grouping", groupings(header), view.by);
+  options("holders", groupings(header), "call site");
+  view.by = byId("grouping").value;
+  tellMemory(header);
+}
+
+function forgetMemory() {
+  device = chart = null;
+  maps = [];
+}
+
+function options(id, names, value) {
+  byId(id).replaceChildren(...names.map((name) => new Option(name, name)));
+  byId(id).value = names.includes(value) ? value : names[0];
 }
 
 function tell(header) {
   byId("title").textContent = `${header.file}, device ${header.device}`;
-  const items = (id, tag, texts) => byId(id).replaceChildren(...texts.map((text) => Object.assign(document.createElement(tag), { textContent: text })));
-  items("story", "p", header.headline);
-  items("remarks", "li", header.remarks);
+  byId("story").replaceChildren(...header.headline.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
+}
+
+function tellMemory(header) {
+  byId("remarks").replaceChildren(...header.remarks.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
   const told = header.explanation, gap = told.reserved_bytes - told.allocated_bytes;
   byId("gap").textContent = `${eventName(told.event + 1)}: reserved ${humanBytes(told.reserved_bytes)}, allocated ${humanBytes(told.allocated_bytes)}, ${humanBytes(gap)} between them.`;
   const rows = (id, pairs) => {
@@ -92,6 +113,7 @@ function tell(header) {
 }
 
 function recolor() {
+  if (!device) return draw();
   coloring = groupRows(device, view.by, view.moment);
   byId("legend").replaceChildren(...coloring.names.map((name, number) => {
     const line = document.createElement("li"), patch = document.createElement("i");
@@ -222,8 +244,9 @@ function press(key, map) {
 }
 
 function showDevices() {
-  const worst = (header) => header.explanation.reserved_bytes - header.explanation.allocated_bytes;
-  const failed = (header) => Number(header.errors.length > 0);
+  const worst = (header) => (header.has_memory ? header.explanation.reserved_bytes - header.explanation.allocated_bytes : -1);
+  const failed = (header) => Number(header.has_memory && header.errors.length > 0);
+  const figures = (header) => (header.has_memory ? `${humanBytes(header.explanation.allocated_bytes)} allocated, ${humanBytes(worst(header))} more reserved` : humanSeconds(header.study.found.seconds));
   const badness = (one, other) => failed(other) - failed(one) || worst(other) - worst(one);
   devices.order = [...devices.keys()].sort((one, other) => badness(devices[one].header, devices[other].header));
   if (devices.length < 2) return;
@@ -231,10 +254,10 @@ function showDevices() {
   byId("devices").replaceChildren(...devices.order.map((number) => {
     const { header } = devices[number], button = document.createElement("button"), canvas = document.createElement("canvas");
     const said = document.createElement("span");
-    said.textContent = `${devices.some(({ header: other }) => other.file !== header.file) ? header.file + ", " : ""}device ${header.device}${failed(header) ? ", out of memory" : ""}: ${humanBytes(header.explanation.allocated_bytes)} allocated, ${humanBytes(worst(header))} more reserved`;
+    said.textContent = `${devices.some(({ header: other }) => other.file !== header.file) ? header.file + ", " : ""}device ${header.device}${failed(header) ? ", out of memory" : ""}: ${figures(header)}`;
     button.append(canvas, said);
     button.addEventListener("click", () => choose(number).then(recolor));
-    requestAnimationFrame(() => sparkline(canvas, header.reserved, header.num_events));
+    if (header.has_memory) requestAnimationFrame(() => sparkline(canvas, header.reserved, header.num_events));
     return button;
   }));
 }
@@ -253,16 +276,13 @@ async function begin() {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   devices = JSON.parse(byId("headers").textContent).map((header, number) => ({ header, element: byId("columns-" + number) }));
-  const options = (id, names, value) => {
-    byId(id).replaceChildren(...names.map((name) => new Option(name, name)));
-    byId(id).value = value;
-  };
   showDevices();
   const hash = location.hash, wanted = new URLSearchParams(hash.slice(1)).get("device");
   await choose(wanted in devices ? Number(wanted) : devices.order[0]);
-  if (hash) readLink();
-  options("grouping", GROUPINGS, view.by);
-  options("holders", ["call site", "class", "size", "stream"], "call site");
+  if (hash && device) {
+    readLink();
+    byId("grouping").value = view.by;
+  }
   byId("grouping").addEventListener("change", () => ((view.by = byId("grouping").value), recolor()));
   byId("holders").addEventListener("change", hold);
   byId("search").addEventListener("input", () => search(byId("search").value));
@@ -271,7 +291,9 @@ async function begin() {
   byId("help").addEventListener("click", () => byId("help").setAttribute("aria-expanded", !(byId("keys").hidden = !byId("keys").hidden)));
   byId("load").addEventListener("click", (pointer) => moveTo(chart.at(pointer), pointer.shiftKey ? view.moment : view.other));
   byId("load").addEventListener("wheel", (wheel) => (wheel.preventDefault(), zoom(Math.exp(wheel.deltaY * 0.0016), chart.at(wheel))), { passive: false });
-  new ResizeObserver(() => (chart.resize(), draw())).observe(byId("load"));
+  new ResizeObserver(() => (chart?.resize(), draw())).observe(byId("load"));
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => width !== window.innerWidth && ((width = window.innerWidth), drawStudy(devices[view.device].header.study, devices[view.device].header.headline)));
   recolor();
   if (view.search) search(view.search);
   window.isReady = true;

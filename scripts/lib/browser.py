@@ -1,0 +1,19 @@
+"""Chromium as scripts and tests start it: the system's, without a GPU, and quiet on the network."""
+
+import shutil
+from typing import Any
+
+QUIET = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+def chromium() -> str | None:
+    """Where the system's Chromium is."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def launch(engine: Any) -> Any:
+    """A browser of Playwright's engine."""
+    return engine.chromium.launch(executable_path=chromium(), args=list(QUIET))

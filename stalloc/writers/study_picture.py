@@ -1,0 +1,169 @@
+"""The charts of a study for papers and CI, by matplotlib, in the page's colours: a row of panels each.
+
+Contract: a panel is drawn only of what the study has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stalloc.analysis.study_findings import copies_text
+from stalloc.figures import human_bytes, human_seconds
+from stalloc.printable import printable
+from stalloc.writers.palettes import HOLE, INK, OKABE_ITO
+from stalloc.writers.study_curves import Drawn
+
+_GIB = 1 << 30
+_SPLIT = (
+    ("computes", "compute_seconds", OKABE_ITO[0]),
+    ("copies", "copy_seconds", OKABE_ITO[1]),
+    ("both", "overlap_seconds", OKABE_ITO[2]),
+    ("idle", "idle_seconds", HOLE),
+)
+_LINKS = {
+    "host to device": OKABE_ITO[5],
+    "device to host": OKABE_ITO[4],
+    "device to device": OKABE_ITO[3],
+    "disk read": OKABE_ITO[6],
+    "disk write": OKABE_ITO[2],
+}
+_MIN_ROWS, _MAX_PARTS = 3, 30
+_DRAWN_BYTES = 1 << 20  # below which memory of the host and traffic over time would be an empty picture
+Panel = Callable[[Any], None]
+
+
+def panels(drawn: Drawn) -> list[Panel]:
+    """What to draw, each into axes of its own."""
+    found, curves = drawn.found, drawn.curves
+    chosen: list[Panel] = []
+    if any(phase.compute_seconds + phase.copy_seconds + phase.overlap_seconds for phase in found.phases):
+        chosen.append(lambda axes: _time(axes, drawn))
+    if any(kind != "host" or max(values) >= _DRAWN_BYTES for kind, values in curves.memory.items()):
+        chosen.append(lambda axes: _memory(axes, drawn))
+    if any(link.num_bytes >= _DRAWN_BYTES for link in found.links):
+        chosen.append(lambda axes: _traffic(axes, drawn))
+    if found.links:
+        chosen += [
+            lambda axes: _by_phase(axes, drawn),
+            lambda axes: _sizes(axes, drawn),
+        ]
+    if any(phase.headroom_bytes is not None for phase in found.phases):
+        chosen.append(lambda axes: _headroom(axes, drawn))
+    if found.parts:
+        chosen.append(lambda axes: _parts(axes, drawn))
+    return chosen
+
+
+def _rows(axes: Any, names: list[str], said: list[str], ends: list[float]) -> None:
+    """Names in front of horizontal bars, and what is said behind them."""
+    axes.set_yticks(range(len(names)), [printable(name, 28) for name in names])
+    axes.set_ylim(max(len(names), _MIN_ROWS) - 0.5, -0.5)
+    for row, (text, end) in enumerate(zip(said, ends, strict=True)):
+        axes.text(end, row, f"  {text}", va="center", fontsize=8)
+    axes.set_xlim(0, 1.9 * max([*ends, 1e-12]))
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _time(axes: Any, drawn: Drawn) -> None:
+    phases = drawn.found.phases
+    left = np.zeros(len(phases))
+    for name, part, color in _SPLIT:
+        width = np.array([getattr(phase, part) for phase in phases])
+        axes.barh(range(len(phases)), width, left=left, color=color, label=name, height=0.6)
+        left += width
+    said = [human_seconds(phase.seconds) + (f" in {phase.runs} runs" if phase.runs > 1 else "") for phase in phases]
+    _rows(axes, [phase.name for phase in phases], said, left.tolist())
+    axes.set_title("time of each phase", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _over_time(axes: Any, drawn: Drawn, count: int) -> Any:
+    """The milliseconds at which each stretch begins, on axes with the phases as shades."""
+    total = 1e3 * drawn.found.seconds
+    names = list(dict.fromkeys(name for name, _, _ in drawn.found.stretches))
+    for name, begin, end in drawn.found.stretches:
+        left, right = 1e3 * begin, 1e3 * end
+        axes.axvspan(left, right, color=INK, alpha=0.1 if names.index(name) % 2 else 0.03, linewidth=0)
+        if right - left > 0.012 * len(name) * total:
+            above = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 7}
+            axes.text((left + right) / 2, 1.0, printable(name), **above)
+    axes.set(xlim=(0, total), xlabel="ms")
+    return np.arange(count) * 1e3 * drawn.curves.seconds
+
+
+def _memory(axes: Any, drawn: Drawn) -> None:
+    known = {
+        kind: values for kind, values in drawn.curves.memory.items() if kind != "host" or max(values) >= _DRAWN_BYTES
+    }
+    most = max(max(values) for values in known.values())
+    unit, name = (_GIB, "GiB") if most >= 0.1 * _GIB else (1 << 20, "MiB")
+    looks = {"allocated": OKABE_ITO[0], "reserved": INK, "host": OKABE_ITO[3]}
+    moments = _over_time(axes, drawn, len(next(iter(known.values()))))
+    for kind, counted in known.items():
+        values = np.array(counted, float)
+        values[values < 0] = np.nan
+        if kind == "allocated":
+            axes.fill_between(moments, values / unit, step="post", color=looks[kind], linewidth=0, label=kind)
+        else:
+            axes.step(moments, values / unit, where="post", color=looks[kind], linewidth=1, label=kind)
+    axes.set(ylim=(0, None), ylabel=name)
+    axes.set_title("memory", fontsize=10, pad=14)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _traffic(axes: Any, drawn: Drawn) -> None:
+    shown = [link for link in drawn.found.links if link.num_bytes >= _DRAWN_BYTES]
+    moments = _over_time(axes, drawn, len(drawn.curves.traffic[shown[0].link]))
+    for link in shown:
+        color = _LINKS[link.link]
+        rate = np.array(drawn.curves.traffic[link.link]) / _GIB
+        used = "" if link.used is None else f", used to {link.used:.1%}"
+        axes.fill_between(moments, rate, step="post", color=color, alpha=0.8, linewidth=0, label=f"{link.link}{used}")
+        if link.peak_rate is not None:
+            axes.axhline(link.peak_rate / _GIB, color=color, linestyle="--", linewidth=1)
+    axes.set(ylim=(0, None), ylabel="GiB/s")
+    axes.set_title("traffic; dashed: the measured peak", fontsize=10, pad=14)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _by_phase(axes: Any, drawn: Drawn) -> None:
+    rows = [(phase, link, size) for phase in drawn.found.phases for link, size in phase.moved_bytes.items()]
+    axes.barh(range(len(rows)), [size for _, _, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
+    said = [
+        f"{human_bytes(size)} {link}" + (f", {phase.link_used[link]:.1%}" if link in phase.link_used else "")
+        for phase, link, size in rows
+    ]
+    _rows(axes, [phase.name for phase, _, _ in rows], said, [float(size) for _, _, size in rows])
+    axes.set_title("traffic by phase, and how far the link is used", fontsize=10)
+
+
+def _sizes(axes: Any, drawn: Drawn) -> None:
+    sizes = drawn.found.sizes
+    axes.barh(range(len(sizes)), [one.rate for one in sizes], color=[_LINKS[one.link] for one in sizes], height=0.6)
+    said = [f"{human_bytes(round(one.rate))}/s: {copies_text(one.copies)} {one.link}" for one in sizes]
+    _rows(axes, [one.size for one in sizes], said, [one.rate for one in sizes])
+    axes.set_title("copies by size, and the rate that they reach", fontsize=10)
+
+
+def _headroom(axes: Any, drawn: Drawn) -> None:
+    total = drawn.found.total_bytes or 0
+    left = [(phase, phase.headroom_bytes) for phase in drawn.found.phases if phase.headroom_bytes is not None]
+    held = [total - size for _, size in left]
+    axes.barh(range(len(left)), held, color=OKABE_ITO[0], height=0.6)
+    axes.barh(range(len(left)), [size for _, size in left], left=held, color=HOLE, height=0.6)
+    said = [f"{human_bytes(size)} left" for _, size in left]
+    _rows(axes, [phase.name for phase, _ in left], said, [float(total)] * len(left))
+    axes.set_title("headroom of each phase", fontsize=10)
+
+
+def _parts(axes: Any, drawn: Drawn) -> None:
+    parts = drawn.found.parts[:_MAX_PARTS]
+    start = [1e3 * part.start_seconds for part in parts]
+    axes.barh(range(len(parts)), [1e3 * part.seconds for part in parts], left=start, color=HOLE, height=0.6)
+    computes = [1e3 * part.compute_seconds for part in parts]
+    axes.barh(range(len(parts)), computes, left=start, color=OKABE_ITO[0], height=0.6)
+    axes.set_yticks(range(len(parts)), [printable(f"{part.phase}/{part.name}", 28) for part in parts])
+    axes.set(xlabel="ms", ylim=(max(len(parts), _MIN_ROWS) - 0.5, -0.5))
+    axes.set_title("subgroups; blue: computes", fontsize=10)
