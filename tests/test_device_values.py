@@ -97,6 +97,9 @@ import torch.nn.functional as F
 lengths = torch.tensor([3, 9, 4]).cuda()
 edges = torch.tensor([[0, 1, 1, 2, 2, 2], [1, 0, 0, 2, 2, 1]]).cuda()
 starts = F.pad(lengths.cumsum(0), (1, 0))
+kept = torch.empty(3, dtype=torch.long, device="cuda")
+kept.copy_(torch.tensor([4, 5, 6]))
+cleared = torch.empty(2, dtype=torch.long, device="cuda").zero_()
 print(json.dumps({
     "numbers of Python": [float(lengths.sum()), complex(lengths.max()).real],
     "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
@@ -104,6 +107,8 @@ print(json.dumps({
     "runs of columns": list(torch.unique_consecutive(edges, dim=1).shape),
     "entries of a sparse matrix": torch.sparse_coo_tensor(edges, torch.ones(6).cuda(), (3, 3)).coalesce()._nnz(),
     "copies": copy.deepcopy(lengths).tolist(),
+    "arguments by name": [torch.cat(tensors=[lengths, lengths]).tolist(), torch.sum(input=lengths).item()],
+    "all that was overwritten": [kept.tolist(), cleared.tolist(), kept.copy_(lengths).tolist()],
     "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
     "few floating-point numbers": [
         (torch.tensor([[1.0, 2.0]]).cuda() * torch.tensor(1.5).cuda()).tolist(),
@@ -131,6 +136,8 @@ def more_values(run_checks: Any) -> Any:
         ("runs of columns", [2, 4]),
         ("entries of a sparse matrix", 4),
         ("copies", [3, 9, 4]),
+        ("arguments by name", [[3, 9, 4, 3, 9, 4], 16]),
+        ("all that was overwritten", [[4, 5, 6], [0, 0], [3, 9, 4]]),
         ("equal", [True, False]),
         ("few floating-point numbers", [[[1.5, 3.0]], [2, 5, 2], 0.5, False]),
         ("decisions", []),

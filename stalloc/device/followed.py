@@ -61,11 +61,14 @@ _METHODS = (
     *("index_add_", "index_copy_", "scatter_reduce_", "masked_scatter_", "contiguous", "repeat"),
     *_CONVERSIONS,
 )
+_OVERWRITING = ("fill_", "zero_")
 _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
     *("tril_indices", "triu_indices", "linspace"),
 )
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
+_FIRST = ("input", "tensors", "condition")
+"""Names under which the first argument of a function may be given."""
 _LARGEST = ("one_hot", "bincount")
 _ALONG = {"unique": 4, "unique_consecutive": 3}
 """Functions whose result may be cut along one dimension, and which argument that is."""
@@ -75,20 +78,26 @@ _COUNTED = (*_ALONG, "repeat_interleave", *_LARGEST)
 
 def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     kinds, counted, judges, most = values.kinds, name in _COUNTED, name.strip("_") in _JUDGING, MAX_ELEMENTS
-
-    passes = not judges
+    passes, overwrites = not judges, name in _OVERWRITING
 
     # Arguments have names, since Python lets go of them in this order, as it does without this function between; a
     # tuple lets go of its last one first, and the program would free its temporary tensors in another order.
     @functools.wraps(function)
     def follow(a: Any = _NOTHING, b: Any = _NOTHING, c: Any = _NOTHING, *more: Any, **named: Any) -> Any:
-        kind = getattr(a[0] if type(a) in (list, tuple) and a else a, "dtype", None)
-        if kind not in kinds and not judges and not (values.knows_numbers and values.knows(a)):
+        if a is _NOTHING:  # its name is how the program gives it
+            return run(tuple(named.pop(key) for key in _FIRST if key in named), named)
+        first = a[0] if type(a) in (list, tuple) and a else a
+        is_data = passes and (
+            getattr(first, "requires_grad", False)
+            or not (getattr(first, "dtype", None) in kinds or (values.knows_numbers and values.knows(first)))
+        )
+        del first  # or it would outlive the others
+        if is_data:
             if c is not _NOTHING:  # most tensors are data, and pass on
                 return function(a, b, c, *more, **named)
             if b is not _NOTHING:
                 return function(a, b, **named)
-            return function(a, **named) if a is not _NOTHING else function(**named)
+            return function(a, **named)
         args = tuple(one for one in (a, b, c, *more) if one is not _NOTHING)
         try:
             return run(args, named)
@@ -98,20 +107,28 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     # most calls are of these, and of data, the quickest sign of which is a gradient: they are spared what others need
     @functools.wraps(function)
     def follow_operator(a: Any, b: Any) -> Any:
-        if (passes and a.requires_grad) or a.numel() > most or not (judges or a.dtype in kinds or values.knows(a)):
+        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
             return function(a, b)
         return follow(a, b)
 
     @functools.wraps(function)
+    def follow_judgement(a: Any, b: Any) -> Any:
+        return function(a, b) if a.numel() > most else follow(a, b)
+
+    @functools.wraps(function)
     def follow_unary(a: Any, **named: Any) -> Any:
         if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
-            return function(a, **named)
+            return function(a, **named) if named else function(a)
         return follow(a, **named)
 
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
+        if not getattr(first, "is_cuda", False):
+            return function(*args, **named)
         if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_known(args)):
             return function(*args, **named)
+        if overwrites:
+            values.overwrite(first)
         computed = values.compute(function, args, named)
         if not counted:
             result = function(*args, **named)
@@ -125,7 +142,9 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
 
     if name in _UNARY:
         return follow_unary
-    return follow_operator if name.startswith("__") else follow
+    if name.startswith("__"):
+        return follow_judgement if judges else follow_operator
+    return follow
 
 
 def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:

@@ -37,12 +37,12 @@ def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs) if kwargs else function(self, *args)
-        if self.requires_grad or result is self or (self.numel() > most and self.dtype not in kinds):
+        if result is self or self.requires_grad or (self.numel() > most and self.dtype not in kinds):
             return result
         if type(result) not in values.plain:
             return result
         if result.is_cuda:
-            if values.can_keep(result):
+            if values.can_keep(result) and not values.learn_copy(result, self):
                 values.learn(result, values.compute(same, (self, result.dtype), {}))
         elif self.is_cuda:
             host = values.read(self) if self.dtype in kinds else values.read_data(self)
@@ -63,8 +63,10 @@ def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, source, *args, **kwargs)
         if values.is_followed(self) or values.knows(self):
-            computed = values.compute(function, (self, source), {})
-            values.learn(self, None if computed is None else (self, computed[1]))
+            if not values.learn_copy(self, source):
+                values.overwrite(self)
+                computed = values.compute(function, (self, source), {})
+                values.learn(self, None if computed is None else (self, computed[1]))
         elif not self.is_cuda and values.is_followed(source):
             host = values.read(source)
             if host is not None:

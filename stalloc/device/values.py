@@ -44,6 +44,7 @@ class Values:
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
         self.knows_numbers = False
         """Whether a floating-point tensor was ever known."""
+        self._new, self._clone, self._copy = torch.zeros, torch.Tensor.clone, torch.Tensor.copy_  # not yet followed
         self._known: dict[int, _Known] = {}
         self._sweep_at = 1024
         self.decisions = Decisions((os.path.dirname(torch.__file__), os.path.dirname(__file__)))
@@ -115,7 +116,7 @@ class Values:
 
     def _zeros(self, num: int, dtype: Any) -> Any:
         with self.unseen():
-            return self.torch.zeros(num, dtype=dtype, device="cpu")
+            return self._new(num, dtype=dtype, device="cpu")
 
     def _version(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
@@ -183,7 +184,35 @@ class Values:
                 self.knows_numbers = self.knows_numbers or result.dtype not in self.kinds
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
                 with self.unseen():
-                    self.host(result, kept).copy_(host)
+                    self._copy(self.host(result, kept), host)
+
+    def _covers(self, tensor: Any) -> bool:
+        """Whether a tensor has each element of its storage once."""
+        return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+    def learn_copy(self, tensor: Any, source: Any) -> bool:
+        """Keep what was copied to a tensor from one of the host like it, the usual way to the GPU: whether it is so."""
+        if source.is_cuda or source.dtype != tensor.dtype or source.shape != tensor.shape:
+            return False
+        if type(source) not in self.plain or source.requires_grad:
+            return False
+        if not source.is_contiguous() or not self._covers(tensor):
+            return False
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        with self.unseen():
+            if found is not None and found.elements.dtype == source.dtype:
+                self._copy(found.elements, source.reshape(-1))
+                found.certain, found.version = True, self._version(tensor)
+            else:
+                self.knows_numbers = self.knows_numbers or tensor.dtype not in self.kinds
+                self._keep_known(tensor, self._clone(source).reshape(-1), certain=True)
+        return True
+
+    def overwrite(self, tensor: Any) -> None:
+        """All of a tensor is about to be written: if that is its whole storage, nothing there is doubtful any more."""
+        found = self.known(tensor)
+        if found is not None and self._covers(tensor):
+            found.certain = True
 
     def read(self, tensor: Any) -> Any:
         """The host's copy of a tensor that the program reads, None if there is none; a doubtful one is counted."""
