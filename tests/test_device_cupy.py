@@ -109,6 +109,25 @@ def streams():
     return [stream.done, end.done, cp.cuda.get_elapsed_time(start, end) >= 0, asynchronous.used_bytes() >= 1 << 20]
 
 @check
+def decisions():
+    from stalloc.device import virtual
+    lengths = cp.asarray(np.arange(40))
+    counts = {}
+    def count(name, act):
+        before = sum(one["num_reads"] for one in virtual.findings()["decisions"])
+        act()
+        counts[name] = sum(one["num_reads"] for one in virtual.findings()["decisions"]) - before
+    count("an upload", lambda: lengths.get())
+    count("printing", lambda: f"{lengths + 1} {lengths + 1!r}")
+    count("a loss", lambda: float(cp.ones(3).sum()))
+    count("a sum", lambda: int(lengths.sum()))
+    count("places", lambda: cp.nonzero(lengths))
+    count("a mask", lambda: lengths[lengths > 3])
+    count("a truth", lambda: bool((lengths > 3).any()))
+    count("elements", lambda: (lengths * 2).tolist())
+    return counts
+
+@check
 def kernel_cache_on_disk():
     return [name for _, _, names in os.walk(os.environ["CUPY_CACHE_DIR"]) for name in names]
 
@@ -138,6 +157,11 @@ def test_cupy_sees_the_chosen_gpu(results):
 
 def test_pool_caches_what_is_freed(results):
     assert results["pools"] == [1 << 20, 1 << 20, 1 << 20]
+
+
+def test_decisions_on_what_no_kernel_computed_are_counted(results):
+    known = {"an upload": 0, "printing": 0, "a loss": 0}
+    assert results["decisions"] == known | dict.fromkeys(("a sum", "places", "a mask", "a truth", "elements"), 1)
 
 
 def test_out_of_memory_has_cupys_own_types_and_is_survived(results):

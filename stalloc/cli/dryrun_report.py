@@ -34,7 +34,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         [
             allocator_name(key, uses_torch=need.uses_torch),
             "yes" if need.fits else "no",
-            *(human_bytes(getattr(need, figure)) for figure in FIGURES),
+            *(_shown(getattr(need, figure), key, figure, need) for figure in FIGURES),
         ]
         for key, need in results.items()
     ]
@@ -58,6 +58,11 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         words = command_text("stalloc", "fit", "--budget", size_text(offered), *command)
         console.print(f"next: {words}    (finds the cheapest way to make it fit)")
         console.print("  or: the same with a larger --gpu, or a smaller batch")
+
+
+def _shown(size_bytes: int, key: str, figure: str, need: "Need") -> str:
+    is_unknown = key == "native" and figure == "allocated_peak_bytes" and not need.uses_torch
+    return "not kept" if is_unknown and size_bytes == 0 else human_bytes(size_bytes)  # CuPy's pool notes no peak
 
 
 def _between(ends: list[int]) -> str:

@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
+from stalloc.device.cupy_reads import count_reads
+from stalloc.device.decisions import Decisions
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.values import Values
@@ -51,6 +53,7 @@ _STATISTICS = (
 _library: ctypes.CDLL | None = None
 _gpu: VirtualGPU | None = None
 _values: Values | None = None
+_cupy_decisions: Decisions | None = None
 
 
 def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
@@ -116,6 +119,8 @@ class _OnImport(importlib.abc.MetaPathFinder):
         if name in ("cupy", "cupy_backends") and not self._cupy_is_ready:
             self._cupy_is_ready = True
             redirect(self._library)
+        if name == "cupy":
+            return _adapted_spec(name, path, _after_cupy_import)
         return None  # the usual finders go on from here
 
 
@@ -135,6 +140,12 @@ def _adapted_spec(name: str, path: Sequence[str] | None, adapt: Callable[[Module
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
     return _gpu
+
+
+def _after_cupy_import(cupy: ModuleType) -> None:
+    global _cupy_decisions
+    if _library is not None and _cupy_decisions is None:
+        _cupy_decisions = count_reads(cupy, _library)
 
 
 def after_torch_import() -> None:
@@ -184,7 +195,8 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
 
 def findings() -> dict[str, Any]:
     """What this process's figures depend on, and what keeps them from being certain, as plain values."""
-    decisions = _values.decisions.listed() if _values is not None else []
+    counted = [_values.decisions if _values is not None else None, _cupy_decisions]
+    decisions = [one for each in counted if each is not None for one in each.listed()]
     torch: Any = sys.modules.get("torch")
     return {
         "torch": str(torch.__version__) if torch is not None else None,
