@@ -272,12 +272,17 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
             x = y
         program.free(x)
 
-    for _ in range(60):
+    planned_by = 0
+    for number in range(60):
+        plans = program.controller.status.num_plans
         run_step()
+        planned_by = number if program.controller.status.num_plans != plans else planned_by
     before = program.counts()
     for _ in range(10):
         run_step()
     assert program.controller.status.num_plans > 1  # the first was of layers
+    assert planned_by < 8  # what came while that one was in force was recorded
+    assert not program.state.record.recording
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from stalloc.runtime.planning_job import Planner
     from stalloc.runtime.poison_watch import Watch
 
-_SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
-
 
 class Controller:
     """The watcher of one device."""
@@ -65,7 +63,6 @@ class Controller:
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self._lasting, self._tidying, planner
         )
-        self._plans_in_a_row = 0
         self._sought_cycle = False  # since the kinds of steps that were planned displaced one another
         self.observe()
 
@@ -154,6 +151,7 @@ class Controller:
                 self.status.effort.note_step()
                 self.watching.expects_marks = True
                 self._lasting.end()
+                self.serving.probation.end()
                 if self.watching.leave_unmarked():
                     self._drop_plan("the first plan did not follow the steps that are marked now")
             self.recording.note_mark(kind, name)
@@ -198,6 +196,7 @@ class Controller:
     def observe(self) -> None:
         """Watch from here on."""
         self._shortage.forget_arena()
+        self.serving.probation.leave()
         self.watching.begin()
 
     def _look(self) -> None:
@@ -219,6 +218,8 @@ class Controller:
 
     def _at_boundary(self) -> None:
         if self.status.phase is Phase.PLANNED:
+            if self.serving.probation.is_over and self._judge_plan():
+                return
             if self.steps.waiting is not None:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
@@ -246,11 +247,18 @@ class Controller:
     def _doubt_plan(self) -> None:
         """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
         if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
-            if self.serving.is_of_a_part():
-                self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+            self._judge_plan()
             return
         self.watching.expects_marks &= not self.recording.marks_are_overdue
         self._drop_plan("the program left the plan and did not return to it")
+
+    def _judge_plan(self) -> bool:
+        """A plan that was found without marks was in force for some passes; whether it goes."""
+        if not self.serving.is_of_a_part():
+            self.serving.probation.end()
+            return False
+        self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+        return True
 
     def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
         """Go back to the heap and, if there were not too many plans already, watch anew.
@@ -259,26 +267,21 @@ class Controller:
         """
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
-        if self.status.phase is Phase.PLANNED:
-            self.status.num_dropped, self.status.dropped_note = self.status.num_dropped + 1, note
+        goes_on = self.status.note_dropped(note, self.state.record.step_count)
         follows_ring = self.steps.tapes is None
         self.watching.job = None
         self.steps.forget()
-        record = self.state.record
-        crowded = record.conflicts > record.misses
         self.arenas.drop_tape()
-        if crowded:
+        if self.state.record.conflicts > self.state.record.misses:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
-        misled = follows_ring and (is_part or 4 * record.misses > record.hits)
-        # what counts is drift that goes on: a plan that served for long begins the count anew, and was of steps
-        self._plans_in_a_row = 1 if record.step_count >= _SERVED_LONG else self._plans_in_a_row + 1
-        if misled and self.status.observed is not None:  # found in this run
+        if follows_ring:
             self.watching.was_misled(is_part=is_part)
-        if self._plans_in_a_row >= self.status.settings.max_plans or not self.status.settings.plan:
+        if not goes_on:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
             return
         self.status.note = note
-        self.observe()
+        self._shortage.forget_arena()
+        self.watching.begin(anew=not self.serving.probation.leave() or not is_part)
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""

@@ -23,6 +23,7 @@ _COVERAGE = 0.6  # share of the record that a period has to fill where the progr
 _WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
+_TOLD = 4  # periods without marks, in which lifespans are known if they ever are
 _CYCLE_STEPS = 16  # marked steps in which a cycle of several shows twice
 _MIN_PERIOD = 4  # requests; shorter repetitions are none
 
@@ -75,6 +76,11 @@ class Looking:
         self._min_cycle = longest + 1
 
     @property
+    def shows_kinds(self) -> bool:
+        """Whether the record is long enough for kinds of steps that no mark tells apart."""
+        return self._state.record.num_sizable >= 2 * self._min_record
+
+    @property
     def awaits_cycle(self) -> bool:
         """Whether a cycle of several steps may show soon."""
         return self._min_cycle > 1 and self._recording.num_steps < _CYCLE_STEPS
@@ -116,7 +122,15 @@ class Looking:
             repeats = max(3, settings.observe_steps)
             period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
-        if tape is not None and not tape.planned.all() and self._patience > 0:
-            self._patience -= 1
+        if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):
             return None
         return Found(trace, tape, np.flatnonzero(trace.size > constants.TINY))
+
+    def _is_worth_waiting(self, tape: "Tape") -> bool:
+        """Whether to look again one period later, when lifespans may be known that are not known yet."""
+        waits, marks = self._patience > 0, self._recording.marks
+        if not marks:
+            waits = waits and tape.covered_requests < _TOLD * tape.period_requests
+            self._look_at = self._state.record.check_at = self._state.record.num_sizable + tape.period_requests
+        self._patience -= waits
+        return waits

@@ -51,6 +51,13 @@ class Recording:
         self._reserved_start = self._state.record.reserved_bytes
         self._state.write(recording=1, num_events=0, num_sizable=0, allocating_persistent=int(lasting), check_at=64)
 
+    def begin_beside(self) -> None:
+        """Begin anew while a plan is in force that was found without marks."""
+        self.marks.clear()
+        self._forget_events()
+        self._reserved_start = self._state.record.reserved_bytes
+        self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
+
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
         self.marks[:] = [(0, MARK_STEP, "")]

@@ -17,6 +17,7 @@ from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.probation import Probation
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Observed, Phase
 from stalloc.runtime.shortage import Shortage
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
 
-_DOUBT_PASSES = 8  # over a ring found without marks, after which it is judged
-_DOUBT_REQUESTS = 1024  # the same for several kinds of steps, if this is more: where the program stands shows first
+_DOUBT_PASSES = 8  # over several kinds of steps found without marks, after which they are judged
+_DOUBT_REQUESTS = 1024  # that much is served first: where the program stands has to show
 _STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
@@ -59,6 +60,7 @@ class Serving:
     ) -> None:
         self._status, self._arenas, self._memory, self._state = status, arenas, arenas.memory, arenas.state
         self._recording, self._steps, self._shortage, self._tidying = recording, steps, shortage, tidying
+        self.probation = Probation(status, arenas.state, recording)
         self._separate: Tape | None = None  # of the plan in force, if it keeps streams apart that could share memory
         self.full_device = FullDevice(self._memory)
         self.may_move = False  #: what lives may be moved at marks, so that room can be asked for
@@ -115,7 +117,7 @@ class Serving:
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self._recording.step_times_ns:
-                self._state.record.doubt_at = self._state.record.total.num_allocs + _DOUBT_PASSES * (end - begin)
+                self.probation.begin(end - begin)
             return None
         return Refusal(
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "
@@ -277,5 +279,5 @@ class Serving:
         plan = self._status.plan
         # what the switch left behind in the old segments has died meanwhile
         self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
-        self._state.record.ask_at_boundary = int(self._tidying.at_boundary())
+        self._state.record.ask_at_boundary = int(self._tidying.at_boundary() or self.probation.is_on)
         return True

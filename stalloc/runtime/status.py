@@ -9,6 +9,8 @@ from stalloc.runtime.runtime_settings import Observed, Phase, Settings
 if TYPE_CHECKING:
     from stalloc.planner import Plan
 
+_SERVED_LONG = 50  # passes over a plan after which it counts as one that fitted
+
 
 @dataclass
 class Status:
@@ -28,3 +30,12 @@ class Status:
     earlier_misses: int = 0  #: the same, with planned requests whose place was still taken
     num_dropped: int = 0  #: plans that were given up since the program no longer followed them
     dropped_note: str = ""  #: why the last of those was
+    plans_in_a_row: int = 0  #: that were given up, or never put in force, with none between them that fitted
+
+    def note_dropped(self, note: str, num_passes: int) -> bool:
+        """A plan is given up, after so many passes over it; whether the program is to be watched for another."""
+        if self.phase is Phase.PLANNED:
+            self.num_dropped, self.dropped_note = self.num_dropped + 1, note
+        # what counts is drift that goes on: a plan that served for long begins the count anew, and was of steps
+        self.plans_in_a_row = 1 if num_passes >= _SERVED_LONG else self.plans_in_a_row + 1
+        return self.plans_in_a_row < self.settings.max_plans and self.settings.plan

@@ -55,12 +55,15 @@ class Watching:
         self.job: PlanJob | None = None  #: the plan in the making
         self._wait_seconds = 0.0  # that the next boundary waits for it
 
-    def begin(self) -> None:
-        """Watch from here on, with a fresh record."""
+    def begin(self, *, anew: bool = True) -> None:
+        """Watch from here on: with a fresh record, or with the one that was begun beside a plan, if not `anew`."""
         self._status.phase, self.job = Phase.OBSERVING, None
         self._looking.begin()
         self._tidying.settled = False
-        self._recording.begin(lasting=self._lasting.begin(watching=self._status.settings.plan))
+        if anew:
+            self._recording.begin(lasting=self._lasting.begin(watching=self._status.settings.plan))
+        else:
+            self._state.write(check_at=1)
 
     @property
     def settled(self) -> bool:
@@ -68,8 +71,9 @@ class Watching:
         return self._tidying.settled
 
     def was_misled(self, *, is_part: bool) -> None:
-        """The ring that is followed is no step of the program: only a longer one can be; `is_part`: of which it is."""
-        if not self._recording.marks:
+        """The ring in force is given up: only a longer one can be a step if it is a part of it, or missed much."""
+        record, found = self._state.record, self._status.observed is not None  # in this run
+        if found and (is_part or 4 * record.misses > record.hits) and not self._recording.marks:
             self._looking.was_misled(is_part=is_part)
 
     def leave_unmarked(self) -> bool:
@@ -141,7 +145,9 @@ class Watching:
 
     def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
         """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
-        if self._arenas.memory.source.paged and self._steps.look_for_unmarked_kinds(trace):
+        if not self._arenas.memory.source.paged or not self._looking.shows_kinds:
+            return
+        if self._steps.look_for_unmarked_kinds(trace):
             self._wait_seconds = self._status.settings.plan_wait_seconds
             self._state.record.check_at = self._state.record.num_sizable + 1
 
