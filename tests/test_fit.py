@@ -21,6 +21,7 @@ from stalloc.fitting.fit_record import Program, load_fit
 from stalloc.fitting.keeping import plans_of
 from stalloc.planner import plans_to_bytes
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
+from stalloc.techniques.technique_settings import Settings
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -357,7 +358,7 @@ def sample() -> Fit:
         program=Program(name="a.py", content="0" * 64, arguments=("-x",), torch="2", stalloc="0", gpu="G"),
         budget_bytes=5, gpu_bytes=9, step_seconds=0.5, estimate="none", best=0, plan=b"plan", notes=("one",),
         candidates=(Candidate(what="as it is", technique="none", needed_bytes=4),),
-        settings=RecomputeSettings(blocks),
+        settings=Settings(RecomputeSettings(blocks)),
     )  # fmt: skip
 
 
@@ -384,9 +385,11 @@ def test_a_fit_file_gives_back_what_was_saved(tmp_path: Path) -> None:
         ("candidates", [{"what": "x"}]),
         ("program", None),
         ("notes", [3]),
-        ("settings", [{"model": 0, "kind": "B", "keep": [[-1, "x"]], "names": ["a"]}]),
-        ("settings", [{"model": 0, "kind": "B", "keep": [], "names": [["a"]]}]),
-        ("settings", [{"model": "0", "kind": "B", "keep": [], "names": ["a"]}]),
+        ("settings", {"recompute": [{"model": 0, "kind": "B", "keep": [[-1, "x"]], "names": ["a"]}]}),
+        ("settings", {"recompute": [{"model": 0, "kind": "B", "keep": [], "names": [["a"]]}]}),
+        ("settings", {"recompute": [{"model": "0", "kind": "B", "keep": [], "names": ["a"]}]}),
+        ("settings", []),
+        ("settings", {}),
         ("estimate", "x" * 5000),
     ],
 )

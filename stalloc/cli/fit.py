@@ -38,7 +38,7 @@ from stalloc.notices import say
 
 _PLENTY = 1 << 41
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
-         "stalloc.techniques.appearing", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
+         "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
          "stalloc.lifespans.tape", "cupy")  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _fitted(
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.operator_seconds import ERROR
-    from stalloc.techniques.recompute_settings import RecomputeSettings
+    from stalloc.techniques.technique_settings import Settings
 
     def program() -> int:
         return run_program(list(command))
@@ -144,7 +144,7 @@ def _fitted(
         estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}",
         candidates=tuple(fitting.candidates),
         best=best,
-        settings=fitting.settings[best] if best >= 0 else RecomputeSettings(),
+        settings=fitting.settings[best] if best >= 0 else Settings(),
         plan=fitting.plans[best] if best >= 0 else b"",
         notes=tuple(fitting.notes),
     )

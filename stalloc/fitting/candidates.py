@@ -18,7 +18,7 @@ from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
-from stalloc.techniques.recompute_settings import RecomputeSettings
+from stalloc.techniques.technique_settings import Settings
 
 ROUNDS = 3
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
@@ -37,12 +37,12 @@ class Fitting:
     tell: Tell
     step: ProgramSeen = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
-    settings: list[RecomputeSettings] = field(default_factory=list)
+    settings: list[Settings] = field(default_factory=list)
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_trials: int = 0
     _foresight: Foresight | None = None
-    _recorded: dict[RecomputeSettings, Measured] = field(default_factory=dict)  # runs that a plan was made from
+    _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
         """Fill the candidates; the row of the best, -1 if none fits. Raises SetupError if the program cannot be tried.
@@ -78,20 +78,20 @@ class Fitting:
 
     def _foresee(self) -> None:
         """Run the program as it is and with all blocks computed again, from which other choices are foreseen."""
-        as_is = self._watch(RecomputeSettings())
+        as_is = self._watch(Settings())
         if as_is.failure:
             return
         while True:
-            settings = settings_of(self.step, whole_blocks(self.step))
-            again = self._watch(settings) if settings.blocks else as_is
+            settings = Settings(settings_of(self.step, whole_blocks(self.step)))
+            again = self._watch(settings) if settings.recompute.blocks else as_is
             if not again.failure:
                 break
             self._leave_out(again)
         self._note(again.notes)
         self._foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
 
-    def _watch(self, settings: RecomputeSettings) -> Measured:
-        self.tell(f"running the program with {plural(len(settings.blocks), 'block')} computed again")
+    def _watch(self, settings: Settings) -> Measured:
+        self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} computed again")
         rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
         self._recorded[settings] = self._trial(TrialWork("recorded", settings, watched=rows))
         return self._recorded[settings]
@@ -160,7 +160,7 @@ class Fitting:
 
     def _measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
         """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
-        settings = settings_of(self.step, proposed.choices)
+        settings = Settings(settings_of(self.step, proposed.choices))
         if settings in self.settings:
             return self.candidates[self.settings.index(settings)]
         self.tell(f"running the program: {what}")
@@ -185,7 +185,7 @@ class Fitting:
         self.plans.append(plan)
         return candidate
 
-    def _under_stalloc(self, candidate: Candidate, settings: RecomputeSettings) -> tuple[Candidate, bytes]:
+    def _under_stalloc(self, candidate: Candidate, settings: Settings) -> tuple[Candidate, bytes]:
         recorded = self._recorded.pop(settings, None) or self._trial(TrialWork("recorded", settings))
         if recorded.failure:
             return dataclasses.replace(candidate, refused=recorded.failure), b""

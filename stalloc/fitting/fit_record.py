@@ -18,9 +18,9 @@ from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.inputs import read_input
 from stalloc.npz import DAMAGE, Columns
-from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
+from stalloc.techniques.technique_settings import Settings
 
-FORMAT, VERSION = "stalloc fit", 1
+FORMAT, VERSION = "stalloc fit", 2
 SUFFIX = ".fit.npz"
 _MAX_TEXT, _MAX_CANDIDATES = 2000, 1000
 
@@ -79,7 +79,7 @@ class Fit:
     estimate: str  #: how seconds are estimated
     candidates: tuple[Candidate, ...]  #: the program as it is first
     best: int  #: the row that is used, -1: none fits
-    settings: RecomputeSettings = field(default_factory=RecomputeSettings)  #: of the best
+    settings: Settings = field(default_factory=Settings)  #: of the best
     plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
     notes: tuple[str, ...] = ()
 
@@ -149,7 +149,7 @@ def _fit(header: Any, plan: bytes) -> Fit:
         estimate=_text(header["estimate"]),
         candidates=tuple(_record(Candidate, one) for one in candidates),
         best=header["best"],
-        settings=settings_from_json(header["settings"]),
+        settings=Settings.from_json(header["settings"]),
         plan=plan,
         notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
     )

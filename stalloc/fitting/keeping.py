@@ -188,7 +188,7 @@ def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
         controller.memory.keep_within(budget_bytes)
 
     def apply() -> None:
-        from stalloc.techniques.appearing import apply_settings
+        from stalloc.techniques.applying import apply_settings
 
         apply_settings(fit.settings, say)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.files import write_whole
-from stalloc.techniques.recompute_settings import RecomputeSettings
+from stalloc.techniques.technique_settings import Settings
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TrialWork:
 
     under: Literal["native", "observed", "recorded", "planned"]
     """Under torch's allocator; the same, looked at block by block; under stalloc, to make a plan; on that plan."""
-    settings: RecomputeSettings = field(default_factory=RecomputeSettings)
+    settings: Settings = field(default_factory=Settings)
     num_steps: int = 3
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
@@ -63,8 +63,8 @@ class _Trial:
             from stalloc.fitting.observer import Observer
 
             self._observer = Observer(rates_of(work.gpu_name))
-        elif work.settings.blocks:
-            from stalloc.techniques.appearing import apply_settings
+        elif work.settings != Settings():
+            from stalloc.techniques.applying import apply_settings
 
             if work.watched is None:
                 apply_settings(work.settings, self._notes.append)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.recompute import MakeTape, wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
@@ -41,8 +40,8 @@ def when_models_appear(appeared: Appeared) -> None:
     register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
 
 
-def apply_settings(
-    settings: RecomputeSettings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape] = lambda _: BlockTape
+def recompute_as_models_appear(
+    settings: RecomputeSettings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape]
 ) -> None:
     """Recompute, in the models of this program as they appear, what the settings name; `say` what does not fit.
 
@@ -64,8 +63,7 @@ def apply_settings(
         for reason in list(done.left.values())[:1]:
             say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
 
-    if settings.blocks:
-        when_models_appear(appeared)
+    when_models_appear(appeared)
 
 
 def _keeping(block: BlockSettings) -> Callable[[int, str], bool]:

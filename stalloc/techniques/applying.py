@@ -1,0 +1,23 @@
+"""Putting settings in force in a program: each technique waits for the objects that it works on.
+
+Contract: to be called once, after torch is imported and before the program makes its model and its optimizer; what the
+settings do not name is left as it is.
+"""
+
+from collections.abc import Callable
+
+from stalloc.techniques.appearing import recompute_as_models_appear
+from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.recompute import MakeTape
+from stalloc.techniques.technique_settings import Settings
+
+
+def apply_settings(
+    settings: Settings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape] = lambda _: BlockTape
+) -> None:
+    """Do to the program of this process what the settings name; `say` what cannot be done.
+
+    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks.
+    """
+    if settings.recompute.blocks:
+        recompute_as_models_appear(settings.recompute, say, make_tape)

@@ -1,0 +1,28 @@
+"""What is done to a program so that it needs less memory: the settings of all techniques, as data.
+
+Contract: settings hold no objects of the program, so they can be written to a file, and whatever such a file says,
+settings can only choose among the techniques that are here. The default does nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A field a technique."""
+
+    recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        return {"recompute": self.recompute.as_json()}
+
+    @classmethod
+    def from_json(cls, told: Any) -> "Settings":
+        """What `as_json` gave. Raises ValueError for anything else."""
+        if not isinstance(told, dict) or set(told) != set(cls().as_json()):
+            raise ValueError("its settings are damaged")
+        return cls(recompute=settings_from_json(told["recompute"]))
