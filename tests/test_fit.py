@@ -69,6 +69,19 @@ def test_what_fits_is_found_and_the_program_as_it_is_comes_first(fitted: tuple[P
     assert f"next: stalloc run --budget {BUDGET} {TRAIN}" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["checkmate", "remat-aware"])
+def test_a_policy_by_name_is_the_only_one_tried(tmp_path: Path, policy: str) -> None:
+    if policy == "checkmate":
+        pytest.importorskip("scipy.optimize")
+    found, _ = fit(tmp_path, "--budget", BUDGET, "--policy", policy, TRAIN, *SMALL)
+    assert {one["technique"] for one in found["candidates"]} == {"none", policy}
+    best = found["candidates"][found["best"]]
+    assert best["fits"]
+    assert best["technique"] == policy
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+
+
 def test_a_run_keeps_its_budget_from_the_first_allocation(fitted: tuple[Path, dict[str, Any], str]) -> None:
     folder, found, _ = fitted
     done = stalloc(folder, "run", "--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL)

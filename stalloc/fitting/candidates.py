@@ -12,8 +12,18 @@ from dataclasses import dataclass, field
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
+from stalloc.fitting.block_graph import optimal_blocks
+from stalloc.fitting.checkmate import find_solver
 from stalloc.fitting.fit_record import Candidate
-from stalloc.fitting.frontier import Proposal, frontier, keeping, proposal, selective, settings_of, whole_blocks
+from stalloc.fitting.frontier import (
+    Proposal,
+    frontier,
+    keeping,
+    proposal,
+    selective,
+    settings_of,
+    whole_blocks,
+)
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.trial_work import TrialWork
@@ -49,6 +59,8 @@ class Fitting:
 
         `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
         """
+        if policy == "checkmate":
+            find_solver()  # before anything is run
         self._observe()
         self._foresee()
         self._measure(proposal(self.step, {}), "as it is", "none")
@@ -97,18 +109,39 @@ class Fitting:
         return self._recorded[settings]
 
     def _search(self) -> None:
-        """The cheapest proposal that is expected to fit, then less by what was too much, or more by what was left."""
+        """The cheapest proposal of the frontier that is expected to fit."""
+
+        def propose(target_bytes: int) -> Proposal:
+            proposals = frontier(self.step)
+            number = bisect_left(proposals, -target_bytes, key=lambda one: -self._expected(one))
+            return proposals[min(number, len(proposals) - 1)]
+
+        self._approach(propose, "recompute")
+
+    def _solve(self) -> None:
+        """Checkmate: the cheapest choice of whole blocks that is expected to fit; all blocks where none is."""
+
+        def propose(target_bytes: int) -> Proposal:
+            whole = whole_blocks(self.step)
+            if self._foresight is None:
+                return proposal(self.step, whole)
+            found = optimal_blocks(self.step, self._foresight, whole, target_bytes)
+            return proposal(self.step, whole if found is None else found)
+
+        self._approach(propose, "checkmate")
+
+    def _approach(self, propose: Callable[[int], Proposal], technique: str) -> None:
+        """What is proposed for the budget, then for less by what was too much, or for more by what was left."""
         as_is = self.candidates[0]
         target = self.budget_bytes - max(0, as_is.needed_bytes - as_is.expected_bytes)
-        tried: set[int] = set()
+        tried: set[tuple[int, float]] = set()
         for _ in range(ROUNDS):
-            proposals = frontier(self.step)
-            number = bisect_left(proposals, -target, key=lambda one: -self._expected(one))
-            number = min(number, len(proposals) - 1)
-            if number in tried or number == 0:
+            proposed = propose(target)
+            meant = self._expected(proposed), proposed.seconds  # other blocks of the same kind are no other proposal
+            if not proposed.choices or meant in tried:
                 break
-            tried.add(number)
-            candidate = self._measure(proposals[number], _what(self.step, proposals[number]), "recompute")
+            tried.add(meant)
+            candidate = self._measure(proposed, _what(self.step, proposed), technique)
             if candidate.refused:
                 tried.clear()  # blocks of that kind are left out from here on
                 continue
@@ -129,10 +162,10 @@ class Fitting:
         off = [one.allocated_bytes - one.expected_bytes for one in self.candidates[:1] if one.allocated_bytes]
         return self._foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
 
-    def _try_attention(self) -> None:
+    def _try_attention(self, name: str = "keep-attention") -> None:
         choices = keeping(self.step, ATTENTION)
         if choices:
-            self._measure(proposal(self.step, choices), "recompute all but attention", "keep-attention")
+            self._measure(proposal(self.step, choices), "recompute all but attention", name)
 
     def _try_selective(self) -> None:
         choices = selective(self.step)
@@ -149,8 +182,10 @@ class Fitting:
         name, _, number = policy.partition(":")
         if policy == "recompute":
             self._search()
-        elif policy == "keep-attention":
-            self._try_attention()
+        elif policy == "checkmate":
+            self._solve()
+        elif policy in ("keep-attention", "remat-aware"):
+            self._try_attention(policy)
         elif policy == "selective":
             self._try_selective()
         elif name == "blocks" and (not number or number.isdecimal()):

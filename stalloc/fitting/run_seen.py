@@ -76,14 +76,23 @@ class Foresight:
                 if request >= 0:
                     self._holders.setdefault(request, []).append(number)
 
+    @property
+    def calls(self) -> list[CallRecorded]:
+        """The calls of the run in which every block is computed again."""
+        return self._run.calls
+
     def peak_bytes(self, kept: Mapping[int, Collection[int]]) -> int:
         """The most that would be allocated, where the blocks of these rows are computed again with operations kept."""
+        return int(self.load(kept).max(initial=0))
+
+    def load(self, kept: Mapping[int, Collection[int]]) -> Column:
+        """What would be allocated after each event of the run."""
         live, end = self.lifespans(kept)
         run = self._run
         num_events = int(run.end.max(initial=0)) + 1
         change = np.bincount(np.maximum(run.start[live], 0), run.size[live], num_events + 1)
         change -= np.bincount(end[live], run.size[live], num_events + 1)
-        return int(np.cumsum(change).max(initial=0))
+        return np.cumsum(change).astype(np.int64)
 
     def lifespans(self, kept: Mapping[int, Collection[int]]) -> tuple[Column, Column]:
         """Which requests would be made, and where each would end."""

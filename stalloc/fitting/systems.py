@@ -27,6 +27,8 @@ SYSTEMS: tuple[System, ...] = (
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
     System("keep-attention", "LoongTrain", "all but the results of attention", "executes", f"{_FIT} keep-attention"),
     System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
+    System("remat-aware", "DistFlashAttn", "attention is never computed again", "executes", f"{_FIT} remat-aware"),
+    System("checkmate", "Checkmate", "the cheapest choice of blocks, proven", "executes", f"{_FIT} checkmate"),
     System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
     System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),
@@ -34,8 +36,6 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
     ),
-    System("checkmate", "Checkmate", "the optimal choice on a graph of blocks", "not yet"),
-    System("remat-aware", "DistFlashAttn", "boundaries of blocks at attention", "not yet"),
     System("roam", "ROAM", "another order of operations", "not yet"),
     System("dtr", "DTR", "evicts when memory is short", "not yet"),
     System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
