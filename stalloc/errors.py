@@ -35,3 +35,7 @@ class PlanError(StallocError, ValueError):
 
 class RecomputeError(StallocError, RuntimeError):
     """A block cannot be computed a second time with the same result, so its gradients would be wrong."""
+
+
+class GradientError(StallocError, RuntimeError):
+    """A gradient is needed that the optimizer's step in the backward pass has used up already."""

@@ -283,6 +283,25 @@ RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Path, clipped: bool) -> None:
+    source = PROGRAM.replace("SGD(", "AdamW(").replace("2048, 256", "64, 256")
+    clip = "    nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)\n"
+    file = program(tmp_path, source.replace("    OPTIMIZER.step()\n", clip * clipped + "    OPTIMIZER.step()\n"))
+    found, _ = fit(tmp_path, "--budget", "94MiB", file, 6, code=int(clipped))
+    rows = {one["technique"]: one for one in found["candidates"]}
+    if clipped:
+        assert "step-in-backward" not in rows
+        assert any("a gradient is read" in note for note in found["notes"])
+        return
+    early, as_is = rows["step-in-backward"], rows["none"]
+    assert early["expected_bytes"] == early["allocated_bytes"]
+    assert as_is["allocated_bytes"] - early["allocated_bytes"] > 3 << 20  # most of 6 MiB of gradients
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "94MiB", file, 6)
+    assert "budget 94.00 MiB: kept (optimizer's step in the backward pass)" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_program_that_resets_its_peaks_needs_what_it_needed(tmp_path: Path) -> None:
     found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path, RESETTING), 5)
     usual, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path), 5)

@@ -17,6 +17,7 @@ from stalloc.fitting.checkmate import find_solver
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import (
     Proposal,
+    describe,
     frontier,
     keeping,
     proposal,
@@ -26,6 +27,7 @@ from stalloc.fitting.frontier import (
 )
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.run_seen import Foresight, RunSeen
+from stalloc.fitting.step_search import try_step_in_backward
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 from stalloc.techniques.technique_settings import Settings
@@ -51,7 +53,9 @@ class Fitting:
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_trials: int = 0
-    _foresight: Foresight | None = None
+    base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
+    beside: int = 0  #: the candidate of the base alone
+    foresight: Foresight | None = None  #: of the base
     _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
@@ -62,16 +66,19 @@ class Fitting:
         if policy == "checkmate":
             find_solver()  # before anything is run
         self._observe()
-        self._foresee()
-        self._measure(proposal(self.step, {}), "as it is", "none")
+        self.foresee()
+        self.measure(proposal(self.step, {}), "as it is", "none")
+        fits = self.candidates[0].fits(self.budget_bytes)
+        if policy == "step-in-backward" or (policy is None and not fits):
+            try_step_in_backward(self)
         if not whole_blocks(self.step):
             self.notes.append(self._why_no_blocks())
         elif policy is not None:
             self._try_named(policy)
-        elif self.candidates[0].fits(self.budget_bytes):
+        elif fits:
             self._try_whole(None)
         else:
-            self._search()
+            self.search()
             self._try_attention()
             self._try_selective()
             self._try_whole(None)
@@ -88,19 +95,26 @@ class Fitting:
                 "the program ended before an optimizer made three steps: give it arguments with which it trains longer."
             )
 
-    def _foresee(self) -> None:
-        """Run the program as it is and with all blocks computed again, from which other choices are foreseen."""
-        as_is = self._watch(Settings())
+    def foresee(self) -> str:
+        """Run the program as it is and with all blocks computed again, from which other choices are foreseen.
+
+        Why that cannot be done comes back; empty if it can.
+        """
+        as_is = self._watch(self.base)
         if as_is.failure:
-            return
+            return as_is.failure
         while True:
-            settings = Settings(settings_of(self.step, whole_blocks(self.step)))
+            settings = self._settings(proposal(self.step, whole_blocks(self.step)))
             again = self._watch(settings) if settings.recompute.blocks else as_is
             if not again.failure:
                 break
             self._leave_out(again)
-        self._note(again.notes)
-        self._foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        self.note(again.notes)
+        self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        return ""
+
+    def _settings(self, proposed: Proposal) -> Settings:
+        return dataclasses.replace(self.base, recompute=settings_of(self.step, proposed.choices))
 
     def _watch(self, settings: Settings) -> Measured:
         self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} computed again")
@@ -108,12 +122,12 @@ class Fitting:
         self._recorded[settings] = self._trial(TrialWork("recorded", settings, watched=rows))
         return self._recorded[settings]
 
-    def _search(self) -> None:
+    def search(self) -> None:
         """The cheapest proposal of the frontier that is expected to fit."""
 
         def propose(target_bytes: int) -> Proposal:
             proposals = frontier(self.step)
-            number = bisect_left(proposals, -target_bytes, key=lambda one: -self._expected(one))
+            number = bisect_left(proposals, -target_bytes, key=lambda one: -self.expected(one))
             return proposals[min(number, len(proposals) - 1)]
 
         self._approach(propose, "recompute")
@@ -123,25 +137,25 @@ class Fitting:
 
         def propose(target_bytes: int) -> Proposal:
             whole = whole_blocks(self.step)
-            if self._foresight is None:
+            if self.foresight is None:
                 return proposal(self.step, whole)
-            found = optimal_blocks(self.step, self._foresight, whole, target_bytes)
+            found = optimal_blocks(self.step, self.foresight, whole, target_bytes)
             return proposal(self.step, whole if found is None else found)
 
         self._approach(propose, "checkmate")
 
     def _approach(self, propose: Callable[[int], Proposal], technique: str) -> None:
         """What is proposed for the budget, then for less by what was too much, or for more by what was left."""
-        as_is = self.candidates[0]
-        target = self.budget_bytes - max(0, as_is.needed_bytes - as_is.expected_bytes)
+        beside = self.candidates[self.beside]
+        target = self.budget_bytes - max(0, beside.needed_bytes - beside.expected_bytes)
         tried: set[tuple[int, float]] = set()
         for _ in range(ROUNDS):
             proposed = propose(target)
-            meant = self._expected(proposed), proposed.seconds  # other blocks of the same kind are no other proposal
+            meant = self.expected(proposed), proposed.seconds  # other blocks of the same kind are no other proposal
             if not proposed.choices or meant in tried:
                 break
             tried.add(meant)
-            candidate = self._measure(proposed, _what(self.step, proposed), technique)
+            candidate = self.measure(proposed, describe(self.step, proposed), technique)
             if candidate.refused:
                 tried.clear()  # blocks of that kind are left out from here on
                 continue
@@ -150,40 +164,43 @@ class Fitting:
                 break
             target += left_bytes
 
-    def _expected(self, proposed: Proposal) -> int:
+    def expected(self, proposed: Proposal) -> int:
         """The most that would be allocated, 0 if that is not known.
 
         What the program as it is needed more than was foreseen, as when its runs differ, any way may need that leaves
         blocks as they are.
         """
-        if self._foresight is None:
+        if self.foresight is None:
             return 0
         blocks = len(whole_blocks(self.step))
-        off = [one.allocated_bytes - one.expected_bytes for one in self.candidates[:1] if one.allocated_bytes]
-        return self._foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
+        beside = self.candidates[self.beside : self.beside + 1]
+        off = [one.allocated_bytes - one.expected_bytes for one in beside if one.allocated_bytes]
+        return self.foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
 
     def _try_attention(self, name: str = "keep-attention") -> None:
         choices = keeping(self.step, ATTENTION)
         if choices:
-            self._measure(proposal(self.step, choices), "recompute all but attention", name)
+            self.measure(proposal(self.step, choices), "recompute all but attention", name)
 
     def _try_selective(self) -> None:
         choices = selective(self.step)
         if choices:
-            self._measure(proposal(self.step, choices), "recompute the core of attention", "selective")
+            self.measure(proposal(self.step, choices), "recompute the core of attention", "selective")
 
     def _try_whole(self, num_blocks: int | None) -> None:
         choices = whole_blocks(self.step, num_blocks)
         if choices:
             name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"
-            self._measure(proposal(self.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
+            self.measure(proposal(self.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
 
     def _try_named(self, policy: str) -> None:
         name, _, number = policy.partition(":")
         if policy == "recompute":
-            self._search()
+            self.search()
         elif policy == "checkmate":
             self._solve()
+        elif policy == "step-in-backward":
+            pass  # that has been tried
         elif policy in ("keep-attention", "remat-aware"):
             self._try_attention(policy)
         elif policy == "selective":
@@ -193,16 +210,18 @@ class Fitting:
         else:
             raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
-    def _measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
+    def measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
         """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
-        settings = Settings(settings_of(self.step, proposed.choices))
+        settings = self._settings(proposed)
         if settings in self.settings:
             return self.candidates[self.settings.index(settings)]
+        if settings.step_in_backward and proposed.choices:
+            what += ", step in backward"
         self.tell(f"running the program: {what}")
         candidate = Candidate(
             what=what,
             technique=technique,
-            expected_bytes=self._expected(proposed),
+            expected_bytes=self.expected(proposed),
             added_seconds=proposed.seconds,
             factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
         )
@@ -214,7 +233,7 @@ class Fitting:
         else:
             candidate = dataclasses.replace(candidate, native_bytes=native.reserved_bytes)
             candidate, plan = self._under_stalloc(candidate, settings)
-        self._note(native.notes)
+        self.note(native.notes)
         self.candidates.append(candidate)
         self.settings.append(settings)
         self.plans.append(plan)
@@ -244,16 +263,17 @@ class Fitting:
     def _check_repeats(self, one: Measured, other: Measured) -> None:
         """Say where two trials of the same way to run the program needed different bytes in a step."""
         same = [allocated for allocated, _ in one.steps] == [allocated for allocated, _ in other.steps]
-        self._note([] if same else [_VARIES])
+        self.note([] if same else [_VARIES])
 
-    def _note(self, notes: list[str]) -> None:
+    def note(self, notes: list[str]) -> None:
+        """Say what has not been said yet."""
         self.notes += [note for note in notes if note not in self.notes]
 
     def _leave_out(self, measured: Measured) -> None:
         """Blocks of the kind that could not be computed twice stay as they are; all of them if that is not known."""
         kinds = {block.name: block.kind for block in self.step.blocks}
         kind = kinds.get(measured.refused_block.removesuffix(":"))
-        self._note([measured.failure])
+        self.note([measured.failure])
         blocks = [
             dataclasses.replace(block, why_not=block.why_not or measured.failure)
             if kind in (None, block.kind)
@@ -273,18 +293,3 @@ class Fitting:
         return min(
             fitting, key=lambda row: (self.candidates[row].added_seconds, self.candidates[row].needed_bytes), default=-1
         )
-
-
-def _what(step: ProgramSeen, proposed: Proposal) -> str:
-    """What a proposal does, for people."""
-    whole = sum(not choice.keep for choice in proposed.choices.values())
-    num_blocks = len({call.block for call in step.calls})
-    if whole == len(proposed.choices):
-        return f"recompute {whole} of {plural(num_blocks, 'block')}"
-    kept = sum(len(choice.keep) for choice in proposed.choices.values())
-    all_operations = sum(
-        sum(one.seconds > 0 for one in step.blocks[row].operations[: step.blocks[row].num_needed])
-        for row in proposed.choices
-    )
-    num_again = all_operations - kept
-    return f"recompute {num_again} of {all_operations} operations in {len(proposed.choices)} of {num_blocks} blocks"

@@ -8,6 +8,7 @@ earlier ones first, as what they save is held longest).
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stalloc.figures import plural
 from stalloc.fitting.observation import BlockSeen, ProgramSeen
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 
@@ -120,6 +121,21 @@ def settings_of(step: ProgramSeen, choices: Mapping[int, Choice]) -> RecomputeSe
             for block, choice in blocks
         )
     )
+
+
+def describe(step: ProgramSeen, proposed: Proposal) -> str:
+    """What a proposal does, for people."""
+    whole = sum(not choice.keep for choice in proposed.choices.values())
+    num_blocks = len({call.block for call in step.calls})
+    if whole == len(proposed.choices):
+        return f"recompute {whole} of {plural(num_blocks, 'block')}"
+    kept = sum(len(choice.keep) for choice in proposed.choices.values())
+    all_operations = sum(
+        sum(one.seconds > 0 for one in step.blocks[row].operations[: step.blocks[row].num_needed])
+        for row in proposed.choices
+    )
+    num_again = all_operations - kept
+    return f"recompute {num_again} of {all_operations} operations in {len(proposed.choices)} of {num_blocks} blocks"
 
 
 def _calls_of(step: ProgramSeen) -> dict[int, int]:

@@ -51,6 +51,7 @@ class ProgramSeen:
     calls: list[CallSeen]
     step_seconds: float  #: estimated, all operations one after the other
     num_steps: int  #: that the program made
+    reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
@@ -60,6 +61,7 @@ class ProgramSeen:
             "calls": [list(vars(one).values()) for one in self.calls],
             "step_seconds": self.step_seconds,
             "num_steps": self.num_steps,
+            "reads_early": self.reads_early,
         }  # fmt: skip
 
     @classmethod
@@ -69,4 +71,5 @@ class ProgramSeen:
             BlockSeen(**{**one, "operations": [OperationSeen(*op) for op in one["operations"]]})
             for one in told["blocks"]
         ]
-        return cls(blocks, [CallSeen(*one) for one in told["calls"]], told["step_seconds"], told["num_steps"])
+        calls = [CallSeen(*one) for one in told["calls"]]
+        return cls(blocks, calls, told["step_seconds"], told["num_steps"], told["reads_early"])

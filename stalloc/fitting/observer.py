@@ -14,6 +14,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
+from stalloc.fitting.early_reads import EarlyReads
 from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
@@ -31,6 +32,7 @@ class Observer:
         self._calls: list[CallSeen] = []
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = _Timing(self)
+        self._early = EarlyReads()
         when_models_appear(self._appeared)
 
     def step_ended(self) -> None:
@@ -43,11 +45,12 @@ class Observer:
 
     def seen(self) -> ProgramSeen:
         """What was seen so far."""
-        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step)
+        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step, self._early.reason)
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float, args: Any, kwargs: Any) -> None:
         """An operation of the second step was made."""
         self._seconds.append(seconds)
+        self._early.look(args, kwargs)
 
     @property
     def rates(self) -> GpuRates:
@@ -130,7 +133,8 @@ class _Timing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func not in SAC_IGNORED_OPS:
-            self._observer.took(operator_seconds(func, args, kwargs or {}, results, self._observer.rates))
+            seconds = operator_seconds(func, args, kwargs or {}, results, self._observer.rates)
+            self._observer.took(seconds, args, kwargs)
         return results
 
 

@@ -29,6 +29,13 @@ SYSTEMS: tuple[System, ...] = (
     System("selective", "Korthikanti et al.", "the core of attention alone", "executes", f"{_FIT} selective"),
     System("remat-aware", "DistFlashAttn", "attention is never computed again", "executes", f"{_FIT} remat-aware"),
     System("checkmate", "Checkmate", "the cheapest choice of blocks, proven", "executes", f"{_FIT} checkmate"),
+    System(
+        "step-in-backward",
+        "LOMO, PyTorch",
+        "updates as gradients come",
+        "executes",
+        f"{_FIT} step-in-backward",
+    ),
     System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
     System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),

@@ -119,6 +119,9 @@ def _result(folder: Path, in_time: bool, limit_seconds: float) -> dict[str, Any]
     if not result.exists():
         if not in_time:
             return {"failure": f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
+        needed = re.findall(r"GradientError: (.*)", text)
+        if needed:
+            return {"failure": needed[-1]}
         refused = re.findall(r"RecomputeError: ((\S+?):? .*)", text)
         if refused:
             return {"failure": refused[-1][0], "refused_block": refused[-1][1]}

@@ -19,5 +19,9 @@ def apply_settings(
 
     `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks.
     """
+    if settings.step_in_backward:
+        from stalloc.techniques.step_in_backward import step_in_backward
+
+        step_in_backward(say)
     if settings.recompute.blocks:
         recompute_as_models_appear(settings.recompute, say, make_tape)

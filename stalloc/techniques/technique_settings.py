@@ -15,14 +15,17 @@ class Settings:
     """A field a technique."""
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
+    step_in_backward: bool = False  #: of every optimizer
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
-        return {"recompute": self.recompute.as_json()}
+        return {"recompute": self.recompute.as_json(), "step_in_backward": self.step_in_backward}
 
     @classmethod
     def from_json(cls, told: Any) -> "Settings":
         """What `as_json` gave. Raises ValueError for anything else."""
         if not isinstance(told, dict) or set(told) != set(cls().as_json()):
             raise ValueError("its settings are damaged")
-        return cls(recompute=settings_from_json(told["recompute"]))
+        if type(told["step_in_backward"]) is not bool:
+            raise ValueError("where optimizers make their steps is neither true nor false")
+        return cls(settings_from_json(told["recompute"]), told["step_in_backward"])
