@@ -283,7 +283,7 @@ RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Path, clipped: bool) -> None:
     source = PROGRAM.replace("SGD(", "AdamW(").replace("2048, 256", "64, 256")
     clip = "    nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)\n"

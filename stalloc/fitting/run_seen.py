@@ -67,7 +67,7 @@ class Foresight:
     """What other choices would have made of a run in which every block is computed again."""
 
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
-        self._run = run
+        self._run, self._as_is = run, as_is
         self._calls = _calls_of(run)
         self._end_as_is, self._is_extra = _as_is(run, as_is, self._calls)
         self._holders: dict[int, list[int]] = {}  # calls that hold an input
@@ -86,13 +86,11 @@ class Foresight:
         return int(self.load(kept).max(initial=0))
 
     def load(self, kept: Mapping[int, Collection[int]]) -> Column:
-        """What would be allocated after each event of the run."""
+        """What would be allocated after each event of the run; where nothing is computed again, of the first run."""
+        if not kept:
+            return _load(self._as_is.start, self._as_is.end, self._as_is.size)
         live, end = self.lifespans(kept)
-        run = self._run
-        num_events = int(run.end.max(initial=0)) + 1
-        change = np.bincount(np.maximum(run.start[live], 0), run.size[live], num_events + 1)
-        change -= np.bincount(end[live], run.size[live], num_events + 1)
-        return np.cumsum(change).astype(np.int64)
+        return _load(self._run.start[live], end[live], self._run.size[live])
 
     def lifespans(self, kept: Mapping[int, Collection[int]]) -> tuple[Column, Column]:
         """Which requests would be made, and where each would end."""
@@ -115,6 +113,12 @@ class Foresight:
             else:
                 end[request] = self._end_as_is[request]
         return live, end
+
+
+def _load(start: Column, end: Column, size: Column) -> Column:
+    num_events = int(end.max(initial=0)) + 1
+    change = np.bincount(np.maximum(start, 0), size, num_events + 1) - np.bincount(end, size, num_events + 1)
+    return np.cumsum(change).astype(np.int64)
 
 
 def _calls_of(run: RunSeen) -> list[_Call]:
