@@ -20,6 +20,7 @@ from stalloc.lifespans import (
     find_steady_step,
     module_of_requests,
     operation_graph,
+    reorder,
     repeated_blocks,
 )
 from stalloc.lifespans.operation_graph import crossing_bytes
@@ -56,6 +57,23 @@ def operations(trace: Trace) -> Operations:
     found = read_operations(trace)
     assert found is not None
     return found
+
+
+def test_another_order_keeps_every_dependency_and_needs_no_more(trace: Trace, operations: Operations) -> None:
+    step = find_steady_step(trace, operations)
+    assert step is not None
+    found = reorder(trace, operations, step)
+    assert sorted(found.order.tolist()) == step.operations.tolist()
+    place = {row: number for number, row in enumerate(found.order.tolist())}
+    graph = operation_graph(trace, operations, step.operations)
+    assert all(place[one] < place[other] for one, other in graph.edges)
+    events = [0] * (step.end_event - step.begin_event + 1)
+    for begin, end, size in zip(trace.start.tolist(), trace.end.tolist(), trace.size.tolist(), strict=True):
+        if begin < step.end_event and end > step.begin_event:
+            events[max(begin, step.begin_event) - step.begin_event] += size
+            events[min(end, step.end_event) - step.begin_event] -= size
+    assert found.peak_bytes <= found.program_peak_bytes
+    assert found.program_peak_bytes == pytest.approx(np.cumsum(events).max(), rel=0.001)
 
 
 def bytes_of(trace: Trace, rows: np.ndarray) -> int:

@@ -9,7 +9,8 @@ lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; 
 profiler trace gives only as a total. The period is that of the sequence of all requests at the end of the record, if it
 repeats exactly; a step is what the runtime would plan: a repetition of the requests over 512 bytes that fills the
 record and after which memory is back at its level. Of a recording by `stalloc record --ops` operations, modules,
-repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated.
+repeated blocks and the roles of requests are told too, and with --gpu what its last step takes on that GPU, estimated;
+with --order how much less the step would need if its operations came in another order (replayed, not executed).
 
 --graph writes how the lifespans of the one FILE hang together: groups of requests that are born in one phase, die in
 one phase and have one size, and which groups are live together, as GraphML (.graphml) or JSON; and it prints the events
@@ -40,8 +41,10 @@ from stalloc.cost.step_seconds import StepEstimate
 from stalloc.device import find_gpu
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
+from stalloc.lifespans import Reordered, find_steady_step, reorder
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
+from stalloc.trace.operations import read_operations
 from stalloc.writers.lifespan_graph import Relations, relations, write_relations
 
 _MAX_CUTS_SHOWN = 12
@@ -54,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--align", type=int, default=512, metavar="BYTES", help="sizes are rounded up to this (default: 512)"
     )
     parser.add_argument("--gpu", metavar="NAME", help="estimate what the last recorded step takes on this GPU")
+    parser.add_argument(
+        "--order", action="store_true", help="look for an order of the last step's operations that needs less memory"
+    )
     parser.add_argument("--graph", metavar="FILE", help="write the graph of lifespans (.graphml or JSON) to FILE")
     add_json_argument(parser)
 
@@ -68,16 +74,24 @@ def run(args: argparse.Namespace) -> int:
         traces = [(file, trace) for file in args.files for trace in load_traces(file)]
         devices = [(file, summarize(trace, args.align)) for file, trace in traces]
         steps = [_step(args, trace) for _, trace in traces]
+        orders = [_order(args, trace) for _, trace in traces]
         graphs = [relations(trace) for _, trace in traces] if args.graph else []
     if args.graph:
         write_relations(Path(args.graph), graphs)
     told = [
-        {"file": file} | asdict(summary) | ({"step_estimate": _step_entry(step)} if args.gpu else {})
-        for (file, summary), step in zip(devices, steps, strict=True)
+        {"file": file}
+        | asdict(summary)
+        | ({"step_estimate": _step_entry(step)} if args.gpu else {})
+        | ({"operation_order": _order_entry(order)} if args.order else {})
+        for (file, summary), step, order in zip(devices, steps, orders, strict=True)
     ]
     write_json(args, {"files": list(args.files), "devices": told})
     if wants_text(args):
-        _print(args, devices, steps)
+        more = [
+            ([_step_line(args, step)] if args.gpu else []) + ([_order_line(order)] if args.order else [])
+            for step, order in zip(steps, orders, strict=True)
+        ]
+        _print(devices, more)
         _print_graphs(args, graphs)
     return 0
 
@@ -112,12 +126,40 @@ def _step_line(args: argparse.Namespace, step: StepEstimate | None) -> tuple[str
     return ("est. step", f"{1e3 * step.seconds:.1f} ms ± {step.error:.0%} on {gpu}{measured}: {shares}")
 
 
-def _print(args: argparse.Namespace, devices: list[tuple[str, Summary]], steps: list[StepEstimate | None]) -> None:
+def _order(args: argparse.Namespace, trace: Trace) -> Reordered | None:
+    """Another order of the last step's operations, where that is asked for and the record knows them."""
+    operations = read_operations(trace) if args.order else None
+    step = find_steady_step(trace, operations) if operations is not None else None
+    return None if operations is None or step is None else reorder(trace, operations, step)
+
+
+def _order_entry(order: Reordered | None) -> dict[str, int] | None:
+    if order is None:
+        return None
+    return {
+        "peak_bytes": order.peak_bytes,
+        "program_peak_bytes": order.program_peak_bytes,
+        "num_moved": order.num_moved,
+        "num_operations": len(order.order),
+    }
+
+
+def _order_line(order: Reordered | None) -> tuple[str, str]:
+    if order is None:
+        return ("order", "not known: the file has no whole step with operations (stalloc record --ops)")
+    allocated = f"{human_bytes(order.program_peak_bytes)} allocated in the last step"
+    if order.peak_bytes == order.program_peak_bytes:
+        return ("order", f"{allocated}, and no order was found that needs less")
+    less = f"{human_bytes(order.peak_bytes)} in another order that keeps every dependency"
+    return ("order", f"{allocated}, {less}: {order.num_moved:,} of {len(order.order):,} operations follow another one")
+
+
+def _print(devices: list[tuple[str, Summary]], more: list[list[tuple[str, str]]]) -> None:
     console = table_console()
-    for (file, summary), step in zip(devices, steps, strict=True):
+    for (file, summary), lines in zip(devices, more, strict=True):
         name, source = file_label(file), printable(summary.source)
         print_prose(console, Text.assemble((name, "bold"), f", device {summary.device}, {source}"))
-        print_items(console, _lines(summary) + ([_step_line(args, step)] if args.gpu else []))
+        print_items(console, _lines(summary) + lines)
         console.print()
 
 

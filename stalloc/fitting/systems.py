@@ -43,7 +43,7 @@ SYSTEMS: tuple[System, ...] = (
     System(
         "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
     ),
-    System("roam", "ROAM", "another order of operations", "not yet"),
+    System("roam", "ROAM", "another order of operations", "replays", "stalloc stats --order"),
     System("dtr", "DTR", "evicts when memory is short", "not yet"),
     System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
     System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),

@@ -5,6 +5,7 @@ from stalloc.lifespans.graph import cut_events, lifespan_graph
 from stalloc.lifespans.load_curves import fullest, load_curve, lower_bound, peak_load
 from stalloc.lifespans.operation_graph import crossing_bytes, cut_operations, operation_graph
 from stalloc.lifespans.operation_modules import RepeatedBlocks, module_of_requests, repeated_blocks
+from stalloc.lifespans.operation_order import Reordered, reorder
 from stalloc.lifespans.periods import Period, find_period, find_step_period, may_repeat, sequence_keys, sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.roles import find_roles
@@ -17,6 +18,7 @@ __all__ = [
     "Period",
     "Phases",
     "Regularity",
+    "Reordered",
     "RepeatedBlocks",
     "SteadyStep",
     "Tape",
@@ -40,6 +42,7 @@ __all__ = [
     "module_of_requests",
     "operation_graph",
     "peak_load",
+    "reorder",
     "repeated_blocks",
     "sequence_keys",
     "sequence_rows",

@@ -1,0 +1,195 @@
+"""Another order of a step's operations that needs less memory, as ROAM looks for, replayed on the record.
+
+Contract: the order keeps every dependency of the graph of operations, and that of operations that draw random numbers.
+A request lives from the operation that made it until all that use it are done, and the one after which the program let
+go of it; so in the program's own order it lives as recorded. An operation is moved only where that lowers what lives
+between its old place and its new one, so the peak is never above that of the program's order.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.columns import Rows
+from stalloc.lifespans.operation_graph import operation_graph
+from stalloc.lifespans.steady_step import SteadyStep
+from stalloc.trace import Trace
+from stalloc.trace.operations import Operations
+
+_RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "exponential_", "multinomial", "attention")
+_MOST_ROUNDS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered:
+    """An order and what it needs beside the program's own, bytes allocated within the step."""
+
+    order: Rows  #: rows of the operations
+    peak_bytes: int
+    program_peak_bytes: int
+    num_moved: int  #: operations whose predecessor is another one now
+
+
+def reorder(trace: Trace, operations: Operations, step: SteadyStep) -> Reordered:
+    """The order of lowest peak that moving operations one by one finds."""
+    users = _Users(trace, operations, step)
+    graph = operation_graph(trace, operations, step.operations)
+    place = {row: number for number, row in enumerate(step.operations.tolist())}
+    after: list[set[int]] = [set() for _ in place]
+    for one, other in graph.edges:
+        after[place[one]].add(place[other])
+    drawn = [place[row] for row in place if any(part in operations.name_of(row) for part in _RANDOM)]
+    for one, other in itertools.pairwise(drawn):
+        after[one].add(other)
+    before: list[set[int]] = [set() for _ in place]
+    for one, others in enumerate(after):
+        for other in others:
+            before[other].add(one)
+
+    program = list(range(len(place)))
+    best, lowest = program, users.peak_bytes(program)
+    order, program_peak = program, lowest
+    for _ in range(_MOST_ROUNDS):
+        earlier = _pulled(order, before, after, _Walk(users), lowest)
+        order = _pulled(earlier[::-1], after, before, _Walk(users, backward=True), lowest)[::-1]
+        peak = min((users.peak_bytes(one), number) for number, one in enumerate((earlier, order)))
+        if peak[0] >= lowest:
+            break
+        best, lowest = (earlier, order)[peak[1]], peak[0]
+    moved = sum(two - one != 1 for one, two in itertools.pairwise(best))
+    return Reordered(step.operations[np.array(best, np.int64)], lowest, program_peak, moved)
+
+
+class _Users:
+    """Requests of a step, by the places of operations in the program's order."""
+
+    def __init__(self, trace: Trace, operations: Operations, step: SteadyStep) -> None:
+        num = len(step.operations)
+        begins = operations.begin[step.operations]
+        self.base = 0  #: lives when the step begins
+        self.size: list[int] = []
+        self.maker: list[int] = []  #: -1: made before the step
+        self.users: list[set[int]] = []  #: those it waits for, its maker included; empty: it outlives the step
+        self.of: list[list[int]] = [[] for _ in range(num)]  #: requests of each operation
+        used = self._accesses(operations, step)
+        inner: list[list[tuple[int, int]]] = [[] for _ in range(num)]  # of each operation: events and bytes within it
+        lasting = set(step.beyond.tolist()) | set(step.held.tolist())
+        for request in (*step.held.tolist(), *step.ended.tolist(), *step.requests.tolist()):
+            is_old = trace.start[request] < step.begin_event
+            maker = -1 if is_old else max(0, int(np.searchsorted(begins, trace.start[request], "right")) - 1)
+            last = max(0, int(np.searchsorted(begins, trace.end[request], "left")) - 1)
+            size = int(trace.size[request])
+            self.base += size * is_old
+            users = set() if request in lasting else {last, *used.get(request, ())} | ({maker} - {-1})
+            if maker >= 0:
+                inner[maker].append((int(trace.start[request]), size))
+                if users == {maker}:
+                    inner[maker].append((int(trace.end[request]), -size))
+            number = len(self.size)
+            self.size.append(size)
+            self.maker.append(maker)
+            self.users.append(users)
+            for place in users | ({maker} - {-1}):
+                self.of[place].append(number)
+        self._extra = [_highest(events) for events in inner]
+
+    @staticmethod
+    def _accesses(operations: Operations, step: SteadyStep) -> dict[int, set[int]]:
+        bounds = np.searchsorted(operations.access_op, np.stack([step.operations, step.operations + 1]))
+        found: dict[int, set[int]] = defaultdict(set)
+        for place, (low, high) in enumerate(bounds.T.tolist()):
+            for request in operations.access_request[low:high].tolist():
+                found[request].add(place)
+        return found
+
+    def peak_bytes(self, order: Iterable[int]) -> int:
+        """The most that is allocated in an order."""
+        walk = _Walk(self)
+        return max((walk.go(place) for place in order), default=self.base)
+
+    def highest_within(self, place: int) -> int:
+        """What an operation has at the most of what it makes itself."""
+        return self._extra[place]
+
+
+class _Walk:
+    """Going through operations, forward or backward, and what is allocated where it stands."""
+
+    def __init__(self, users: _Users, *, backward: bool = False) -> None:
+        self._users, self._backward = users, backward
+        self._waits = [len(one) for one in users.users]
+        self._load = users.base
+        if backward:
+            kept = zip(users.size, users.maker, users.users, strict=True)
+            self._load += sum(size * ((maker >= 0) - bool(ends)) for size, maker, ends in kept)
+
+    def gain(self, place: int) -> int:
+        """By how much less is allocated on the side that an operation is moved away from, if it is negative."""
+        users, gain = self._users, 0
+        for number in users.of[place]:
+            is_first = self._waits[number] == (len(users.users[number]) if self._backward else 1)
+            gain += users.size[number] * (users.maker[number] == place)
+            gain -= users.size[number] * (place in users.users[number] and is_first)
+        return -gain if self._backward else gain
+
+    def peak_at(self, place: int) -> int:
+        """The most that is allocated during an operation that is done next."""
+        before = self._load + (self.gain(place) if self._backward else 0)
+        return before + self._users.highest_within(place)
+
+    def go(self, place: int) -> int:
+        """Do an operation; the most that was allocated meanwhile comes back."""
+        peak = self.peak_at(place)
+        self._load += self.gain(place)
+        for number in self._users.of[place]:
+            self._waits[number] -= place in self._users.users[number]
+        return max(peak, self._load)
+
+    def near(self, place: int) -> set[int]:
+        """Operations whose gain may be another one after this one."""
+        return {one for number in self._users.of[place] for one in self._users.users[number]}
+
+
+def _pulled(
+    order: list[int], before: list[set[int]], after: list[set[int]], walk: _Walk, limit_bytes: int
+) -> list[int]:
+    """An order in which whatever lowers the load comes as soon as it can, if it stays within a limit meanwhile."""
+    waits = [len(one) for one in before]
+    is_done = [False] * len(order)
+    found: list[int] = []
+    worth: dict[int, int] = {}  # those that can be done and lower the load, with by how much
+
+    def look(places: Iterable[int]) -> None:
+        for place in places:
+            worth.pop(place, None)
+            if not is_done[place] and waits[place] == 0 and (gain := walk.gain(place)) < 0:
+                worth[place] = gain
+
+    def do(place: int) -> None:
+        near = walk.near(place)
+        walk.go(place)
+        found.append(place)
+        is_done[place] = True
+        for one in after[place]:
+            waits[one] -= 1
+        look(near | after[place] | {place})
+
+    look(range(len(order)))
+    for place in order:
+        while worth and not is_done[place]:
+            best = min(worth, key=lambda one: (worth[one], one))
+            if walk.peak_at(best) > limit_bytes:
+                del worth[best]  # looked at again when something near it is done
+                continue
+            do(best)
+        if not is_done[place]:
+            do(place)
+    return found
+
+
+def _highest(events: list[tuple[int, int]]) -> int:
+    sizes = [size for _, size in sorted(events)]
+    return max(0, *np.cumsum(sizes).tolist()) if sizes else 0
