@@ -71,6 +71,11 @@ def test_links_lead_to_files_and_headings() -> None:
                 assert anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, anchor
 
 
+def test_every_page_has_a_place_in_the_site() -> None:
+    placed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")} <= placed
+
+
 def test_commands_and_their_options_exist() -> None:
     known: dict[str, set[str]] = {}
     for name, page in PAGES.items():
