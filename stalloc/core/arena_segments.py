@@ -13,6 +13,7 @@ from stalloc.core.constants import (
     GENERAL_KIND,
     GRANULE,
     LEASED_KIND,
+    MAX_STREAMS,
     MODE_REPLAY,
     NO_STREAM,
     STREAM_BITS,
@@ -175,7 +176,7 @@ def _num_regions(state):
     i = 0
     while i < state.num_cells:
         stream = cell_at(state, i).stream
-        if stream == NO_STREAM or find_pool(state, stream, GENERAL_KIND, True) < 0:
+        if stream == NO_STREAM or find_pool(state, stream & (MAX_STREAMS - 1), GENERAL_KIND, True) < 0:
             return 0
         regions += 1
         i = region_end(state, i)
@@ -193,7 +194,7 @@ def _num_regions(state):
 def _dissolve_region(state, first, end, group):
     """Make a segment of the cells [first, end), which are of one stream: what lives there stays, the rest is free."""
     arena, begin = state.arena, cell_at(state, first).offset
-    pool = find_pool(state, cell_at(state, first).stream, GENERAL_KIND, True)
+    pool = find_pool(state, cell_at(state, first).stream & (MAX_STREAMS - 1), GENERAL_KIND, True)
     segment = allocate_segment_row(state, pool, arena + begin, cell_at(state, end).offset - begin, 0)
     previous, gap, live, i = 0, begin, 0, first
     while i <= end:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, tape_cursor
+from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strands
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     GRANULE,
@@ -68,7 +68,11 @@ class DeviceArena:
                 "cell_streams": tables.cell_streams,
                 "failed_search.released_before": -1,
                 "tapes": tables.rings.ctypes.data,
-                "num_tapes": len(tables.rings),
+                "num_tapes": int(tables.strands["num_tapes"][0]) if len(tables.strands) else len(tables.rings),
+                "strands": tables.strands.ctypes.data,
+                "num_strands": len(tables.strands),
+                "strand": 0,
+                "askers": tables.askers.ctypes.data,
                 "ring_start": int(tables.rings["begin"][0]),
                 "ring_end": int(tables.rings["end"][0]),
                 "cursor": cursor,
@@ -158,7 +162,21 @@ class DeviceArena:
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
         """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
-        tape_cursor.begin_step(self._tables.address, begin, end, position)
+        step_begins.begin_step(self._tables.address, begin, end, position)
+
+    def strand_of(self, thread: int) -> int:
+        """The strand that a thread asks for, -1 if none; it is that thread's own from here on."""
+        return int(strands.strand_of(self._tables.address, thread))
+
+    def begin_strand_step(self, index: int, begin: int, end: int, position: int) -> None:
+        """The same for a strand."""
+        step_begins.begin_strand_step(self._tables.address, index, begin, end, position)
+
+    def strand_cursors(self) -> list[tuple[int, int, int]]:
+        """Where each strand is: the tape [begin, end) that it follows, and the entry that it expects."""
+        rows = np.zeros((self._tables.record.num_strands, 3), np.int64)
+        strands.cursors(self._tables.address, rows)
+        return [(begin, end, cursor) for begin, end, cursor in rows.tolist()]
 
     def drop_tape(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""

@@ -4,9 +4,8 @@ Contract: the lock is held. A lease covers whole cells of one stream and is a se
 allocated, split and coalesced like any other. It is revoked only when nothing lives in it: a planned request that meets
 a live block in a lease goes to the heap, and nothing is ever moved or overlapped.
 
-A lease is taken where the plan needs the cells the latest, and at least for as long as requests of that size at that
-place in the pass lived before. (STAlloc's paper, section 5.2, places requests of a layer in space that is idle from
-that layer to the one of their free; here time is the place in the pass, and lifespans are learnt.)
+A lease is taken where the plan needs the cells the latest, and at least for as long as such requests lived there before
+(STAlloc's paper, section 5.2, goes by layers; here time is the place in the pass, and lifespans are learnt).
 """
 
 from stalloc.compiled import inner
@@ -17,6 +16,7 @@ from stalloc.core.constants import (
     LIFESPAN_PLACES,
     LIFESPAN_PLACES_BITS,
     LIFESPAN_SIZES,
+    STREAM_BITS,
     UNMAPPED,
 )
 from stalloc.core.free_lists import best_fit
@@ -122,8 +122,7 @@ def _find_idle(state, stream, size, until):
     -1 if there is none.
     """
     bits, count, now = state.cell_bits, state.num_cells, tape_time(state)
-    best, best_bytes, run = -1, NEVER, -1
-    i = 0
+    best, best_bytes, run, i = -1, NEVER, -1, 0
     while i <= count:
         idle = False
         if i < count:
@@ -160,7 +159,8 @@ def lifespan_row(state, size):
 @inner()
 def note_birth(state, block, row):
     """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
-    block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
+    if state.num_strands == 0:  # they have clocks of their own
+        block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
 
 
 @inner()
@@ -258,8 +258,8 @@ def _find_for(state, stream, size, lasts, is_lost):
 def _lease(state, pool, stream, low, size, lasts, is_lost):
     """A lease of the idle cells from `low` on that are enough for a request, or for several; its row, 0 if none."""
     begin, now = cell_at(state, low).offset, tape_time(state)
-    wanted = max(size, _MIN_LEASE)
-    high, until, bits = low, NEVER, state.cell_bits
+    wanted, bits = max(size, _MIN_LEASE), state.cell_bits
+    high, until = low, NEVER
     while high < state.num_cells and cell_at(state, high).offset - begin < wanted:
         usable = cells_empty(bits, high, high + 1) and cell_at(state, high).stream == stream
         needed = needed_at(state, high, now)
@@ -277,8 +277,8 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
 def lend(state, stream, size, requested, row, anything):
     """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
 
-    While the program does something that is not on the tape, the plan does not need anything: all that is idle will do,
-    as it does with `anything`, before memory runs short. `row` is that of the request in the table of lifespans.
+    While the program does something that is on no tape all that is idle will do, as with `anything`, before memory runs
+    short. `row` is that of the request in the table of lifespans.
     """
     if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
@@ -292,8 +292,9 @@ def lend(state, stream, size, requested, row, anything):
         return _take(state, fit, size, requested, row)
     if state.num_leases >= _MAX_LEASES or state.num_cells == 0:
         return 0
-    low, lasts = _find_for(state, stream, size, lasts, is_lost)
+    owner = state.strand << STREAM_BITS | stream
+    low, lasts = _find_for(state, owner, size, lasts, is_lost)
     if low < 0:
         return 0
-    lease = _lease(state, pool, stream, low, size, lasts, is_lost)
+    lease = _lease(state, pool, owner, low, size, lasts, is_lost)
     return _take(state, segment_at(state, lease).first, size, requested, row) if lease != 0 else 0

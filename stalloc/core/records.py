@@ -132,6 +132,15 @@ class State(Record):
     history_count: int
     num_tapes: int
     history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
+    num_strands: int  # 0: one cursor is for all requests
+    strand: (
+        int  # the one whose cursor this is: ring_start to ring_end, cursor, pass_start, misses in a row, history, tapes
+    )
+    strands: int  # table of Strand
+    askers: int  # table of Asker
+    task_of: (
+        int  # C function () -> 32 bits: the piece of work that this thread is at for another, -1: none; 0: not asked
+    )
 
     # the tape and the cells, set when a plan is installed
     num_entries: int  # of the tape
@@ -249,7 +258,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 6]  # the counts begin at a line
+    padding: Annotated[Words, 1]  # the counts begin at a line
     total: Total
     large: Part
     small: Part
@@ -331,7 +340,7 @@ class Event(Record):
     address: int
     requested_bytes: int  # of a segment: its bytes
     time_ns: int  # monotonic
-    thread: int  # that did it, as the C library calls it
+    thread: int  # that did it, as the C library calls it; with State.task_of: -2 - the piece of work, if it is one
 
 
 class TapeEntry(Record):
@@ -360,7 +369,7 @@ class Cell(Record):
     """A range of the arena that no entry of the tape has a part of: it ends where the next one begins."""
 
     offset: int
-    stream: int  # NO_STREAM: several use it
+    stream: int  # and its strand above STREAM_BITS; NO_STREAM: several use it
     lease: int  # segment that has borrowed it; UNMAPPED
     needed_at: int  # tape time when the plan needs it next; below now: not known
 
@@ -379,6 +388,30 @@ class Ring(Record):
 
     begin: int
     end: int
+
+
+class Strand(Record):
+    """A thread that follows tapes of its own, and its cursor while another strand's is in State."""
+
+    thread: int
+    ring_start: int
+    ring_end: int
+    cursor: int
+    pass_start: int
+    history_count: int
+    miss_run: int
+    last_miss: int
+    tapes: int
+    num_tapes: int
+    history: Annotated[Words, 4]
+    padding: Annotated[Words, 2]
+
+
+class Asker(Record):
+    """Somebody who asks for a strand beside its thread."""
+
+    asker: int  # 0: an empty row
+    strand: int
 
 
 class StepRow(Record):
@@ -417,6 +450,8 @@ key_row = row_at(Key)
 cell_at = row_of("cells", Cell)
 key_at = row_of("keys", Key)
 ring_at = row_of("tapes", Ring)
+strand_at = row_of("strands", Strand)
+asker_at = row_of("askers", Asker)
 step_at = row_of("step_log", StepRow)
 stream_at = row_of("streams", Word)
 place_at = row_of("places", Word)
@@ -425,6 +460,7 @@ use_start_at = row_of("use_starts", Word)
 lifespan_at = row_of("lifespans", Word)
 previous_user_at = row_of("previous_users", Word)
 history_at = word_of("history", Word)
+kept_at = word_of("history", Word)  # (strand, which one)
 root_at = word_of("roots", Word)
 filled_at = word_of("filled", Word)
 word_at = row_at(Word)  # (address of words, which one)

@@ -19,7 +19,7 @@ class Region:
 
     begin: int  # bytes from where the arena begins
     size_bytes: int
-    stream: int  # index
+    stream: int  # index; with its strand above STREAM_BITS, where a plan has several
 
 
 def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words) -> Words | None:
@@ -39,16 +39,16 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
 
 
 def on_pages(tape: ArenaTape) -> ArenaTape:
-    """The same tape with each stream's region on pages of its own; as it is if streams share memory."""
+    """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory."""
     if tape.cross_streams:
         return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
     end, regions = 0, []
-    for index in np.unique(tape.stream[tape.offset >= 0]).tolist():
-        rows = (tape.stream == index) & (tape.offset >= 0)
+    for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
+        rows = (tape.owner == index) & (tape.offset >= 0)
         ends = tape.offset[rows] + ((tape.size[rows] + (ALIGNMENT - 1)) & -ALIGNMENT)
         size_bytes = int(ends.max() - tape.offset[rows].min())
         regions.append(Region(end, size_bytes, index))
         end += (size_bytes + GRANULE - 1) // GRANULE * GRANULE
-    moved = moved_into(regions, tape.size, tape.stream, tape.offset)
+    moved = moved_into(regions, tape.size, tape.owner, tape.offset)
     assert moved is not None  # each region is as large as what it is for
     return replace(tape, offset=moved, arena_bytes=max(end, GRANULE))

@@ -51,6 +51,7 @@ from stalloc.core.leases import lend, lifespan_row, note_birth, revoke
 from stalloc.core.records import entry_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step
+from stalloc.core.strands import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
 
@@ -97,6 +98,8 @@ def _try(state, stream, size, requested, stage, position):
     if size > TINY and stage != HEAP_ONLY and state.private_kind == 0:
         if state.mode != MODE_HEAP:
             key = size << STREAM_BITS | stream
+            if state.num_strands > 0 and not choose_strand(state, key):
+                return heap_allocate(state, stream, size, requested, stage)
             if stage == FIRST_TRY and state.ask_at_boundary != 0 and _is_asked_for(state, key):
                 state.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)

@@ -7,16 +7,15 @@ stands, not for each entry of the tape, so a request that is on no tape costs ne
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
-from stalloc.core.constants import MODE_HEAP
 from stalloc.core.hash_table import find_row
-from stalloc.core.intrinsics import first_at_least, locked, unlock
+from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import Key, cell_at, dtype_of, entry_at, history_at, key_at, key_row, place_at, ring_at
 
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
 _WINDOW = 64  # entries looked ahead for the last two requests in a row
 _CONTEXT = 4  # requests in a row that find their place anywhere on the tape
 _WIDE_EVERY = 8  # misses between two searches of the whole tape
-_SURE = 16  # matches in a row after which the place on the tape is beyond doubt
+SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
 
@@ -223,7 +222,7 @@ def at_boundary(state, key):
     start = state.ring_start
     if state.cursor != start or entry_at(state, start).key != key:
         return False
-    return _matches_in_a_row(state) >= min(state.ring_end - start, _SURE)
+    return _matches_in_a_row(state) >= min(state.ring_end - start, SURE)
 
 
 @inner()
@@ -240,7 +239,8 @@ def _passes_start(state, position):
 
 
 @inner()
-def _count_miss(state):
+def count_miss(state):
+    """A request is on no tape."""
     state.misses += 1
     state.step_misses += 1
     state.excess_misses += 1
@@ -272,7 +272,7 @@ def follow(state, key):
     if entry_at(state, position).key != key:
         position, begins = _search(state, key)
         if position < 0:
-            _count_miss(state)
+            count_miss(state)
             return -1, False
     state.miss_run = 0
     if state.excess_misses > 0:
@@ -283,18 +283,3 @@ def follow(state, key):
         state.pass_start += position + 1 - following
     state.cursor = following
     return position, begins
-
-
-@njit()
-def begin_step(device, begin, end, position):
-    """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before.
-
-    For Python.
-    """
-    state = locked(device)
-    if state.mode != MODE_HEAP:
-        if state.cursor != position or state.ring_start != begin:
-            go_to(state, begin, end, position)
-        state.miss_run = 0
-        state.last_miss = min(state.last_miss, state.history_count - _SURE)
-    unlock(state)

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, LIFESPAN_PLACES, LIFESPAN_SIZES, NO_STREAM, STREAM_BITS
+from stalloc.core.constants import (
+    ALIGNMENT,
+    BLOCK_FREE,
+    LIFESPAN_PLACES,
+    LIFESPAN_SIZES,
+    NO_STREAM,
+    NUM_ASKERS,
+    STREAM_BITS,
+)
 from stalloc.core.record_types import Words
-from stalloc.core.records import Cell, Key, Ring, Slot, TapeEntry, Word, table
+from stalloc.core.records import Asker, Cell, Key, Ring, Slot, Strand, TapeEntry, Word, table
 from stalloc.core.regions import Region
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
@@ -31,6 +39,8 @@ class TapeTables:
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
     rings: np.ndarray  #: of Ring
+    strands: np.ndarray  #: of Strand
+    askers: np.ndarray  #: of Asker
     keys: np.ndarray  #: of Key, by hash
     places: Words
 
@@ -62,10 +72,16 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
     cells = table(Cell, len(bounds) + 1)
     cells["offset"][:-1] = bounds
     cells["needed_at"] = -1
-    cells["stream"] = _cell_streams(spans, stream[planned], bounds, regions)
+    cells["stream"] = _cell_streams(spans, tape.owner[planned], bounds, regions)
     use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
     rings = table(Ring, len(tape.rings))
     rings["begin"], rings["end"] = tape.rings.T
+    strands = table(Strand, len(tape.strands))
+    strands["thread"], strands["num_tapes"] = np.array(tape.strands, np.int64).reshape(-1, 2).T
+    first = np.cumsum(strands["num_tapes"]) - strands["num_tapes"]
+    strands["tapes"] = rings.ctypes.data + first * rings.dtype.itemsize
+    strands["ring_start"] = strands["cursor"] = rings["begin"][first]
+    strands["ring_end"] = rings["end"][first]
     keys, places = _keys(entries["key"].copy())
     return TapeTables(
         entries=entries,
@@ -76,6 +92,8 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
         uses=uses,
         lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
         rings=rings,
+        strands=strands,
+        askers=table(Asker, NUM_ASKERS if len(strands) else 0),
         keys=keys,
         places=places,
     )

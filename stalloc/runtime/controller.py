@@ -26,6 +26,7 @@ from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
 from stalloc.runtime.status import Status
 from stalloc.runtime.steps import Steps
+from stalloc.runtime.strands import Strands
 from stalloc.runtime.tidying import Tidying
 from stalloc.runtime.watching import Watching
 from stalloc.trace import MARK_STEP
@@ -59,6 +60,7 @@ class Controller:
         self._lasting = Lasting(self.memory, self.recording)
         self._shortage = Shortage(self.arenas, self.recording)
         self._tidying = Tidying(self.arenas, self.status.effort)
+        self.strands = Strands(self.status, self.memory, self.recording, self.steps)
         self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self._shortage, self._tidying)
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self._lasting, self._tidying, planner
@@ -137,6 +139,7 @@ class Controller:
         self.state.arena.drop_tape()
         self.watching.job = None
         self.steps.forget()
+        self.strands.forget()
         self.arenas.match()
         if goes_on:
             self.arenas.drop_tape()
@@ -154,10 +157,13 @@ class Controller:
                 self.serving.probation.end()
                 if self.watching.leave_unmarked():
                     self._drop_plan("the first plan did not follow the steps that are marked now")
+                if self.strands.follow_something_else:
+                    self._drop_plan("its threads do something else now")
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:
                 try:
-                    self._heed(self.serving.end_step())
+                    if not self.strands.end_step(self.serving.serve_strands):
+                        self._heed(self.serving.end_step())
                 except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                     if is_interruption(error):
                         raise
@@ -174,10 +180,7 @@ class Controller:
             self._lasting.expect(watching=watching, planned=phase is Phase.PLANNED)
 
     def take_lacking(self) -> tuple[int, bool]:
-        """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena.
-
-        The boundary after it tries the arena again, if that was it.
-        """
+        """The bytes there was hardly room for since this was asked, and whether for an arena, which is tried again."""
         with self.lock:
             lacking, for_arena = self._shortage.take_lacking()
             if for_arena and self.status.phase is Phase.PLANNING:
@@ -200,9 +203,10 @@ class Controller:
         self.watching.begin()
 
     def _look(self) -> None:
-        if self.watching.unmarked_kinds_are_ready():
+        one = not self.strands.are_apart
+        if one and self.watching.unmarked_kinds_are_ready():
             self._heed(self.serving.serve_unmarked_kinds())
-        if (note := self.watching.look()) is not None:
+        if one and (note := self.watching.look()) is not None:
             self.rest(note)
 
     def rest(self, note: str) -> None:
@@ -254,23 +258,21 @@ class Controller:
 
     def _judge_plan(self) -> bool:
         """A plan that was found without marks was in force for some passes; whether it goes."""
-        if not self.serving.is_of_a_part():
+        if is_part := self.serving.is_of_a_part():
+            self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
+        else:
             self.serving.probation.end()
-            return False
-        self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
-        return True
+        return is_part
 
     def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
-        """Go back to the heap and, if there were not too many plans already, watch anew.
-
-        `is_part`: what repeats is longer than the ring of the plan.
-        """
+        """Go back to the heap and, unless there were too many plans, watch anew; `is_part`: what repeats is longer."""
         if self.status.phase not in (Phase.PLANNED, Phase.PLANNING):
             return
         goes_on = self.status.note_dropped(note, self.state.record.step_count)
         follows_ring = self.steps.tapes is None
         self.watching.job = None
         self.steps.forget()
+        self.strands.forget()
         self.arenas.drop_tape()
         if self.state.record.conflicts > self.state.record.misses:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena

@@ -4,13 +4,16 @@ Contract: nothing that goes wrong in a search reaches the program; it ends with 
 """
 
 import hashlib
+import itertools
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import TINY
 from stalloc.core.host_memory import trim
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.threads import start_thread
@@ -31,6 +34,15 @@ def name_of(size: "Column", stream: "Column") -> bytes:
     name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
     name.update(np.ascontiguousarray(stream, np.int64).data)
     return name.digest()
+
+
+def recurring_names(trace: "Trace") -> set[bytes]:
+    """The names of the steps between a trace's marks that come twice."""
+    rows = np.flatnonzero(trace.size > TINY)
+    bounds = np.searchsorted(trace.start[rows], trace.mark_event).tolist()
+    size, stream = trace.size[rows], trace.stream[rows]
+    names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
+    return {name for name, count in names.items() if count > 1}
 
 
 @dataclass
@@ -70,14 +82,14 @@ class KindSearch:
     def _run(self, trace: "Trace") -> None:
         try:
             with self.effort.counted():
-                self._search(trace)
+                self.search(trace)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
         finally:
             self.done.set()
             trim()
 
-    def _search(self, trace: "Trace") -> None:
+    def search(self, trace: "Trace") -> None:
         """Plan the kinds of steps that recur together with those that are known."""
         from stalloc.lifespans.units import recurring_steps
         from stalloc.runtime.admission import admit

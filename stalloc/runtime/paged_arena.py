@@ -42,7 +42,7 @@ def move(arenas: "Arenas") -> bool:
     if tape is None or memory is None or state.arena.tape is None:
         return False
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
-    learnt = state.arena.tape.lifespans
+    strands, learnt = state.arena.strand_cursors(), state.arena.tape.lifespans
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
@@ -50,6 +50,8 @@ def move(arenas: "Arenas") -> bool:
     _serve_on(arenas, memory, tape, cursor, anew=False)
     state.arena.tape.lifespans[:] = learnt
     state.arena.begin_step(begin, end, cursor)
+    for index, place in enumerate(strands):
+        state.arena.begin_strand_step(index, *place)
     state.write(ask_after_misses=ask_after)
     return True
 

@@ -6,7 +6,9 @@ the number of events before each.
 
 import dataclasses
 import itertools
+import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,7 @@ from stalloc.core.constants import ACTION_ALLOC, ACTION_OOM
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
+from stalloc.runtime.askers import strands_of
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
 from stalloc.torch_release import known_release
 from stalloc.trace import MARK_STEP
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
     from stalloc.trace import Trace
 
+_WORK = -2  # all pieces of work that threads do for one another are taken for one thread's
 _OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
 
 
@@ -34,6 +38,7 @@ class Recording:
     def __init__(self, device: Device, state: DeviceState) -> None:
         self._device, self._state = device, state
         self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
+        self.mark_threads: list[int] = []  #: who set those of steps among them
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
@@ -46,14 +51,13 @@ class Recording:
 
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
-        self.marks.clear()
-        self._forget_events()
-        self._reserved_start = self._state.record.reserved_bytes
-        self._state.write(recording=1, num_events=0, num_sizable=0, allocating_persistent=int(lasting), check_at=64)
+        self.begin_beside()
+        self._state.write(allocating_persistent=int(lasting), check_at=64)
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""
         self.marks.clear()
+        self.mark_threads.clear()
         self._forget_events()
         self._reserved_start = self._state.record.reserved_bytes
         self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
@@ -61,6 +65,7 @@ class Recording:
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
         self.marks[:] = [(0, MARK_STEP, "")]
+        self.mark_threads[:] = [threading.get_ident()]
         self._forget_events()
         self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
 
@@ -68,6 +73,7 @@ class Recording:
         """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
         if not self._state.record.recording and not self._state.record.num_events:
             self.marks[:] = [(0, MARK_STEP, "")] if self.marks else []
+            self.mark_threads[:] = [threading.get_ident()] if self.marks else []
             self._reserved_start = self._state.record.reserved_bytes
             self._forget_events()
         self._state.write(recording=1)
@@ -94,6 +100,8 @@ class Recording:
             self._state.record.doubt_at = self._allocs_before + self.overdue_requests
         if self._state.record.recording or not self.marks:
             self.marks.append((self._state.record.num_events, kind, name))
+            if kind == MARK_STEP:
+                self.mark_threads.append(threading.get_ident())
 
     @property
     def overdue_requests(self) -> int:
@@ -142,11 +150,26 @@ class Recording:
         """
         bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
         steps = [self._state.recorded_requests(begin, end) for begin, end in itertools.pairwise(bounds)]
+        steps = [(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps]
         found = irregular_threads(steps) - self.left_out
         if found:
             self.left_out |= found
             self.begin_at_step()
         return bool(found)
+
+    def traces_of(self, threads: Sequence[int]) -> "list[Trace]":
+        """What each of several threads requested, and others for it, with its own marks of steps."""
+        events = self._state.recorded()
+        strand = strands_of(events, threads)
+        steps = [event for event, kind, _ in self.marks if kind == MARK_STEP]
+        traces, action = [], events["action"] & 0xFF
+        for index, thread in enumerate(threads):
+            others = set(events["thread"].tolist()) - {number for number, its in strand.items() if its == index}
+            kept = events_of_others(action, events["address"], events["thread"], others)
+            before = np.concatenate([[0], np.cumsum(kept)]).tolist()
+            own = [event for event, by in zip(steps, self.mark_threads, strict=True) if by == thread]
+            traces.append(self._trace(events[kept], [(before[event], MARK_STEP, "") for event in own]))
+        return traces
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""

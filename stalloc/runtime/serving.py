@@ -28,6 +28,7 @@ from stalloc.runtime.tidying import Tidying
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Plan
+    from stalloc.runtime.strand_search import StrandSearch
 
 _DOUBT_PASSES = 8  # over several kinds of steps found without marks, after which they are judged
 _DOUBT_REQUESTS = 1024  # that much is served first: where the program stands has to show
@@ -221,6 +222,21 @@ class Serving:
             judged_after = max(_DOUBT_PASSES * search.longest, _DOUBT_REQUESTS)
             self._state.record.doubt_at = self._state.record.total.num_allocs + judged_after
         return None
+
+    def serve_strands(self, search: "StrandSearch") -> bool:
+        """Put the plans of several threads in force; False if there is no room, and what served before goes on."""
+        assert search.admitted is not None
+        arena_bytes = search.admitted.arena_bytes
+        if not self.full_device.knows_what_needs_most(arena_bytes):
+            return False
+        if self._status.phase is not Phase.PLANNED:
+            self.note_observed()
+        self._state.forget_record()
+        if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
+            return False
+        self._status.steps_per_ring, self._separate = 1, None
+        self._steps.forget()
+        return True
 
     def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
         """Serve what was admitted from now on; False if the device has no room for it: see `Arenas.put_in_force`.

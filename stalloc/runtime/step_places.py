@@ -56,17 +56,19 @@ class StepPlaces:
         """A step begins: tell the core where the tape goes on."""
         record = self._state.record
         if self._begins:
-            self._find_kind(record.ring_start)
+            begin, end = self.expected_after(record.ring_start)
+            self._state.arena.begin_step(begin, end, begin)
         elif self._positions:
             self._find_position(record.ring_start, record.ring_end, record.cursor)
         self._since = record.cursor, record.history_count, record.misses, record.ring_start
 
-    def _find_kind(self, ring_start: int) -> None:
+    def expected_after(self, ring_start: int) -> tuple[int, int]:
+        """The tape [begin, end) of the step that is expected after the one whose tape begins there."""
         followed = bisect.bisect_right(self._begins, ring_start) - 1
         self._followers[self._order[-2:]] = followed
         self._order = (*self._order[1 - _ORDER :], followed)
         expected = self._followers.get(self._order[-2:], followed)
-        self._state.arena.begin_step(self._begins[expected], self._ends[expected], self._begins[expected])
+        return self._begins[expected], self._ends[expected]
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
         """The position next to the cursor; the one after the last where there is none near."""

@@ -7,16 +7,14 @@ background, as soon as the step after it is over too and shows what it hands on;
 """
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.kind_search import KindSearch, name_of
+from stalloc.runtime.kind_search import KindSearch, name_of, recurring_names
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP
@@ -197,11 +195,7 @@ class Steps:
         parted = with_steps_marked(trace)
         if self.search is not None or parted is None:
             return False
-        rows = np.flatnonzero(trace.size > constants.TINY)
-        bounds = np.searchsorted(trace.start[rows], parted.mark_event).tolist()
-        size, stream = trace.size[rows], trace.stream[rows]
-        names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
-        wanted = {name for name, count in names.items() if count > 1} - self._refused
+        wanted = recurring_names(parted) - self._refused
         if wanted:
             self.search = KindSearch([], wanted, self._made, self._effort)
             self.search.start(parted)
@@ -227,6 +221,11 @@ class Steps:
         """Whether the record shows how long the requests of a kind of step live, up to the next step."""
         recorded = self._recorded.get(name)
         return recorded is not None and recorded.first + 1 < self._num_recorded
+
+    @property
+    def recur(self) -> bool:
+        """Whether half of the recorded steps, or more, are of kinds that were seen twice."""
+        return 2 * sum(self._recorded[name].count for name in self.recurring()) >= max(1, self._num_recorded)
 
     def recurring(self) -> set[bytes]:
         """Names of the kinds in the record that were seen twice, there or before."""

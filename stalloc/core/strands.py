@@ -1,0 +1,136 @@
+"""Several strands of one program: threads that each follow tapes of their own, and whose requests come in any order.
+
+Contract: the lock is held, except where Python calls. `State` holds the cursor of one strand, that of the last request;
+those of the others wait in the table of strands. A request is its strand's by who asks: the thread whose strand it is,
+or else whoever asked for what that strand expected, as a backward pass does in a thread of torch's. Strands have places
+of their own, so nothing depends on the order in which they ask.
+"""
+
+from stalloc.compiled import BORROWING, inner, njit
+from stalloc.core.constants import MODE_REPLAY, NUM_ASKERS
+from stalloc.core.event_log import this_asker
+from stalloc.core.intrinsics import locked, unlock
+from stalloc.core.records import asker_at, entry_at, history_at, kept_at, ring_at, strand_at
+
+
+@inner()
+def _save(state):
+    """Keep the cursor of the strand that asked last."""
+    strand = strand_at(state, state.strand)
+    strand.ring_start = state.ring_start
+    strand.ring_end = state.ring_end
+    strand.cursor = state.cursor
+    strand.pass_start = state.pass_start
+    strand.history_count = state.history_count
+    strand.miss_run = state.miss_run
+    strand.last_miss = state.last_miss
+    strand.tapes = state.tapes
+    strand.num_tapes = state.num_tapes
+    for i in range(4):
+        kept_at(strand, i).value = history_at(state, i).value
+
+
+@inner()
+def switch_to(state, index):
+    """Go on with the cursor of a strand."""
+    if index == state.strand:
+        return
+    _save(state)
+    strand = strand_at(state, index)
+    state.strand = index
+    state.ring_start = strand.ring_start
+    state.ring_end = strand.ring_end
+    state.cursor = strand.cursor
+    state.pass_start = strand.pass_start
+    state.history_count = strand.history_count
+    state.miss_run = strand.miss_run
+    state.last_miss = strand.last_miss
+    state.tapes = strand.tapes
+    state.num_tapes = strand.num_tapes
+    for i in range(4):
+        history_at(state, i).value = kept_at(strand, i).value
+
+
+@inner()
+def _expects(state, key):
+    """Whether the strand that asked last expects this request: next, or as the first of another of its tapes."""
+    if entry_at(state, state.cursor).key == key:
+        return True
+    if state.cursor != state.ring_start:
+        return False
+    tape = 0
+    while tape < state.num_tapes and entry_at(state, ring_at(state, tape).begin).key != key:
+        tape += 1
+    return tape < state.num_tapes
+
+
+@inner()
+def _find_expecting(state, key):
+    """Go on with a strand that expects this request, the one that asked last before others; whether there is one."""
+    last = state.strand
+    if _expects(state, key):
+        return True
+    for index in range(state.num_strands):
+        if index != last:
+            switch_to(state, index)
+            if _expects(state, key):
+                return True
+    switch_to(state, last)
+    return False
+
+
+@inner()
+def _asker_row(state, asker):
+    return asker_at(state, (asker ^ asker >> 12) & (NUM_ASKERS - 1))
+
+
+@inner()
+def choose_strand(state, key):
+    """Go on with the strand that a request belongs to; False: it is none of any."""
+    asker = this_asker(state)
+    for index in range(state.num_strands):
+        if strand_at(state, index).thread == asker:
+            switch_to(state, index)
+            return True
+    row = _asker_row(state, asker)
+    known = row.asker == asker and row.strand < state.num_strands
+    if known:
+        switch_to(state, row.strand)
+    if _find_expecting(state, key):
+        row.asker = asker
+        row.strand = state.strand
+        return True
+    if not known:
+        state.misses += 1
+        state.step_misses += 1
+        state.excess_misses += 1
+    return known
+
+
+@njit()
+def strand_of(device, thread):
+    """Which strand a thread's requests belong to, -1 if to none; it is that strand's own from here on. For Python."""
+    state = locked(device)
+    found = -1
+    if state.mode == MODE_REPLAY:
+        for index in range(state.num_strands):
+            if strand_at(state, index).thread == thread:
+                found = index
+        row = _asker_row(state, thread)
+        if found < 0 and row.asker == thread and row.strand < state.num_strands:
+            found = row.strand
+            strand_at(state, found).thread = thread
+    unlock(state)
+    return found
+
+
+@njit(**BORROWING)
+def cursors(device, rows):
+    """Write for each strand where the tape begins and ends that it follows, and its cursor. For Python."""
+    state = locked(device)
+    if state.num_strands > 0:
+        _save(state)
+    for index in range(min(state.num_strands, len(rows))):
+        strand = strand_at(state, index)
+        rows[index, 0], rows[index, 1], rows[index, 2] = strand.ring_start, strand.ring_end, strand.cursor
+    unlock(state)

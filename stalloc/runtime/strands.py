@@ -1,0 +1,152 @@
+"""Several threads that each make steps on one device: known by their marks, and planned as strands.
+
+Contract: threads are told apart only where the steps between all marks do not recur, as where they allocate side by
+side. While their plans are in force a mark says where the strand of its thread goes on, and nothing about the others.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stalloc.core.constants import MAX_STRANDS
+from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import Phase
+from stalloc.runtime.status import Status
+from stalloc.runtime.step_places import StepPlaces
+from stalloc.runtime.steps import Steps
+from stalloc.runtime.strand_search import StrandSearch
+
+if TYPE_CHECKING:
+    from stalloc.planner import Layout
+
+_MARKS = 3  # that a thread has set before its steps are looked for: two steps and what the first hands on
+_PATIENCE = 6  # marks that a thread has set without a plan, after which they are told apart whatever recurs
+_LOOKED_AT = 4  # marks, over which is judged how much a plan serves
+_REMEMBERED = 16  # marks, among which those of several threads are
+_LEAST_SERVED = 0.9  # of the requests, by a plan that takes all threads for one
+_LEAST_APART = 0.5  # the same, by plans of theirs
+_MAX_SEARCHES = 8  # without plans in a row, after which threads are not told apart any more
+
+
+class Strands:
+    """The threads of one device's program that make steps of their own."""
+
+    def __init__(self, status: Status, memory: DeviceMemory, recording: Recording, steps: Steps) -> None:
+        self._status, self._state, self._recording, self._steps = status, memory.state, recording, steps
+        settings = status.settings
+        self._may_be = settings.plan and not settings.keep_recording and memory.source.paged
+        self._places: list[StepPlaces] = []  # of each strand, on the tapes in force
+        self._made: dict[bytes, Layout] = {}
+        self._last_threads: list[int] = []  # of the last marks
+        self._counts: list[tuple[int, int]] = []  # hits and misses at the last marks
+        self._failed = 0  # searches
+        self._search_at = 0  # marks in the record at the next search
+        self.search: StrandSearch | None = None
+        self.are_apart = False  #: threads are told apart from here on
+
+    @property
+    def are_served(self) -> bool:
+        """Whether their plans are in force."""
+        return bool(self._places) and self._status.phase is Phase.PLANNED
+
+    @property
+    def _gives_up(self) -> bool:
+        return self._failed >= _MAX_SEARCHES
+
+    def forget(self) -> None:
+        """No plan is in force any more, and the record begins anew."""
+        self._places, self.search, self._search_at = [], None, 0
+        self._counts.clear()
+
+    def _misses(self, least_served: float) -> bool:
+        """Whether the plan in force serves less of the last steps."""
+        if len(self._counts) < _LOOKED_AT:
+            return False
+        hits, misses = (last - first for first, last in zip(self._counts[0], self._counts[-1], strict=True))
+        return hits < least_served * (hits + misses)
+
+    @property
+    def follow_something_else(self) -> bool:
+        """Whether their plans serve so little that they are to go."""
+        return self.are_served and self._misses(_LEAST_APART)
+
+    def end_step(self, serve: Callable[[StrandSearch], bool]) -> bool:
+        """This thread marks a step; `serve` puts plans in force, if it can. Whether threads are told apart."""
+        if not self._may_be:
+            return False
+        self._note_mark()
+        planned, several = self._status.phase is Phase.PLANNED, len(set(self._last_threads)) > 1
+        if planned and several and not self.are_apart and not self._gives_up and self._misses(_LEAST_SERVED):
+            self.are_apart = True  # the plan in force takes them for one
+            if not self._state.record.recording:
+                self._recording.begin_at_step()
+        elif self.are_apart and not self.are_served and (self._gives_up or not several):
+            self.are_apart = False
+            if planned:
+                self._state.forget_record()
+        if self._status.phase is Phase.OBSERVING or (planned and self.are_apart and not self.are_served):
+            self._look()
+            ready = self._take_ready()
+            if ready is not None and serve(ready):
+                self._follow(ready)
+        if self.are_served:
+            self._begin_step()
+        return self.are_apart
+
+    def _note_mark(self) -> None:
+        record = self._state.record
+        if self._counts and record.hits < self._counts[-1][0]:
+            self._counts.clear()  # another plan came into force
+        self._last_threads = [*self._last_threads, threading.get_ident()][-_REMEMBERED:]
+        self._counts = [*self._counts, (record.hits, record.misses + record.conflicts)][-_LOOKED_AT:]
+
+    def _look(self) -> None:
+        """See whether several threads make steps in the record, and plan them.
+
+        The search is waited for: the program would go on without a plan meanwhile.
+        """
+        marks = Counter(self._recording.mark_threads)
+        threads = [thread for thread, count in marks.items() if count >= _MARKS]
+        one_step = self._steps.recur and max(marks.values(), default=0) < _PATIENCE  # else there would be a plan by now
+        several = 1 < len(threads) <= MAX_STRANDS and (self.are_apart or not one_step)
+        if not several or self.search is not None or self._gives_up or self._status.effort.is_spent:
+            return
+        if len(self._recording.mark_threads) < self._search_at:
+            return
+        self.are_apart = True
+        self._search_at = len(self._recording.mark_threads) + 1
+        with self._status.effort.counted():
+            self.search = StrandSearch(threads, self._made, self._status.effort)
+            self.search.start(self._recording.traces_of(threads))
+        self.search.done.wait(self._status.settings.plan_wait_seconds)
+
+    def _take_ready(self) -> StrandSearch | None:
+        """The search that has ended since with plans; None if there is none."""
+        search = self.search
+        if search is None or not search.done.is_set():
+            return None
+        self.search = None
+        self._failed = 0 if search.admitted is not None else self._failed + 1
+        return search if search.admitted is not None else None
+
+    def _follow(self, search: StrandSearch) -> None:
+        """The plans of a search are in force."""
+        self._places, begin = [], 0
+        for found in search.found:
+            assert found.tapes is not None
+            lengths = [len(kind.size) for kind in found.tapes.kinds]
+            places = StepPlaces(self._state)
+            places.follow_kinds([begin + first for first in found.tapes.begins], lengths, [b""] * len(lengths))
+            self._places.append(places)
+            begin += sum(lengths)
+        self._counts.clear()
+
+    def _begin_step(self) -> None:
+        """This thread begins a step: tell the core where its strand goes on."""
+        strand = self._state.arena.strand_of(threading.get_ident())
+        if 0 <= strand < len(self._places):
+            begin, _, _ = self._state.arena.strand_cursors()[strand]
+            begin, end = self._places[strand].expected_after(begin)
+            self._state.arena.begin_strand_step(strand, begin, end, begin)
