@@ -394,6 +394,7 @@ class Strand(Record):
     """A thread that follows tapes of its own, and its cursor while another strand's is in State."""
 
     thread: int
+    asker: int  # who asked for it last: its thread, or somebody who works for it
     ring_start: int
     ring_end: int
     cursor: int
@@ -404,7 +405,7 @@ class Strand(Record):
     tapes: int
     num_tapes: int
     history: Annotated[Words, 4]
-    padding: Annotated[Words, 2]
+    padding: int
 
 
 class Asker(Record):

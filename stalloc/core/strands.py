@@ -65,16 +65,18 @@ def _expects(state, key):
 
 
 @inner()
-def _find_expecting(state, key):
-    """Go on with a strand that expects this request, the one that asked last before others; whether there is one."""
-    last = state.strand
-    if _expects(state, key):
-        return True
-    for index in range(state.num_strands):
-        if index != last:
-            switch_to(state, index)
-            if _expects(state, key):
-                return True
+def _find_expecting(state, key, busy):
+    """Go on with a strand that expects this request, the one that asked last before others; whether there is one.
+
+    `busy`: of those that others work for.
+    """
+    last, index = state.strand, state.strand
+    for _ in range(state.num_strands):
+        strand = strand_at(state, index)
+        switch_to(state, index)
+        if busy == (strand.asker != strand.thread) and _expects(state, key):
+            return True
+        index = index + 1 if index + 1 < state.num_strands else 0
     switch_to(state, last)
     return False
 
@@ -85,43 +87,52 @@ def _asker_row(state, asker):
 
 
 @inner()
+def _own_strand(state, thread):
+    """The strand of a thread, -1 if it has none."""
+    index = state.num_strands - 1
+    while index >= 0 and strand_at(state, index).thread != thread:
+        index -= 1
+    return index
+
+
+@inner()
 def choose_strand(state, key):
     """Go on with the strand that a request belongs to; False: it is none of any."""
     asker = this_asker(state)
-    for index in range(state.num_strands):
-        if strand_at(state, index).thread == asker:
+    index = _own_strand(state, asker)
+    if index < 0:
+        row = _asker_row(state, asker)
+        index = row.strand if row.asker == asker else -1
+        if index >= 0:
             switch_to(state, index)
-            return True
-    row = _asker_row(state, asker)
-    known = row.asker == asker and row.strand < state.num_strands
-    if known:
-        switch_to(state, row.strand)
-    if _find_expecting(state, key):
-        row.asker = asker
-        row.strand = state.strand
-        return True
-    if not known:
+        if index < 0 or not _expects(state, key):
+            if _find_expecting(state, key, False) or _find_expecting(state, key, True):
+                index = state.strand
+            row.asker = asker
+            row.strand = index
+    if index < 0:
         state.misses += 1
         state.step_misses += 1
         state.excess_misses += 1
-    return known
+        return False
+    switch_to(state, index)
+    strand_at(state, index).asker = asker
+    return True
 
 
 @njit()
 def strand_of(device, thread):
     """Which strand a thread's requests belong to, -1 if to none; it is that strand's own from here on. For Python."""
     state = locked(device)
-    found = -1
-    if state.mode == MODE_REPLAY:
-        for index in range(state.num_strands):
-            if strand_at(state, index).thread == thread:
-                found = index
+    index = -1
+    if state.mode == MODE_REPLAY and state.num_strands > 0:
+        index = _own_strand(state, thread)
         row = _asker_row(state, thread)
-        if found < 0 and row.asker == thread and row.strand < state.num_strands:
-            found = row.strand
-            strand_at(state, found).thread = thread
+        if index < 0 and row.asker == thread and 0 <= row.strand < state.num_strands:
+            index = row.strand
+            strand_at(state, index).thread = thread
     unlock(state)
-    return found
+    return index
 
 
 @njit(**BORROWING)

@@ -78,6 +78,7 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
     rings["begin"], rings["end"] = tape.rings.T
     strands = table(Strand, len(tape.strands))
     strands["thread"], strands["num_tapes"] = np.array(tape.strands, np.int64).reshape(-1, 2).T
+    strands["asker"] = strands["thread"]
     first = np.cumsum(strands["num_tapes"]) - strands["num_tapes"]
     strands["tapes"] = rings.ctypes.data + first * rings.dtype.itemsize
     strands["ring_start"] = strands["cursor"] = rings["begin"][first]

@@ -202,10 +202,11 @@ class Machine:
         """Free whatever address, live or not, without the oracle."""
         self._free(0, address, 0)
 
-    def install(self, program: "Ring", *, serve: bool = True) -> int:
-        """Follow a ring from its first request and serve it from an arena; the arena's base."""
-        arena_bytes = round_up(program.peak)
-        self.state.arena.install(program.tape())
+    def install(self, program: "Ring | ArenaTape", *, serve: bool = True) -> int:
+        """Follow a tape from its first request and serve it from an arena; the arena's base."""
+        tape = program.tape() if isinstance(program, Ring) else program
+        arena_bytes = round_up(tape.arena_bytes)
+        self.state.arena.install(tape)
         if not serve:
             return 0
         base = self.take(arena_bytes)
