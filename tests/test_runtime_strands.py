@@ -64,6 +64,8 @@ class Side:
                 yield
             several.work(task, partial(several.free, loss))
             run(several.controller.mark, MARK_STEP, "").result()
+            if (search := several.controller.steps.search) is not None:  # equal runs, equal figures
+                assert search.done.wait(60)
             several.steps += 1
 
 

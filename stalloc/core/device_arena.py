@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strands
+from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strand_cursors
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     GRANULE,
@@ -166,7 +166,7 @@ class DeviceArena:
 
     def strand_of(self, thread: int) -> int:
         """The strand that a thread asks for, -1 if none; it is that thread's own from here on."""
-        return int(strands.strand_of(self._tables.address, thread))
+        return int(strand_cursors.strand_of(self._tables.address, thread))
 
     def begin_strand_step(self, index: int, begin: int, end: int, position: int) -> None:
         """The same for a strand."""
@@ -175,7 +175,7 @@ class DeviceArena:
     def strand_cursors(self) -> list[tuple[int, int, int]]:
         """Where each strand is: the tape [begin, end) that it follows, and the entry that it expects."""
         rows = np.zeros((self._tables.record.num_strands, 3), np.int64)
-        strands.cursors(self._tables.address, rows)
+        strand_cursors.cursors(self._tables.address, rows)
         return [(begin, end, cursor) for begin, end, cursor in rows.tolist()]
 
     def drop_tape(self) -> None:

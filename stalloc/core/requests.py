@@ -51,7 +51,7 @@ from stalloc.core.leases import lend, lifespan_row, note_birth, revoke
 from stalloc.core.records import entry_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step
-from stalloc.core.strands import choose_strand
+from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
 

@@ -3,7 +3,7 @@
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import MODE_HEAP
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.strands import switch_to
+from stalloc.core.strand_cursors import switch_to
 from stalloc.core.tape_cursor import SURE, go_to
 
 

@@ -110,6 +110,7 @@ class Strands:
         marks = Counter(self._recording.mark_threads)
         threads = [thread for thread, count in marks.items() if count >= _MARKS]
         one_step = self._steps.recur and max(marks.values(), default=0) < _PATIENCE  # else there would be a plan by now
+        one_step |= self._steps.search is not None  # a plan of the other kind is in the making
         several = 1 < len(threads) <= MAX_STRANDS and (self.are_apart or not one_step)
         if not several or self.search is not None or self._gives_up or self._status.effort.is_spent:
             return
