@@ -67,6 +67,7 @@ class Side:
             if (search := several.controller.steps.search) is not None:  # equal runs, equal figures
                 assert search.done.wait(60)
             several.steps += 1
+            yield
 
 
 class Several:

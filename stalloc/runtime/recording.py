@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
     from stalloc.trace import Trace
 
+_INTERLEAVED = 4  # one step in so many
 _WORK = -2  # all pieces of work that threads do for one another are taken for one thread's
 _OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
 
@@ -156,6 +157,13 @@ class Recording:
             self.left_out |= found
             self.begin_at_step()
         return bool(found)
+
+    def interleave(self, threads: Sequence[int]) -> bool:
+        """Whether several of these threads made requests in many of the recorded steps, between any two marks."""
+        bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
+        steps = [self._state.recorded_requests(begin, end)[2] for begin, end in itertools.pairwise(bounds)]
+        shared = sum(len(np.intersect1d(asker, threads)) > 1 for asker in steps)
+        return _INTERLEAVED * shared >= len(steps)
 
     def traces_of(self, threads: Sequence[int]) -> "list[Trace]":
         """What each of several threads requested, and others for it, with its own marks of steps."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stalloc.planner import Layout
 
 _MARKS = 3  # that a thread has set before its steps are looked for: two steps and what the first hands on
-_PATIENCE = 6  # marks that a thread has set without a plan, after which they are told apart whatever recurs
+_PATIENCE = 4  # marks that a thread has set without a plan, after which they are told apart whatever recurs
 _LOOKED_AT = 4  # marks, over which is judged how much a plan serves
 _REMEMBERED = 16  # marks, among which those of several threads are
 _LEAST_SERVED = 0.9  # of the requests, by a plan that takes all threads for one
@@ -41,6 +41,7 @@ class Strands:
         self._made: dict[bytes, Layout] = {}
         self._last_threads: list[int] = []  # of the last marks
         self._counts: list[tuple[int, int]] = []  # hits and misses at the last marks
+        self._plans = 0  # that had been put in force by then
         self._failed = 0  # searches
         self._search_at = 0  # marks in the record at the next search
         self.search: StrandSearch | None = None
@@ -97,8 +98,8 @@ class Strands:
 
     def _note_mark(self) -> None:
         record = self._state.record
-        if self._counts and record.hits < self._counts[-1][0]:
-            self._counts.clear()  # another plan came into force
+        if self._plans != self._status.num_plans:
+            self._counts, self._plans = [], self._status.num_plans
         self._last_threads = [*self._last_threads, threading.get_ident()][-_REMEMBERED:]
         self._counts = [*self._counts, (record.hits, record.misses + record.conflicts)][-_LOOKED_AT:]
 
@@ -109,12 +110,17 @@ class Strands:
         """
         marks = Counter(self._recording.mark_threads)
         threads = [thread for thread, count in marks.items() if count >= _MARKS]
-        one_step = self._steps.recur and max(marks.values(), default=0) < _PATIENCE  # else there would be a plan by now
-        one_step |= self._steps.search is not None  # a plan of the other kind is in the making
+        most, search = max(marks.values(), default=0), self._steps.search
+        one_step = self._steps.recur and most < _PATIENCE  # else there would be a plan by now
+        makes_plan = search is not None and (search.admitted is not None or not search.done.is_set())
+        one_step |= makes_plan and most < 2 * _PATIENCE
         several = 1 < len(threads) <= MAX_STRANDS and (self.are_apart or not one_step)
         if not several or self.search is not None or self._gives_up or self._status.effort.is_spent:
             return
         if len(self._recording.mark_threads) < self._search_at:
+            return
+        if not self._recording.interleave(threads):  # they take turns
+            self._failed += self.are_apart
             return
         self.are_apart = True
         self._search_at = len(self._recording.mark_threads) + 1
