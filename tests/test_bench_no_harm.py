@@ -13,6 +13,7 @@ BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 
 from harm.catalogue import programs  # noqa: E402
+from harm.fuzz import try_one  # noqa: E402
 from harm.judging import Row, hit_rates  # noqa: E402
 from harm.peers import smallest  # noqa: E402
 from harm.random_programs import LEAST_LOAD_BYTES, draw, sources  # noqa: E402
@@ -149,6 +150,14 @@ def test_short_programs_are_asked_for_their_own_exit_codes(tmp_path: Path) -> No
     num_wrong = sum(ending["code"] != ending["expected"] for ending in found)
     assert f"6 programs, {num_wrong} of them" in done.stdout
     assert done.returncode == int(num_wrong > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [40260164, 40260227, 40260279, 40260348, 40260406, 40260479])
+def test_programs_that_once_ran_out_complete_in_torch_s_least_memory(shared_traces: Path, seed: int) -> None:
+    """A plan that left no room beside it, a large step that met one, pages that had moved when all were needed."""
+    trial = try_one(str(shared_traces), seed)
+    assert trial.completes, f"not in {trial.least_bytes} bytes: {trial.source}"
 
 
 @pytest.mark.slow

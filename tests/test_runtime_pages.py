@@ -284,12 +284,22 @@ def test_a_gap_that_has_memory_in_parts_is_filled_up() -> None:
     assert state.record.num_ooms == 0
 
 
-@pytest.mark.parametrize(("capacity_bytes", "moves"), [(180 * MIB, False), (200 * MIB, True)])
-def test_pages_move_to_save_memory_unless_the_program_fills_the_device(capacity_bytes: int, moves: bool) -> None:
+@pytest.mark.parametrize(
+    ("capacity_bytes", "freed_bytes", "moves"),
+    [
+        (180 * MIB, 10 * MIB, False),
+        (200 * MIB, 10 * MIB, False),  # more than half of it is needed
+        (400 * MIB, 10 * MIB, True),
+        (600 * MIB, 140 * MIB, True),  # more than half, but much is free
+    ],
+)
+def test_pages_move_to_save_memory_unless_the_program_may_fill_the_device(
+    capacity_bytes: int, freed_bytes: int, moves: bool
+) -> None:
     state = _heap(capacity_bytes).state
-    small, _ = (int(state.malloc(size * MIB)) for size in (10, 150))
-    state.free(small)
-    assert state.malloc(12 * MIB)
+    freed, _ = (int(state.malloc(size)) for size in (freed_bytes, freed_bytes + 140 * MIB))
+    state.free(freed)
+    assert state.malloc(freed_bytes + 2 * MIB)
     assert (state.record.num_segment_frees > 0) == moves
 
 

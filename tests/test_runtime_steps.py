@@ -405,6 +405,21 @@ def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
     assert program.step(lambda: program.train(40_000)) == (37, 0)
 
 
+@pytest.mark.parametrize(("times", "planned"), [(3, False), (20, True)])
+def test_a_step_that_needs_more_than_any_before_ends_the_plan_where_it_may_fill_the_device(
+    times: int, planned: bool
+) -> None:
+    """What the plan does not know is packed better without it, and nobody knows yet how much that will be."""
+    wanted = Program()
+    wanted.step(lambda: wanted.train(40_000))
+    program = Program(capacity_bytes=times * wanted.state.reserved_peak_bytes)
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    assert program.controller.status.phase is Phase.PLANNED
+    program.step(lambda: program.train(60_000))
+    assert (program.controller.status.phase is Phase.PLANNED) == planned
+
+
 def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
     program = Program()
     for _ in range(8):

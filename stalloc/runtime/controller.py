@@ -97,7 +97,7 @@ class Controller:
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         if self.memory.free_deferred() or self._lasting.ends_here(expects_marks=self.watching.expects_marks):
             return True  # the core asks again, if it needs to
-        if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left():
+        if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
         planned = self.status.phase is Phase.PLANNED
         if planned:

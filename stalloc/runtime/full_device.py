@@ -16,6 +16,7 @@ _RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
 _COVERED = 0.9  # of those peaks has to be what the plan and what lives hold, or other steps need more than they
 _SPARE_BYTES = 4 << 20  # that the device has to have beside them
 _LOST = 8  # requests by which misses outnumber matches, or that were displaced in a pass, once a plan is left
+_PART_SHIFT = 2  # of the device: 1 / 2 ** shift, from which on a step that needs more than any before may fill it
 _MORE_SHIFT = 6  # a step needs more than those before by 1 / 2 ** shift of that
 
 
@@ -37,12 +38,8 @@ class FullDevice:
             self._highest_bytes, self._num_settled = peak_bytes, 0
         self._peaks.append(peak_bytes)
 
-    def knows_what_needs_most(self, arena_bytes: int) -> bool:
-        """Whether a plan is of the steps that need most: what it and what lives hold is most of what they needed."""
-        return not self._may_fill() or self._covers(arena_bytes)
-
     def may_begin(self, arena_bytes: int) -> bool:
-        """The same, and whether it fits beside what lives, at the first request of its step."""
+        """Whether a plan is of the steps that need most, and fits beside what lives as its first step begins."""
         if not self._may_fill() or arena_bytes > self._memory.paging.device_bytes:
             return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
@@ -70,9 +67,17 @@ class FullDevice:
             self._moves = False
             self._state.write(excess_misses=0)
 
-    def is_left(self) -> bool:
-        """Whether the program does something else than the plan in force; to be asked when that needs more memory."""
+    def is_left(self, size_bytes: int) -> bool:
+        """Whether the program does something else than the plan in force; to be asked when a request needs memory."""
         record = self._state.record
         if max(record.excess_misses, self._state.num_displaced) < _LOST or record.private_kind or self._moves:
             return False
-        return self._is_full()
+        return self._is_full() or self._goes_beyond(size_bytes)
+
+    def _goes_beyond(self, size_bytes: int) -> bool:
+        """Whether a step needs clearly more than those before, so that nobody knows how much it will be."""
+        highest_bytes = max(self._highest_bytes, self._state.record.expected_peak)
+        needed_bytes = self._state.record.total.allocated_bytes + size_bytes
+        if needed_bytes <= highest_bytes + (highest_bytes >> _MORE_SHIFT) or not self._memory.source.paged:
+            return False
+        return needed_bytes > self._memory.paging.device_bytes >> _PART_SHIFT

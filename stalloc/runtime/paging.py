@@ -21,6 +21,7 @@ _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, an
 _SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
+_HALF_BYTES = 128 << 20  # more that is held before they do where no plan serves, and half of the device is needed
 _TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
 _PLANNED_SHIFT = 8  # the same beyond that, for planned places to take pages from one another
 
@@ -176,6 +177,8 @@ class Paging:
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
+        if excess > 0 and self._arena is None and self.fills_half():
+            excess -= _HALF_BYTES  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
             excess = 0
         if excess > 0:

@@ -205,7 +205,7 @@ class Serving:
         self._steps.are_planned(search)
         self._release_unused()
         arena_bytes = search.served.arena_bytes
-        if not self.full_device.knows_what_needs_most(arena_bytes) or self._ask_for_arena(arena_bytes):
+        if not self.full_device.may_begin(arena_bytes) or self._ask_for_arena(arena_bytes):
             self._steps.search = search  # the next mark tries again
             return None
         if self._status.phase is not Phase.PLANNED:
