@@ -19,6 +19,7 @@ from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
 from stalloc.fitting.fit_record import Program, load_fit
 from stalloc.fitting.keeping import plans_of
+from stalloc.fitting.look_ahead import Ahead, steps_to_try
 from stalloc.planner import plans_to_bytes
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.technique_settings import Settings
@@ -299,6 +300,32 @@ def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Pat
     assert as_is["allocated_bytes"] - early["allocated_bytes"] > 3 << 20  # most of 6 MiB of gradients
     done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "94MiB", file, 6)
     assert "budget 94.00 MiB: kept (optimizer's step in the backward pass)" in done.stdout
+
+
+def test_steps_of_every_kind_are_tried_and_what_is_left_out_is_said() -> None:
+    alike, short, long = [(10, 100)] * 4, (10, 60), (99, 500 << 30)
+    assert steps_to_try(alike, 3, 1.0, is_whole=True) == Ahead(3, "all 4 steps were looked at")
+    assert "a later one that is larger" in steps_to_try(alike, 3, 1.0, is_whole=False).note
+    assert steps_to_try([*alike, short, *alike, short], 3, 1.0, is_whole=True) == Ahead(
+        7, "all 10 steps were looked at; 1 of them unlike the first 3, so each run has 7"
+    )
+    nothing_asked = (0, 60)  # after the last step
+    assert steps_to_try([*alike, nothing_asked], 3, 1.0, is_whole=True).num_steps == 3
+    late = steps_to_try([*alike, short, *alike * 30, long], 3, 4.0, is_whole=False)
+    assert late.num_steps == 7
+    assert "step 126, which allocates 500.00 GiB, is unlike those that were tried" in late.note
+    assert late.note.endswith("--trial-steps 126 tries it")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_short_last_batch_keeps_its_budget_to_the_end(tmp_path: Path) -> None:
+    rows = 'torch.ones(700 if step % 7 == 6 else 2048, 256, device="cuda")'
+    file = program(tmp_path, PROGRAM.replace('torch.ones(2048, 256, device="cuda")', rows))
+    found, _ = fit(tmp_path, "--budget", "118MiB", file, 20)
+    assert found["candidates"][found["best"]]["checked"] == "run, 9 steps"
+    assert any("so each run has 9" in note for note in found["notes"])
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "118MiB", file, 20)
+    assert "budget 118.00 MiB: kept" in done.stdout
 
 
 @pytest.mark.slow

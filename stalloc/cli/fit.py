@@ -3,9 +3,10 @@
   stalloc fit --gpu RTX-4090 train.py --batch 8
   stalloc fit --budget 24GiB -m package.train
 
-The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each (give
---trial-steps more where later ones need more: an evaluation, another length, the last batch of an epoch), on a
-virtual GPU, which needs no GPU and computes nothing. What each way needs is measured: under stalloc what is reserved
+The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each, on a
+virtual GPU, which needs no GPU and computes nothing. It is looked ahead for four seconds: where later steps need other
+memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
+--trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved
 at the most, from the first allocation, with a plan; under PyTorch's own allocator the same. Times are estimates, for
 telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)"
     )
-    parser.add_argument("--trial-steps", type=int, default=3, metavar="N", help="steps of each run (default: 3)")
+    parser.add_argument("--trial-steps", type=int, metavar="N", help="steps of each run (default: 3 or more)")
     parser.add_argument("--as-gpu", help=argparse.SUPPRESS)
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         gpu = dataclasses.replace(gpu, total_bytes=memory_option("--memory", args.memory))
     budget_bytes = memory_option("--budget", args.budget) if args.budget else gpu.total_bytes - ASSUMED_BYTES
     keeping.check_possible(budget_bytes, gpu)
-    if args.trial_steps < STEPS:
+    if args.trial_steps is not None and args.trial_steps < STEPS:
         raise BadInputError(f"--trial-steps is {args.trial_steps}: give {STEPS} or more.")
     if not args.trial_seconds > 0:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
@@ -130,10 +131,11 @@ def _fitted(
         budget_bytes,
         lambda work: run_trial(
             program,
-            dataclasses.replace(work, gpu_name=gpu.name, num_steps=args.trial_steps),
+            dataclasses.replace(work, gpu_name=gpu.name),
             args.trial_seconds,
         ),
         _teller(),
+        num_steps=args.trial_steps or 0,
     )
     best = fitting.run(args.policy)
     fit = Fit(

@@ -22,11 +22,6 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
     )
     print_prose(console, meant, indent="  ")
-    later = (
-        "checked in these steps only: a later one that is larger, or unlike them (an evaluation, a short last batch), "
-        "can run out of memory within the budget; --trial-steps runs more"
-    )
-    print_prose(console, later, indent="  ")
     print_prose(console, "losses and gradients are the same to the last bit in all of them", indent="  ")
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
     for note in note_texts(fit.notes):

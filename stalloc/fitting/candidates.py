@@ -25,11 +25,12 @@ from stalloc.fitting.frontier import (
     settings_of,
     whole_blocks,
 )
+from stalloc.fitting.look_ahead import LATER, look_ahead
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.step_search import try_step_in_backward
 from stalloc.fitting.trial_work import TrialWork
-from stalloc.fitting.trials import Measured
+from stalloc.fitting.trials import STEPS, Measured
 from stalloc.techniques.technique_settings import Settings
 
 ROUNDS = 3
@@ -52,6 +53,7 @@ class Fitting:
     settings: list[Settings] = field(default_factory=list)
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    num_steps: int = 0  #: of a trial; 0: as many as are worth it
     num_trials: int = 0
     base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
     beside: int = 0  #: the candidate of the base alone
@@ -66,13 +68,14 @@ class Fitting:
         if policy == "checkmate":
             find_solver()  # before anything is run
         self._observe()
+        self._look_ahead()
         self.foresee()
         self.measure(proposal(self.step, {}), "as it is", "none")
         fits = self.candidates[0].fits(self.budget_bytes)
         if policy == "step-in-backward" or (policy is None and not fits):
             try_step_in_backward(self)
         if not whole_blocks(self.step):
-            self.notes.append(self._why_no_blocks())
+            self.notes.append(self.step.why_no_blocks)
         elif policy is not None:
             self._try_named(policy)
         elif fits:
@@ -94,6 +97,15 @@ class Fitting:
             raise BadInputError(
                 "the program ended before an optimizer made three steps: give it arguments with which it trains longer."
             )
+
+    def _look_ahead(self) -> None:
+        if self.num_steps:
+            self.note([f"each run has {self.num_steps} steps, and {LATER}"])
+            return
+        self.tell("looking at later steps of the program")
+        ahead = look_ahead(self._trial, STEPS)
+        self.num_steps = ahead.num_steps
+        self.note([ahead.note])
 
     def foresee(self) -> str:
         """Run the program as it is and with all blocks computed again, from which other choices are foreseen.
@@ -258,7 +270,7 @@ class Fitting:
 
     def _trial(self, work: TrialWork) -> Measured:
         self.num_trials += 1
-        return self.trial(work)
+        return self.trial(dataclasses.replace(work, num_steps=max(work.num_steps, self.num_steps)))
 
     def _check_repeats(self, one: Measured, other: Measured) -> None:
         """Say where two trials of the same way to run the program needed different bytes in a step."""
@@ -274,19 +286,7 @@ class Fitting:
         kinds = {block.name: block.kind for block in self.step.blocks}
         kind = kinds.get(measured.refused_block.removesuffix(":"))
         self.note([measured.failure])
-        blocks = [
-            dataclasses.replace(block, why_not=block.why_not or measured.failure)
-            if kind in (None, block.kind)
-            else block
-            for block in self.step.blocks
-        ]
-        self.step = dataclasses.replace(self.step, blocks=blocks)
-
-    def _why_no_blocks(self) -> str:
-        reasons = [block.why_not for block in self.step.blocks if block.why_not]
-        if reasons:
-            return f"nothing can be recomputed: {reasons[0]}"
-        return "nothing can be recomputed: no model of the program has repeated blocks with parts of their own"
+        self.step = self.step.without(kind, measured.failure)
 
     def _best(self) -> int:
         fitting = [row for row, one in enumerate(self.candidates) if one.fits(self.budget_bytes)]

@@ -5,7 +5,7 @@ the optimizer's state, the second is looked at operation by operation, which may
 at the begin and the end of blocks, which does not.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
@@ -52,6 +52,21 @@ class ProgramSeen:
     step_seconds: float  #: estimated, all operations one after the other
     num_steps: int  #: that the program made
     reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
+
+    @property
+    def why_no_blocks(self) -> str:
+        """Why none of the blocks can be computed again."""
+        reasons = [block.why_not for block in self.blocks if block.why_not]
+        reason = reasons[0] if reasons else "no model of the program has repeated blocks with parts of their own"
+        return f"nothing can be recomputed: {reason}"
+
+    def without(self, kind: str | None, reason: str) -> "ProgramSeen":
+        """The same, where blocks of a kind, or all, cannot be computed twice for a reason."""
+        blocks = [
+            replace(block, why_not=block.why_not or reason) if kind in (None, block.kind) else block
+            for block in self.blocks
+        ]
+        return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""

@@ -7,6 +7,7 @@ begun anew at every step. What was measured is written whole before the process 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ class TrialWork:
     """Under torch's allocator; the same, looked at block by block; under stalloc, to make a plan; on that plan."""
     settings: Settings = field(default_factory=Settings)
     num_steps: int = 3
+    most_seconds: float = 0.0  #: it ends with the first step after so long; 0: after num_steps
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
     limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
@@ -45,6 +47,8 @@ class _Trial:
     def __init__(self, folder: Path, work: TrialWork) -> None:
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
+        self._requests: list[int] = []  # of the device, until the end of each step
+        self._begun = time.monotonic()
         self._notes: list[str] = []
         self._first: Any = None  # the optimizer whose steps count
         self._observer: Any = None
@@ -91,22 +95,26 @@ class _Trial:
             self._observer.step_ended()
         else:
             torch.cuda.reset_peak_memory_stats()
-        if len(self._steps) >= self._work.num_steps:
-            self.end()
+        is_late = 0 < self._work.most_seconds < time.monotonic() - self._begun
+        if is_late or len(self._steps) >= self._work.num_steps:
+            self.end(is_whole=False)
 
     def _note(self) -> None:
         import torch
 
         self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        self._requests.append(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
-    def end(self) -> None:
-        """Write what was measured; the process is over."""
+    def end(self, *, is_whole: bool = True) -> None:
+        """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""
         import torch
 
-        if torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
+        if is_whole and torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
             self._note()  # what came after the last step
         told: dict[str, Any] = {
             "steps": self._steps,
+            "requests": self._requests,
+            "is_whole": is_whole,
             "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
             "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
             "notes": self._notes,
