@@ -304,14 +304,14 @@ def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Pat
 
 def test_steps_of_every_kind_are_tried_and_what_is_left_out_is_said() -> None:
     alike, short, long = [(10, 100)] * 4, (10, 60), (99, 500 << 30)
-    assert steps_to_try(alike, 3, 1.0, is_whole=True) == Ahead(3, "all 4 steps were looked at")
-    assert "a later one that is larger" in steps_to_try(alike, 3, 1.0, is_whole=False).note
-    assert steps_to_try([*alike, short, *alike, short], 3, 1.0, is_whole=True) == Ahead(
+    assert steps_to_try(alike, 3, 0.1, is_whole=True) == Ahead(3, "all 4 steps were looked at")
+    assert "a later one that is larger" in steps_to_try(alike, 3, 0.1, is_whole=False).note
+    assert steps_to_try([*alike, short, *alike, short], 3, 0.1, is_whole=True) == Ahead(
         7, "all 10 steps were looked at; 1 of them unlike the first 3, so each run has 7"
     )
     nothing_asked = (0, 60)  # after the last step
-    assert steps_to_try([*alike, nothing_asked], 3, 1.0, is_whole=True).num_steps == 3
-    late = steps_to_try([*alike, short, *alike * 30, long], 3, 4.0, is_whole=False)
+    assert steps_to_try([*alike, nothing_asked], 3, 0.1, is_whole=True).num_steps == 3
+    late = steps_to_try([*alike, short, *alike * 30, long], 3, 0.1, is_whole=False)
     assert late.num_steps == 7
     assert "step 126, which allocates 500.00 GiB, is unlike those that were tried" in late.note
     assert late.note.endswith("--trial-steps 126 tries it")
@@ -501,6 +501,20 @@ def test_the_package_loads_no_torch(run_fresh: Callable[..., subprocess.Complete
 
 
 COMPILED = PROGRAM.replace("MODEL = Model().cuda()", "MODEL = torch.compile(Model().cuda(), backend='aot_eager')")
+
+
+@pytest.mark.slow
+def test_compiled_code_saves_less_for_a_budget(tmp_path: Path) -> None:
+    source = COMPILED.replace("torch.compile(Model().cuda(), backend='aot_eager')", "Model().cuda()").replace(
+        "OPTIMIZER =", "for one in MODEL.blocks: one.compile(backend='aot_eager_decomp_partition')\nOPTIMIZER ="
+    )
+    file = program(tmp_path, source)
+    found, _ = fit(tmp_path, "--budget", "112MiB", "--policy", "compile-budget", file, 6)
+    best = found["candidates"][found["best"]]
+    assert best["technique"] == "compile-budget"
+    assert best["fits"]
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "112MiB", file, 6)
+    assert f"budget 112.00 MiB: kept ({best['what']})" in done.stdout
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
     )
     print_prose(console, meant, indent="  ")
-    print_prose(console, "losses and gradients are the same to the last bit in all of them", indent="  ")
+    is_compiled = any(one.technique == "compile-budget" for one in fit.candidates)
+    but = "; compiled code that saves less may round otherwise" if is_compiled else ""
+    print_prose(console, f"losses and gradients are the same to the last bit in all of them{but}", indent="  ")
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")

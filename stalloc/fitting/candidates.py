@@ -14,6 +14,7 @@ from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
 from stalloc.fitting.block_graph import optimal_blocks
 from stalloc.fitting.checkmate import find_solver
+from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import (
     Proposal,
@@ -74,6 +75,8 @@ class Fitting:
         fits = self.candidates[0].fits(self.budget_bytes)
         if policy == "step-in-backward" or (policy is None and not fits):
             try_step_in_backward(self)
+        if self.step.is_compiled and (policy == "compile-budget" or (policy is None and not fits)):
+            try_compiled(self)
         if not whole_blocks(self.step):
             self.notes.append(self.step.why_no_blocks)
         elif policy is not None:
@@ -211,7 +214,7 @@ class Fitting:
             self.search()
         elif policy == "checkmate":
             self._solve()
-        elif policy == "step-in-backward":
+        elif policy in ("step-in-backward", "compile-budget"):
             pass  # that has been tried
         elif policy in ("keep-attention", "remat-aware"):
             self._try_attention(policy)

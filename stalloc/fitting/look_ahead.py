@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stalloc.figures import human_bytes, plural
+from stalloc.figures import human_bytes
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 
@@ -38,11 +38,11 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
         return Ahead(least, f"each run has {least} steps, and {LATER}")
     requests = [now - before for before, now in itertools.pairwise([0, *seen.requests])]
     kinds = [(count, allocated) for count, (allocated, _) in zip(requests, seen.steps, strict=True)]
-    return steps_to_try(kinds, least, seen.seconds, is_whole=seen.is_whole)
+    return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole)
 
 
-def steps_to_try(kinds: Sequence[_Kind], least: int, seconds: float, *, is_whole: bool) -> Ahead:
-    """How many of the steps that were seen in so many seconds a trial is to have; `least` at the least.
+def steps_to_try(kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_whole: bool) -> Ahead:
+    """How many of the steps that were seen a trial is to have, where one takes so long; `least` at the least.
 
     `is_whole`: the program has no more.
     """
@@ -50,9 +50,9 @@ def steps_to_try(kinds: Sequence[_Kind], least: int, seconds: float, *, is_whole
     for number, kind in enumerate(kinds):
         first.setdefault(kind, number)
     new = [number for (requests, _), number in first.items() if number >= least and requests]
-    most = min(MOST_STEPS, max(least, int(MOST_SECONDS * len(kinds) / max(seconds, 1e-3))))
+    most = min(MOST_STEPS, max(least, int(MOST_SECONDS / max(step_seconds, 1e-3))))
     num_steps = max([least, *(min(number + 1 + _AFTER, len(kinds)) for number in new if number < most)])
-    looked = f"{'all' if is_whole else 'the first'} {plural(len(kinds), 'step')} were looked at"
+    looked = f"{'all' if is_whole else 'the first'} {len(kinds)} steps were looked at"
     later = "" if is_whole else f"; {LATER}"
     left = [number for number in new if number >= num_steps]
     if not left:

@@ -51,6 +51,7 @@ class ProgramSeen:
     calls: list[CallSeen]
     step_seconds: float  #: estimated, all operations one after the other
     num_steps: int  #: that the program made
+    is_compiled: bool = False  #: whether torch.compile has made any of it
     reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
 
     @property
@@ -76,6 +77,7 @@ class ProgramSeen:
             "calls": [list(vars(one).values()) for one in self.calls],
             "step_seconds": self.step_seconds,
             "num_steps": self.num_steps,
+            "is_compiled": self.is_compiled,
             "reads_early": self.reads_early,
         }  # fmt: skip
 
@@ -87,4 +89,5 @@ class ProgramSeen:
             for one in told["blocks"]
         ]
         calls = [CallSeen(*one) for one in told["calls"]]
-        return cls(blocks, calls, told["step_seconds"], told["num_steps"], told["reads_early"])
+        rest = {name: told[name] for name in ("step_seconds", "num_steps", "is_compiled", "reads_early")}
+        return cls(blocks, calls, **rest)

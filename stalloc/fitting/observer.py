@@ -4,6 +4,7 @@ Contract: the program computes what it would; in its third step nothing is alloc
 looked at.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ class Observer:
 
     def seen(self) -> ProgramSeen:
         """What was seen so far."""
-        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step, self._early.reason)
+        compiled = sys.modules.get("torch._dynamo.utils")
+        is_compiled = compiled is not None and compiled.counters["stats"]["unique_graphs"] > 0
+        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step, is_compiled, self._early.reason)
 
     def took(self, seconds: float, args: Any, kwargs: Any) -> None:
         """An operation of the second step was made."""

@@ -36,6 +36,7 @@ SYSTEMS: tuple[System, ...] = (
         "executes",
         f"{_FIT} step-in-backward",
     ),
+    System("compile-budget", "PyTorch", "a share for compiled code", "executes", f"{_FIT} compile-budget"),
     System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
     System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),

@@ -95,6 +95,8 @@ class _Trial:
             self._observer.step_ended()
         else:
             torch.cuda.reset_peak_memory_stats()
+        if len(self._steps) == 1:
+            self._begun = time.monotonic()  # what comes before, and code that is compiled in it, does not count
         is_late = 0 < self._work.most_seconds < time.monotonic() - self._begun
         if is_late or len(self._steps) >= self._work.num_steps:
             self.end(is_whole=False)
@@ -115,6 +117,7 @@ class _Trial:
             "steps": self._steps,
             "requests": self._requests,
             "is_whole": is_whole,
+            "step_seconds": (time.monotonic() - self._begun) / max(1, len(self._steps) - 1),
             "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
             "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
             "notes": self._notes,

@@ -38,6 +38,7 @@ class Measured:
     reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
     requests: list[int] = field(default_factory=list)  #: of the device, until the end of each
+    step_seconds: float = 0.0  #: of a step after the first
     is_whole: bool = False  #: the program ended by itself
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen

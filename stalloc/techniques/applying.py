@@ -23,5 +23,9 @@ def apply_settings(
         from stalloc.techniques.step_in_backward import step_in_backward
 
         step_in_backward(say)
+    if settings.activation_share < 1:
+        import torch._functorch.config as partitioner
+
+        partitioner.activation_memory_budget = settings.activation_share
     if settings.recompute.blocks:
         recompute_as_models_appear(settings.recompute, say, make_tape)

@@ -16,10 +16,15 @@ class Settings:
 
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     step_in_backward: bool = False  #: of every optimizer
+    activation_share: float = 1.0  #: of what code under torch.compile would save, what its partitioner may save
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
-        return {"recompute": self.recompute.as_json(), "step_in_backward": self.step_in_backward}
+        return {
+            "recompute": self.recompute.as_json(),
+            "step_in_backward": self.step_in_backward,
+            "activation_share": self.activation_share,
+        }
 
     @classmethod
     def from_json(cls, told: Any) -> "Settings":
@@ -28,4 +33,7 @@ class Settings:
             raise ValueError("its settings are damaged")
         if type(told["step_in_backward"]) is not bool:
             raise ValueError("where optimizers make their steps is neither true nor false")
-        return cls(settings_from_json(told["recompute"]), told["step_in_backward"])
+        share = told["activation_share"]
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise ValueError("what compiled code saves is no share")
+        return cls(settings_from_json(told["recompute"]), told["step_in_backward"], float(share))

@@ -1,0 +1,38 @@
+"""Programs under torch.compile: how much of what it would save its partitioner may save, found by bisection.
+
+Contract: the partitioner takes a share, not bytes, and what a share needs is only known by running it; each row of the
+table was run. What recomputation takes is not known of compiled code: the estimate is a forward pass for share 0, which
+is the most, and in proportion above it.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from stalloc.fitting.frontier import Proposal
+
+if TYPE_CHECKING:
+    from stalloc.fitting.candidates import Fitting
+
+_ROUNDS = 4
+_ENOUGH_LEFT = 0.02  # of the budget, below which no larger share is looked for
+_FORWARD = 1 / 3  # of a step that recomputes nothing
+
+
+def try_compiled(fitting: "Fitting") -> None:
+    """The largest share within the budget, between none and all.
+
+    Begun in the middle, since none may need more than some: a whole model in one graph is computed again all at once.
+    """
+    before, foresight = fitting.base, fitting.foresight
+    fitting.foresight = None  # of the program as it is
+    too_much, enough = 1.0, 0.0
+    for _ in range(_ROUNDS):
+        share = (too_much + enough) / 2
+        fitting.base = dataclasses.replace(before, activation_share=share)
+        again = Proposal({}, (1 - share) * _FORWARD * fitting.step.step_seconds)
+        found = fitting.measure(again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")
+        fits = found.fits(fitting.budget_bytes)
+        if found.refused or 0 <= fitting.budget_bytes - found.needed_bytes <= fitting.budget_bytes * _ENOUGH_LEFT:
+            break
+        too_much, enough = (too_much, share) if fits else (share, enough)
+    fitting.base, fitting.foresight = before, foresight
