@@ -500,6 +500,21 @@ def test_the_package_loads_no_torch(run_fresh: Callable[..., subprocess.Complete
     assert run_fresh(source).returncode == 0
 
 
+ATTENTION = PROGRAM.replace(
+    "return x + self.two(torch.tanh(self.one(x)))",
+    "heads = self.one(x).view(8, 256, 16, 64).transpose(1, 2)\n"
+    "        found = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)\n"
+    "        return x + nn.functional.dropout(self.two(found.transpose(1, 2).reshape(2048, 1024)), 0.1)",
+)
+
+
+@pytest.mark.slow
+def test_attention_is_not_said_to_be_kept_where_random_numbers_come_after_it(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "keep-attention", program(tmp_path, ATTENTION), 5)
+    assert [one["technique"] for one in found["candidates"]] == ["none"]
+    assert "results of attention are not kept, as random numbers are drawn after them" in found["notes"]
+
+
 COMPILED = PROGRAM.replace("MODEL = Model().cuda()", "MODEL = torch.compile(Model().cuda(), backend='aot_eager')")
 
 

@@ -196,6 +196,8 @@ class Fitting:
         choices = keeping(self.step, ATTENTION)
         if choices:
             self.measure(proposal(self.step, choices), "recompute all but attention", name)
+        elif self.step.has_operation(ATTENTION):
+            self.note(["results of attention are not kept, as random numbers are drawn after them"])
 
     def _try_selective(self) -> None:
         choices = selective(self.step)

@@ -74,6 +74,9 @@ def keeping(step: ProgramSeen, names: tuple[str, ...]) -> dict[int, Choice]:
         kept = [
             i for i, one in enumerate(block.operations) if one.kept_bytes and any(name in one.name for name in names)
         ]
+        # random numbers are drawn again with all that were drawn before them, which cannot be kept then
+        drawn_again = [i for i, one in enumerate(block.operations) if one.is_random and i not in kept]
+        kept = [i for i in kept if not block.operations[i].is_random or i > max(drawn_again, default=-1)]
         if kept:
             choices[row] = _choice(block, tuple(kept))
     return choices

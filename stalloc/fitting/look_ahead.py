@@ -38,6 +38,8 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
         return Ahead(least, f"each run has {least} steps, and {LATER}")
     requests = [now - before for before, now in itertools.pairwise([0, *seen.requests])]
     kinds = [(count, allocated) for count, (allocated, _) in zip(requests, seen.steps, strict=True)]
+    if seen.is_whole and kinds and not kinds[-1][0]:
+        del kinds[-1]  # nothing came after the last step
     return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole)
 
 

@@ -54,6 +54,10 @@ class ProgramSeen:
     is_compiled: bool = False  #: whether torch.compile has made any of it
     reads_early: str = ""  #: why the optimizer cannot make its step in the backward pass; empty if nothing was seen
 
+    def has_operation(self, names: tuple[str, ...]) -> bool:
+        """Whether an operation of a block has one of these in its name."""
+        return any(name in one.name for block in self.blocks for one in block.operations for name in names)
+
     @property
     def why_no_blocks(self) -> str:
         """Why none of the blocks can be computed again."""
