@@ -5,7 +5,8 @@ const UNIT = 512; // bytes of a unit of sizes and addresses
 const COLUMNS = ["start", "duration", "size", "kind", "stream", "stack"];
 
 async function unpack(text) {
-  const packed = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+  const chars = atob(text), packed = new Uint8Array(chars.length);
+  for (let at = 0; at < chars.length; at++) packed[at] = chars.charCodeAt(at); // many times as quick as Uint8Array.from
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Uint32Array(await new Response(stream).arrayBuffer());
 }
