@@ -93,10 +93,10 @@ def test_people_read_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixt
     file = written(tmp_path, ITERATION)
     assert main(["timeline", file]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "iteration.csv, device 0: 0.5 ms"
+    assert lines[0] == "iteration.csv, device 0: 500 us"
     backward = next(line.split() for line in lines if line.startswith("backward  "))
-    assert backward[:10] == ["backward", "1", "0.2", "ms", "0.1", "ms", "40", "us", "10", "us"]
-    assert any(line.split()[:4] == ["update/0", "1", "0.3", "ms"] for line in lines)
+    assert backward[:10] == ["backward", "1", "200", "us", "140", "us", "40", "us", "10", "us"]
+    assert any(line.split()[:4] == ["update/0", "1", "300", "us"] for line in lines)
     assert lines[-1] == f"Next: stalloc report {file}"
 
 
