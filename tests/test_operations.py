@@ -210,6 +210,31 @@ def test_verbs_show_roles_modules_and_blocks(trace: Trace, tmp_path: Path, capsy
         assert named == {entry["name"]: entry["held_bytes"] for entry in top[listed]}
 
 
+def test_a_step_is_put_on_the_clock_of_a_gpu(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "step.trace.npz", tmp_path / "step.html"
+    save_traces(path, [trace])
+    assert main(["timeline", str(path), "--gpu", "H100", "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    estimated = estimate_step(trace, rates_of("NVIDIA H100 80GB HBM3"))
+    assert estimated is not None
+    assert device["is_estimated"]
+    assert device["seconds"] == pytest.approx(estimated.seconds, rel=1e-3)
+    phases = {phase["name"]: phase for phase in device["phases"]}
+    assert list(phases)[:3] == ["forward", "backward", "update"]
+    computes = sum(phase["compute_seconds"] + phase["overlap_seconds"] for phase in phases.values())
+    assert computes == pytest.approx(estimated.schedule.busy[Queue.COMPUTE], rel=1e-3)
+    marks = trace.mark_event[:RECORDED_STEPS]
+    live = trace.live_bytes(trace.aligned_size(512))[marks[-2] : marks[-1] + 1]
+    assert max(phase["allocated_bytes"] for phase in phases.values()) == live.max()
+    assert phases["update"]["headroom_bytes"] == device["total_bytes"] - phases["update"]["reserved_bytes"]
+    assert main(["report", str(path), "--gpu", "H100", "-o", str(page)]) == 0
+    assert "Times are estimated, for one step on" in page.read_text(encoding="utf-8")
+    bare = tmp_path / "bare.trace.npz"
+    save_traces(bare, [trace.replace(extra={})])
+    assert main(["timeline", str(bare), "--gpu", "H100"]) == 2
+    assert "record it with stalloc record --ops" in capsys.readouterr().err
+
+
 def test_converting_keeps_the_tables(trace: Trace, operations: Operations, tmp_path: Path) -> None:
     first, second = tmp_path / "a.trace.npz", tmp_path / "b.trace.npz"
     save_traces(first, [trace])

@@ -42,6 +42,7 @@ def study(record: DeviceRecord) -> Study:
         device=record.device,
         device_name=str(record.info.get("device_name", "")),
         total_bytes=total,
+        is_estimated=bool(record.info.get("estimated", False)),
         begin_ns=begin,
         seconds=(end - begin) / 1e9,
         phases=phases,

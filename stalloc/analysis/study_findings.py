@@ -15,7 +15,16 @@ _SMALL, _MANY = SIZE_CLASSES[0][0], 32
 
 def findings(found: Study) -> list[str]:
     """The sentences."""
-    return [*_blocking(found), *_overlap(found), *_idle(found), *_links(found), *_small(found), *_headroom(found)]
+    estimated = f"Times are estimated, for one step on {printable(found.device_name)}." if found.is_estimated else ""
+    return [
+        *([estimated] if estimated else []),
+        *_blocking(found),
+        *_overlap(found),
+        *_idle(found),
+        *_links(found),
+        *_small(found),
+        *_headroom(found),
+    ]
 
 
 def copies_text(count: int) -> str:
@@ -79,7 +88,8 @@ def _links(found: Study) -> list[str]:
         if link.used is None or link.peak_rate is None:
             continue
         peak = f"{human_bytes(int(link.peak_rate))}/s"
-        text = f"The link {link.link} is used to {link.used:.1%} of its measured peak of {peak}"
+        kind = "estimated" if found.is_estimated else "measured"
+        text = f"The link {link.link} is used to {link.used:.1%} of its {kind} peak of {peak}"
         most = max(found.phases, key=lambda phase: phase.link_used.get(link.link, 0.0))
         if len(found.phases) > 1:
             text += f", most in {printable(most.name)} ({most.link_used[link.link]:.1%})"

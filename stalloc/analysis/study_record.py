@@ -81,6 +81,7 @@ class Study:
     device: int
     device_name: str
     total_bytes: int | None
+    is_estimated: bool  #: whether the times are those of a GPU that is not there
     begin_ns: int
     seconds: float
     phases: list[PhaseUse]  #: in the order in which they first ran

@@ -5,7 +5,8 @@ opens from disk; it asks nothing of any network, and shows all devices of all fi
 words, with the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of
 addresses, as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at
 the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. Of a profile
-with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says.
+with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says; with --gpu also of a
+recording by `stalloc record --ops`, with estimated times.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
 from stalloc.cli.convert import of_device
+from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import add_json_argument, file_label, wants_text, write_json
 from stalloc.cli.progress import working
 from stalloc.figures import human_bytes
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="what it is, where its name does not say so")
     add_json_argument(parser)
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    add_gpu_argument(parser)
     add_candidate_arguments(parser)
 
 
@@ -42,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     records = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            records += [(file, record) for record in of_device(file, load_devices(file), args.device)]
+            found = of_device(file, load_devices(file), args.device)
+            records += [(file, as_on_gpu(args, record)) for record in found]
     with working(f"drawing {file_label(str(path))}"):
         write_report(path, form, records, allocators)
     size, devices = path.stat().st_size, [{"file": file, "device": record.device} for file, record in records]

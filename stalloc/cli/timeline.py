@@ -2,7 +2,8 @@
 
 FILE is a trace of torch.profiler (Kineto JSON) with CUDA activities, with or without memory events; a `.trace.npz` with
 a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); or any trace with times, of which only
-the memory by phase is known.
+the memory by phase is known. With --gpu the last step of a recording by `stalloc record --ops` is put on queues of that
+GPU, with times estimated from its operations.
 
 A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
 computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
@@ -24,6 +25,7 @@ from stalloc.analysis.offload_study import study
 from stalloc.analysis.study_findings import findings
 from stalloc.analysis.study_record import Study
 from stalloc.cli.convert import of_device
+from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import (
     add_json_argument,
     command_text,
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stalloc timeline`."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="profile, trace or table to look at")
     parser.add_argument("--device", type=int, metavar="N", help="this device only (default: all)")
+    add_gpu_argument(parser)
     add_json_argument(parser)
 
 
@@ -52,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     found: list[tuple[str, Study]] = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            found += [(file, study(record)) for record in of_device(file, load_devices(file), args.device)]
+            records = of_device(file, load_devices(file), args.device)
+            found += [(file, study(as_on_gpu(args, record))) for record in records]
     devices = [{"file": file, **dataclasses.asdict(made), "findings": findings(made)} for file, made in found]
     write_json(args, {"devices": devices})
     if wants_text(args):

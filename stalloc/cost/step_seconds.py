@@ -31,6 +31,8 @@ class StepEstimate:
     schedule: Schedule
     operations: Rows
     """(k,) the row of each task of the schedule but those of the processor."""
+    queues: tuple[Queue, ...]
+    """(k,) what works off each of these."""
 
 
 def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) -> StepEstimate | None:
@@ -66,7 +68,8 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     share = measured / total if total else 0.0
     made = schedule(tasks)
     most = dict(sorted(by_class.items(), key=lambda item: -item[1]))
-    return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations)
+    queues = tuple(task.queue for task in tasks if task.queue != Queue.PROCESSOR)
+    return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, queues)
 
 
 def operation_seconds(
