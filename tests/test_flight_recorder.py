@@ -85,14 +85,17 @@ def test_a_program_that_ends_well_writes_nothing(
 
 
 @pytest.mark.usefixtures("cupy_installed")
-@pytest.mark.parametrize("stacks", [True, False])
+@pytest.mark.parametrize(("how", "stacks"), [("term", True), ("oom", False)])
 def test_under_stalloc_it_is_the_same(
-    died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, stacks: bool
+    died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, how: str, stacks: bool
 ) -> None:
-    ending, code, _ = ENDINGS["term"]
+    ending, code, _ = ENDINGS[how]
     said = died(ending, code, install="stalloc.install(device='virtual')", stacks=stacks).stderr
     assert ("500.00 MiB  <string>:11 grow" if stacks else "500.00 MiB  unknown") in said
-    assert explained(tmp_path)["allocated_bytes"] == 500 << 20
+    made = explained(tmp_path)
+    assert made["allocated_bytes"] == 500 << 20
+    wanted = ("capacity", 100_000 << 20) if how == "oom" else (None, None)
+    assert (made.get("verdict"), made.get("wanted_bytes")) == wanted
 
 
 def test_handlers_that_were_there_are_called_afterwards(

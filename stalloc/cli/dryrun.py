@@ -31,19 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.cli.dryrun_offer import add_headroom_argument, offer_of
 from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
-from stalloc.cli.output import (
-    add_json_argument,
-    wants_text,
-    write_json,
-)
-from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command
+from stalloc.cli.output import add_json_argument, wants_text, write_json
+from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.progress import working
-from stalloc.device import DEFAULT_GPU
-from stalloc.device.context import ASSUMED_BYTES, SOURCE
 from stalloc.device.decisions import VARIABLE, as_variable, parse_assumption
-from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 
@@ -68,12 +62,7 @@ class Need:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
-    parser.add_argument(
-        "--headroom",
-        default=f"{ASSUMED_BYTES >> 20}MiB",
-        metavar="SIZE",
-        help="memory set aside for the CUDA context and NCCL, which no allocator counts (default: 512MiB)",
-    )
+    add_headroom_argument(parser)
     parser.add_argument(
         "--assume",
         action="append",
@@ -82,32 +71,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a line of the program reads where the virtual GPU does not compute it, such as the end of a loop; "
         "may be repeated",
     )
+    parser.add_argument(
+        "--find",
+        metavar="NAME=A..B|gpu",
+        help="the largest value that fits, of {NAME} among the program's arguments (batch=1..512, "
+        "seq=128..8192:128), or the smallest card",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=0, metavar="N", help="with --find, runs at a time (default: one a processor)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="with --find, end each run after N steps of an optimizer"
+    )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
 
 
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
-    command = program_command(args)
-    gpu = chosen_gpu(args) or DEFAULT_GPU
-    headroom = memory_option("--headroom", args.headroom) if args.headroom != "0" else 0
-    offered = gpu.total_bytes - headroom
-    if offered <= 0:
-        raise BadInputError(f"a headroom of {args.headroom} leaves nothing of {gpu.name}: give less.")
     assumed = as_variable(map(parse_assumption, args.assume)) if args.assume else os.environ.get(VARIABLE, "")
+    if args.find:
+        from stalloc.cli.dryrun_find import find
+
+        with _variable(VARIABLE, assumed):
+            return find(args)
+    command, offer = program_command(args), offer_of(args)
     with working("running the program under its own allocators") as tell, _variable(VARIABLE, assumed):
-        results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offered, command, tell)
+        results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offer.program_bytes, command, tell)
     result = {
-        "gpu": gpu.name,
-        "memory_bytes": gpu.total_bytes,
-        "headroom_bytes": headroom,
-        "headroom_source": SOURCE if headroom == ASSUMED_BYTES else "--headroom",
+        **offer.as_json(),
         **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
         "uncertain": uncertain,
     }
     if wants_text(args):
-        print_needs(result, results, gpu, command)
+        print_needs(result, results, offer, command)
     write_json(args, result)
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 

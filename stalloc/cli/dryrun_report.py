@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from stalloc.cli.dryrun_offer import Offer
 from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
-from stalloc.device import VirtualGPU
-from stalloc.device.known_gpus import shown_with_memory
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
@@ -22,14 +21,10 @@ def allocator_name(name: str, *, uses_torch: bool = True) -> str:
     return _ALLOCATORS[name] if name != "native" or uses_torch else "CuPy's pool"
 
 
-def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: VirtualGPU, command: list[str]) -> None:
+def print_needs(result: dict[str, Any], results: dict[str, "Need"], offer: Offer, command: list[str]) -> None:
     """Print the table of a dry run, what its words mean, and its doubts."""
-    offered = result["memory_bytes"] - result["headroom_bytes"]
-    console = table_console()
-    name = shown_with_memory("virtual", printable(gpu.name), gpu.total_bytes)
-    headroom = human_bytes(result["headroom_bytes"])
-    kept = f", {headroom} for the CUDA context and NCCL" if result["headroom_bytes"] else ""
-    console.print(f"{name}: {human_bytes(offered)} for the program{kept}")
+    console, headroom = table_console(), human_bytes(offer.headroom_bytes)
+    console.print(offer.title())
     rows = [
         [
             allocator_name(key, uses_torch=need.uses_torch),
@@ -38,7 +33,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
         ]
         for key, need in results.items()
     ]
-    if result["headroom_bytes"]:
+    if offer.headroom_bytes:
         rows.append(["CUDA context and NCCL", "", headroom, headroom, ""])
     print_table(console, ("", "fits", "needs", "takes given plenty", "allocated"), rows, text_columns=2, indent="  ")
     if any(need.needed_by == "reserved" for need in results.values()):
@@ -48,14 +43,14 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], gpu: Virtual
             "needs: the least memory with which the program completes, found by replay, for stalloc by running it too"
         )
     print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
-    if result["headroom_bytes"]:
-        print_prose(console, f"CUDA context and NCCL: {result['headroom_source']}", indent="  ")
-    for line in _doubts(result["uncertain"]):
+    if offer.headroom_bytes:
+        print_prose(console, f"CUDA context and NCCL: {offer.headroom_source}", indent="  ")
+    for line in doubts(result["uncertain"]):
         print_prose(console, line, indent="  ")
     if results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
     else:
-        words = command_text("stalloc", "fit", "--budget", size_text(offered), *command)
+        words = command_text("stalloc", "fit", "--budget", size_text(offer.program_bytes), *command)
         console.print(f"next: {words}    (finds the cheapest way to make it fit)")
         console.print("  or: the same with a larger --gpu, or a smaller batch")
 
@@ -69,7 +64,8 @@ def _between(ends: list[int]) -> str:
     return " to ".join(dict.fromkeys(human_bytes(end) for end in ends))
 
 
-def _doubts(uncertain: dict[str, Any]) -> list[str]:
+def doubts(uncertain: dict[str, Any]) -> list[str]:
+    """What a dry run cannot know, a sentence each."""
     lines = []
     convolutions, decisions = uncertain.get("convolutions", {}), uncertain.get("decisions", [])
     if convolutions.get("unknown_bytes"):

@@ -23,14 +23,13 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command, run_program
+from stalloc.cli.progress import lines_told
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
@@ -134,7 +133,7 @@ def _fitted(
             dataclasses.replace(work, gpu_name=gpu.name),
             args.trial_seconds,
         ),
-        _teller(),
+        lines_told(),
         num_steps=args.trial_steps or 0,
     )
     best = fitting.run(args.policy)
@@ -151,13 +150,6 @@ def _fitted(
         notes=tuple(fitting.notes),
     )
     return fit, fitting.num_trials
-
-
-def _teller() -> Callable[[str], None]:
-    """Says on a terminal what is being done; by no thread, since this process is forked."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return lambda text: None
-    return lambda text: print(f"{text} …", file=sys.stderr, flush=True)
 
 
 def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from stalloc.cli.program import add_program_arguments, chosen_gpu, program_comma
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.notices import say
+from stalloc.sizing.native_peaks import native_peaks
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
 _MAX_EVENTS = 1 << 21  #: of a history
@@ -97,37 +98,12 @@ def run_apart(
 
 def _measure(step_times: list[float], steps: list[list[tuple[int, int]]]) -> dict[str, Any]:
     devices: list[dict[str, Any]] = []
-    torch = sys.modules.get("torch")
-    cupy = sys.modules.get("cupy")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            stats = torch.cuda.memory_stats(index)
-            devices.append(
-                {
-                    "device": index,
-                    "allocated_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
-                    "reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
-                    "end_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
-                    "after_steps": [step[index] for step in steps],
-                }
-            )
-    if cupy is not None:
-        pool = cupy.get_default_memory_pool()
-        for index in range(cupy.cuda.runtime.getDeviceCount()):
-            with cupy.cuda.Device(index):
-                total = pool.total_bytes()
-            while len(devices) <= index:
-                nothing = {"allocated_peak_bytes": 0, "reserved_peak_bytes": 0, "end_reserved_bytes": 0}
-                devices.append({"device": len(devices), **nothing, "after_steps": []})
-            # CuPy keeps no peak; its pool only grows unless the program empties it
-            devices[index]["reserved_peak_bytes"] += total
-            devices[index]["end_reserved_bytes"] += total
-            devices[index]["after_steps"] = []  # of torch's part alone
+    for device in native_peaks():
+        of_torch_alone = not device.pop("cupy_bytes")
+        after = [step[device["device"]] for step in steps] if of_torch_alone else []
+        devices.append({**device, "after_steps": after})
     gaps = [b - a for a, b in itertools.pairwise(step_times)]
-    return {
-        "devices": [entry for entry in devices if entry["reserved_peak_bytes"]],
-        "step_ms": statistics.median(gaps[len(gaps) // 2 :]) * 1e3 if gaps else None,
-    }
+    return {"devices": devices, "step_ms": statistics.median(gaps[len(gaps) // 2 :]) * 1e3 if gaps else None}
 
 
 def _ran_out(kind: str) -> bool:

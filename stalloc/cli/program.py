@@ -58,6 +58,8 @@ def program_command(args: argparse.Namespace) -> list[str]:
         if args.module[0] in _LAUNCHER_MODULES:
             raise BadInputError(_launcher(["python", "-m", *args.module]))
         return ["-m", *args.module]
+    if args.program[:1] == ["--"]:  # what comes after it is no option
+        del args.program[0]
     if not args.program:
         raise BadInputError(f"no program: {_USAGE}.")
     script = args.program[0]

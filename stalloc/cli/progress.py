@@ -30,6 +30,13 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         teller.join()
 
 
+def lines_told() -> Callable[[str], None]:
+    """The same in lines, and by no thread: for a process that is forked."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: print(f"{text} …", file=sys.stderr, flush=True)
+
+
 def _tell(shown: list[str], over: threading.Event) -> None:
     if over.wait(_PATIENCE):
         return

@@ -22,7 +22,7 @@ MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
-MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED, NEED_PAGES = range(9)
+MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(10)
 REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
 

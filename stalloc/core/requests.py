@@ -32,6 +32,7 @@ from stalloc.core.constants import (
     MODE_HEAP,
     MODE_REPLAY,
     NEED_PAGES,
+    OUT_OF_MEMORY,
     POLL,
     PYTHON_WAS_ASKED,
     REASON_BITS,
@@ -264,6 +265,7 @@ def _refuse(state, requested):
     lock(state)
     state.num_ooms += 1
     unlock(state)
+    call3(state.slow_function, state.device, OUT_OF_MEMORY, requested)
     return 0
 
 
@@ -283,6 +285,8 @@ def _last_resort(state, stream, size, requested):
         if state.recording == 1:
             record(state, ACTION_OOM, max(stream, 0), 0, requested)
     unlock(state)
+    if address == 0:
+        call3(state.slow_function, state.device, OUT_OF_MEMORY, requested)
     return address
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "activate",
     "active_gpu",
     "after_torch_import",
+    "become",
     "built_directory",
     "convolutions",
     "find_gpu",
@@ -52,6 +53,7 @@ _STATISTICS = (
 
 _library: ctypes.CDLL | None = None
 _gpu: VirtualGPU | None = None
+_cuda_version = 0
 _values: Values | None = None
 _cupy_decisions: Decisions | None = None
 
@@ -62,7 +64,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     Raises SetupError if one of them is imported already, if there is no C compiler to build the library with, or if
     another GPU is active already.
     """
-    global _library, _gpu
+    global _library, _gpu, _cuda_version
     if _gpu is not None:
         if _gpu != gpu:
             raise SetupError(f"the virtual GPU is {_gpu.name} already: choose another one in a new process.")
@@ -76,6 +78,22 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     surface = scan()
     folder = build(surface)
     library = _load(folder, surface)
+    _configure(library, gpu, surface.cuda_version)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
+    sys.meta_path.insert(0, _OnImport(library))
+    _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
+
+
+def become(gpu: VirtualGPU) -> None:
+    """Be another GPU: for a fork of a process that has imported the libraries and not used the device."""
+    global _gpu
+    _configure(_active_library(), gpu, _cuda_version)
+    _gpu = gpu
+
+
+def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None:
     limit = ctypes.c_size_t(-1).value if gpu.copy_limit_bytes is None else gpu.copy_limit_bytes
     status = library.stalloc_virtual_configure(
         gpu.name.encode(),
@@ -83,16 +101,11 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
         *gpu.compute_capability,
         gpu.num_multiprocessors,
         gpu.num_devices,
-        surface.cuda_version,
+        cuda_version,
         ctypes.c_size_t(limit),
     )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
-    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
-    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
-    sys.meta_path.insert(0, _OnImport(library))
-    _library, _gpu = library, gpu
 
 
 def _load(folder: Path, surface: Surface) -> ctypes.CDLL:

@@ -8,20 +8,16 @@ reason.
 """
 
 import json
-import os
 import re
-import select
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from stalloc.errors import SetupError
 from stalloc.fitting.trial_work import TrialWork, measure
+from stalloc.forked_child import ForkedChild, first_ended
 
 STEPS = 3  #: of a trial
 TRIAL_VARIABLE = "STALLOC_TRIAL"
@@ -58,67 +54,16 @@ def check_can_fork() -> None:
 def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float) -> Measured:
     """Run a program, a function that gives its exit code, in a child for a trial."""
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stalloc-trial-") as folder:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            _become_trial(Path(folder), program, work)
-        in_time = _wait(child, limit_seconds)
-        measured = _result(Path(folder), in_time, limit_seconds)
+    variables = {TRIAL_VARIABLE: "1", "STALLOC": "", "STALLOC_CACHE": "off"}
+    with ForkedChild(lambda folder: measure(folder, program, work), variables) as child:
+        in_time = bool(first_ended([child], limit_seconds))
+        child.end()
+        measured = _result(child, in_time, limit_seconds)
     return Measured(**{**measured, "seconds": time.monotonic() - begun})
 
 
-def _become_trial(folder: Path, program: Callable[[], int], work: TrialWork) -> NoReturn:
-    """Never comes back, whatever happens."""
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        os.environ[TRIAL_VARIABLE] = "1"
-        os.environ.pop("STALLOC", None)
-        os.environ["STALLOC_CACHE"] = "off"
-        nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(nothing, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  (it lives as long as the process)
-        measure(folder, program, work)
-        code = 0
-    except SystemExit:
-        pass  # what the program said of its failure is in its output
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(child: int, limit_seconds: float) -> bool:
-    """Whether the child ended in time; it and whatever it started are gone afterwards."""
-    try:
-        watched = os.pidfd_open(child)
-        try:
-            in_time = bool(select.select([watched], [], [], limit_seconds)[0])
-        finally:
-            os.close(watched)
-    finally:
-        for kill, target in ((os.killpg, child), (os.kill, child)):  # the group may not be there yet
-            try:
-                kill(target, signal.SIGKILL)
-                break
-            except (ProcessLookupError, PermissionError):
-                continue
-        os.waitpid(child, 0)
-    return in_time
-
-
-def _result(folder: Path, in_time: bool, limit_seconds: float) -> dict[str, Any]:
-    output = folder / "output"
-    text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-    result = folder / "result.json"
+def _result(child: ForkedChild, in_time: bool, limit_seconds: float) -> dict[str, Any]:
+    text, result = child.output(), child.folder / "result.json"
     if not result.exists():
         if not in_time:
             return {"failure": f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
@@ -135,5 +80,5 @@ def _result(folder: Path, in_time: bool, limit_seconds: float) -> dict[str, Any]
         return {"failure": f"the program failed in a trial ({lines[-1] if lines else 'it said nothing'})"}
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     found["steps"] = [tuple(step) for step in found["steps"]]
-    plan = folder / "plan.npz"
+    plan = child.folder / "plan.npz"
     return {**found, "plan": plan.read_bytes() if plan.exists() else b""}

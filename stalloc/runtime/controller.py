@@ -128,7 +128,7 @@ class Controller:
                 self.memory.deferred.add(argument, capturing=True)  # its events come later
             elif reason == constants.NEED_SEGMENT:
                 self._shortage.explain_failure(argument, error)
-            elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES):
+            elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES, constants.OUT_OF_MEMORY):
                 self._give_up(error)
             self.arenas.match()
 

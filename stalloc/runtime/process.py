@@ -84,7 +84,7 @@ class Runtime:
         self.pid = os.getpid()
         #: makes room at marks: (device, bytes that were lacking, whether less is of use too); None: nothing may move
         self.room_maker: Callable[[int, int, bool], None] | None = None
-        #: called with (device, bytes asked for, bytes allocated, bytes free on the device) before memory is refused
+        #: called with (device, bytes asked for, bytes allocated, bytes free on the device) when memory is refused
         self.observers: list[Callable[[int, int, int, int], None]] = []
         entry.keep_whole_at_fork(self.states.ctypes.data, _MAX_DEVICES)
         # a thread that compiles, like the planner's, is waited for: the child could not compile anything otherwise
@@ -159,10 +159,11 @@ class Runtime:
             if name is not None:  # else it was interrupted in the middle
                 controller.mark(request >> constants.REASON_BITS, name)
             return 1
-        helped = controller.help(request, argument)
-        if not helped and tell:
-            self._tell_observers(device, argument)
-        return int(helped)
+        if request == constants.OUT_OF_MEMORY:
+            if tell:
+                self._tell_observers(device, argument)
+            return 0
+        return int(controller.help(request, argument))
 
     def _help_again(self, device: int, request: int, argument: int, errors: list[BaseException]) -> int:
         """An error stopped the slow path: leave the allocator usable, and let the program hear of it.

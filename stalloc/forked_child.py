@@ -1,0 +1,96 @@
+"""A fork of this process that does one piece of work, watched from outside.
+
+Contract: the child starts from what this process has imported, so that it costs what its work costs; it has an empty
+standard input, what it prints is kept away, and it ends without what Python does at its end. It, and whatever it has
+started in its process group, is gone once `end` returns.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, Self
+
+
+class ForkedChild:
+    """One child; a context manager that ends it and removes its folder."""
+
+    def __init__(self, work: Callable[[Path], None], variables: Mapping[str, str]) -> None:
+        """Fork. `work` gets a folder that both see; `variables` of the child, those that are empty are unset."""
+        self._kept = tempfile.TemporaryDirectory(prefix="stalloc-trial-")
+        self.folder = Path(self._kept.name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become_child(self.folder, work, variables)
+        self._has_ended = False
+        self._watched = os.pidfd_open(self._pid)
+
+    def fileno(self) -> int:
+        """Readable once the child has ended."""
+        return self._watched
+
+    def end(self) -> None:
+        """Kill it if it is there still."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        for kill, target in ((os.killpg, self._pid), (os.kill, self._pid)):  # the group may not be there yet
+            try:
+                kill(target, signal.SIGKILL)
+                break
+            except (ProcessLookupError, PermissionError):
+                continue
+        os.waitpid(self._pid, 0)
+        os.close(self._watched)
+
+    def output(self) -> str:
+        """What it has printed, on both streams."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._kept.cleanup()
+
+
+def first_ended(children: Sequence[ForkedChild], limit_seconds: float | None = None) -> list[ForkedChild]:
+    """Wait until one has ended, and return all that have; none if the time is over."""
+    ended: list[ForkedChild] = select.select(children, [], [], limit_seconds)[0]
+    return ended
+
+
+def _become_child(folder: Path, work: Callable[[Path], None], variables: Mapping[str, str]) -> NoReturn:
+    """Never comes back, whatever happens."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value else {})
+        nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  (it lives as long as the process)
+        work(folder)
+        code = 0
+    except SystemExit:
+        pass  # what the program said of its failure is in its output
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

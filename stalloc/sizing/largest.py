@@ -1,0 +1,166 @@
+"""The largest value of a range with which a program fits, for each allocator.
+
+Contract: the answer is that of running every value one by one. With the value itself the program was run and completed
+with what is offered, with the next one it ran out. That no larger one fits either is sure above the largest value of
+which what is live at a time fits, if that grows with the value; each one between the two was run, or two runs that make
+the same requests say that it is too large. Where that cannot be said, `notes` has a sentence.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stalloc.sizing.tries import NEEDED, Tries, Wanted
+
+_MOST_GUESSES = 4  # for an allocator: where a guess tells where to look, before thirds do
+_MOST_BETWEEN = 48  # values that are looked at one by one
+_MOST_BELOW, _MOST_SHOWN = 16, 4  # values below an answer that are looked at, and of those that do not fit told
+_MOST_DOWN = 8  # values tried from the top, where only a run can say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """Indices of values; -1: not even the first fits."""
+
+    needed: int | None
+    """The largest of which what is live at a time fits: no allocator can do more. None if it is not known."""
+    by_allocator: dict[str, int]
+    notes: list[str]
+
+
+def find_largest(tries: Tries) -> Largest:
+    """Search the whole range for all allocators at once."""
+    search = _Search(tries)
+    last = len(tries.values) - 1
+    first = sorted({last // 8, last // 3})  # a batch of one is often a special case, and so are very large ones
+    tries.do([Wanted("observe", NEEDED, index) for index in first])
+    knows_needed = any(tries.fits(NEEDED, index) is not None for index in first)
+    if knows_needed:
+        search.narrow([NEEDED])
+        search.top = search.fitting(NEEDED)
+    search.narrow(list(tries.contenders))
+    found = {name: search.fitting(name) for name in tries.contenders}
+    notes = search.notes + (_not_growing(tries) if knows_needed else []) + _holes(tries, found)
+    return Largest(needed=search.top if knows_needed else None, by_allocator=found, notes=notes)
+
+
+class _Search:
+    def __init__(self, tries: Tries) -> None:
+        self._tries = tries
+        self._num_guesses: dict[str, int] = {}
+        self._num_down = 0
+        self.top: int | None = None  #: the largest index of which what is needed fits, once that is known
+        self.notes: list[str] = []
+
+    def fitting(self, name: str) -> int:
+        """The largest index that is known to fit."""
+        tries = self._tries
+        return max((index for index in range(len(tries.values)) if tries.fits(name, index)), default=-1)
+
+    def narrow(self, names: Sequence[str]) -> None:
+        """Until nothing is left to find out."""
+        while wanted := [one for name in names for one in self._next(name)]:
+            self._tries.do(wanted)
+
+    def _next(self, name: str) -> list[Wanted]:
+        """What is to be found out next of one allocator."""
+        tries = self._tries
+        low = self.fitting(name)
+        above = range(low + 1, len(tries.values))
+        high = next((index for index in above if tries.fits(name, index) is False), len(tries.values))
+        by_run = name != NEEDED and not tries.contenders[name].is_exact
+        if by_run and self.top is not None and self._num_down < _MOST_DOWN:
+            from_top = self._down(name)
+            if from_top:
+                return from_top
+        elif high - low > 1:
+            return self._between(name, low, high)
+        if name == NEEDED:
+            return []
+        ends = [Wanted("confirm", name, low)] if low >= 0 and (name, low) not in tries.limited else []
+        if low + 1 < len(tries.values) and (name, low + 1) not in tries.failed:
+            ends.append(Wanted("fail", name, low + 1))
+        return ends or ([] if by_run else self._doubtful(name, low))
+
+    def _between(self, name: str, low: int, high: int) -> list[Wanted]:
+        """Where to look between a value that fits and one that does not."""
+        tries = self._tries
+        self._num_guesses[name] = self._num_guesses.get(name, 0) + 1
+        guess = self._guess(name, low, high) if self._num_guesses[name] <= _MOST_GUESSES else None
+        if guess is None:
+            third = max((high - low) // 3, 1)
+            return [Wanted("find out", name, place) for place in {low + third, high - third} if low < place < high]
+        if name == NEEDED:
+            return [Wanted("observe", name, place) for place in (guess, guess + 1) if low < place < high]
+        found = [Wanted("confirm", name, guess)] if guess > low or (guess >= 0 and guess not in tries.limited) else []
+        return [*found, Wanted("fail", name, guess + 1)] if guess + 1 < len(tries.values) else found
+
+    def _guess(self, name: str, low: int, high: int) -> int | None:
+        """The largest index that probably fits, in [low, high); None if nothing can be said."""
+        top = min(high - 1, self.top if self.top is not None else high - 1)
+        if name != NEEDED and top - low <= _MOST_BETWEEN:  # what a cache takes may fall where the value grows
+            guesses = {index: self._tries.guess(name, index) for index in range(low + 1, top + 1)}
+            return None if None in guesses.values() else max((i for i, one in guesses.items() if one), default=low)
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._tries.fits(name, middle)
+            fits = self._tries.guess(name, middle) if fits is None else fits
+            if fits is None:
+                return None
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def _down(self, name: str) -> list[Wanted]:
+        """The largest value that can fit, with the one after it, where only a run says whether it does."""
+        tries, top = self._tries, self.top if self.top is not None else -1
+        index = next((index for index in range(top, -1, -1) if tries.fits(name, index) is not False), -1)
+        if index < 0 or tries.fits(name, index):
+            return []
+        self._num_down += 1
+        after = [Wanted("fail", name, index + 1)] if index + 1 < len(tries.values) else []
+        return [Wanted("confirm", name, index), *after]
+
+    def _doubtful(self, name: str, found: int) -> list[Wanted]:
+        """Values above the answer that are not too large for every allocator, and may fit after all."""
+        tries = self._tries
+        between = [index for index in range(self.top or 0, found, -1) if tries.fits(name, index) is None]
+        shown = tries.contenders[name].shown
+        if len(between) > _MOST_BETWEEN:
+            self._note(
+                f"{shown}: not every value between {tries.label(between[-1])} and {tries.label(between[0])} was looked "
+                "at; one of them may fit although a smaller one does not."
+            )
+            between = between[-_MOST_BETWEEN:]
+        return [Wanted("find out", name, index) for index in between if tries.guess(name, index) is not False]
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _not_growing(tries: Tries) -> list[str]:
+    """A sentence if what is needed does not grow with the value, where that decides."""
+    known = [index for index in sorted(tries.observed) if tries.needed_bytes(index) is not None]
+    for low, high in itertools.pairwise(known):
+        if tries.fits(NEEDED, high) and not tries.fits(NEEDED, low):
+            return [
+                f"{tries.label(high)} needs less than {tries.label(low)}: what is needed does "
+                "not grow with the value, and larger ones than the answers may fit too."
+            ]
+    return []
+
+
+def _holes(tries: Tries, found: dict[str, int]) -> list[str]:
+    """A sentence for each allocator under which smaller values than its answer do not fit."""
+    lines = []
+    for name, answer in found.items():
+        known = ((index, tries.fits(name, index)) for index in range(max(answer - _MOST_BELOW, 0), answer))
+        failing = [index for index, fits in known if (tries.guess(name, index) if fits is None else fits) is False]
+        if failing:
+            shown = ", ".join(str(tries.values[index]) for index in failing[:_MOST_SHOWN])
+            more = f" and {len(failing) - _MOST_SHOWN} more" if len(failing) > _MOST_SHOWN else ""
+            lines.append(
+                f"{tries.contenders[name].shown}: smaller values than {tries.values[answer]} do not fit "
+                f"({shown}{more}): what a cache takes does not grow evenly."
+            )
+    return lines

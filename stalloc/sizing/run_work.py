@@ -1,0 +1,181 @@
+"""What the child of one run does: becomes the GPU that is asked for, runs the program under one allocator, and writes
+what came of it.
+
+Contract: `result.json` is there whenever the program ended by itself, whatever its exit code; `run.trace.npz` if a
+history was asked for and the program used torch's allocator alone, from its first request to its last.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stalloc.device import VirtualGPU
+from stalloc.files import write_whole
+from stalloc.sizing.native_peaks import native_peaks
+from stalloc.trace import Trace
+from stalloc.trace.sites import UNKNOWN, Frame, site_name
+
+HISTORY, RESULT = "run.trace.npz", "result.json"
+MAX_EVENTS = 1 << 21  #: of a history
+_RECENT_EVENTS = 100_000  # of a run that is to run out of memory
+_HOLDERS = 5
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunWork:
+    """One run of the program."""
+
+    gpu: VirtualGPU
+    under: Literal["native", "stalloc"] = "native"
+    keep_history: bool = False
+    name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanOut:
+    """Where a program ran out of memory, and who held it."""
+
+    wanted_bytes: int
+    place: str
+    """The line that asked."""
+    allocated_bytes: int
+    reserved_bytes: int
+    holders: list[tuple[str, int]]
+    """Lines and what each holds, most first."""
+
+
+def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
+    """Run the program, a function that gives its exit code, in this process, which is a fork for it."""
+    from stalloc.device import virtual
+
+    virtual.become(work.gpu)
+    _Run(folder, work).perform(program)
+
+
+class _Run:
+    def __init__(self, folder: Path, work: RunWork) -> None:
+        self._folder, self._work = folder, work
+        self._runtime: Any = None
+        self._history: Any = None
+        self._refused: dict[str, Any] | None = None  # the history as it was when memory ran out last
+        self._refused_at = UNKNOWN  # the line that the main thread was at then
+        self._num_steps = 0
+
+    def perform(self, program: Callable[[], int]) -> None:
+        from stalloc.integrations.imports import after_import
+
+        work = self._work
+        if work.under == "stalloc":
+            from stalloc import integrations
+
+            self._runtime = integrations.install(device="virtual")
+        if work.keep_history or work.name_holders:
+            from stalloc.integrations.native_history import NativeHistory
+
+            most = MAX_EVENTS if work.keep_history else _RECENT_EVENTS
+            self._history = NativeHistory(most, stacks=work.name_holders, out_of_memory=self._ran_out)
+            self._history.begin()
+        if work.num_steps:
+            after_import("torch", self._count_steps)
+        self._end(program())
+
+    def _count_steps(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps >= self._work.num_steps:
+            self._end(0)
+
+    def _ran_out(self) -> None:
+        if self._work.name_holders:
+            self._refused, self._refused_at = self._history.snapshot(), _line_of_main_thread()
+
+    def _end(self, code: int) -> None:
+        """Write what came of it; the process is over."""
+        from stalloc.device import virtual
+
+        devices, refused = self._peaks()
+        told = {
+            "exit_code": code,
+            "out_of_memory": code != 0 and (refused or virtual.statistics()["out_of_memory"] > 0),
+            "devices": devices,
+            "findings": virtual.findings(),
+            "is_replayable": code == 0 and self._work.keep_history and self._keep_history(devices),
+            "ran_out": self._place_and_holders() if code != 0 else None,
+        }
+        write_whole(self._folder / RESULT, json.dumps(told))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _peaks(self) -> tuple[list[dict[str, int]], bool]:
+        if self._runtime is None:
+            return native_peaks(), False
+        reports = self._runtime.reports()
+        figures = [
+            {
+                "device": one.device,
+                "allocated_peak_bytes": one.run_allocated_peak_bytes,
+                "reserved_peak_bytes": one.run_reserved_peak_bytes,
+            }
+            for one in reports
+        ]
+        return figures, any(one.out_of_memory_errors for one in reports)
+
+    def _keep_history(self, devices: list[dict[str, int]]) -> bool:
+        """Whether the whole program is in the history, and all of it torch's."""
+        from stalloc.trace import save_traces
+
+        traces = self._history.traces("run")
+        whole = all(trace.num_events < MAX_EVENTS and not trace.num_baseline_requests for trace in traces)
+        if not traces or not whole or any(device.get("cupy_bytes") for device in devices):
+            return False
+        save_traces(self._folder / HISTORY, traces)
+        return True
+
+    def _place_and_holders(self) -> dict[str, Any] | None:
+        traces = self._history.traces("run", self._refused) if self._refused is not None else []
+        told = [made for trace in traces if (made := ran_out(trace, self._refused_at)) is not None]
+        return dataclasses.asdict(max(told, key=lambda one: one.allocated_bytes)) if told else None
+
+
+def ran_out(trace: Trace, waiting_at: str) -> RanOut | None:
+    """What the last out-of-memory error of a trace was about; None if there is none.
+
+    Autograd's threads have no lines of their own: then it is the one at which the main thread was waiting.
+    """
+    from stalloc.analysis.holders import holders
+    from stalloc.analysis.moments import last_oom
+
+    if last_oom(trace) is None:
+        return None
+    found = holders(trace, "oom")
+    return RanOut(
+        wanted_bytes=found.wanted_bytes or 0,
+        place=found.wanted_by if found.wanted_by != UNKNOWN else waiting_at,
+        allocated_bytes=found.allocated_bytes,
+        reserved_bytes=found.reserved_bytes or 0,
+        holders=[(one.name, one.held_bytes) for one in found.by_site[:_HOLDERS]],
+    )
+
+
+def _line_of_main_thread() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return site_name(frames)

@@ -1,0 +1,134 @@
+"""Runs of a program side by side, each in a fork of this process.
+
+Contract: this process is on the virtual GPU, has imported torch (where there is one) and has not used it; `warm` makes
+it so. Results come in the order of the works, whichever ends first. A program that fails for another reason than memory
+ends it all with a SetupError, after its output.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalloc import device
+from stalloc.device import VirtualGPU
+from stalloc.errors import SetupError
+from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.sizing.run_work import HISTORY, RESULT, RanOut, RunWork, perform
+from stalloc.trace import Trace
+
+_LIBRARIES = ("torch", "cupy")
+_WARM = (
+    *("torch.utils.checkpoint", "torch._dynamo"),  # most training loops import it with their optimizer
+    *("stalloc.runtime", "stalloc.planner", "stalloc.lifespans.tape", "stalloc.analysis.holders"),
+    *("stalloc.integrations.installing", "stalloc.integrations.native_history"),
+)
+_MOST_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One run: the program's words, what it runs under, and how people call it ("batch=8, PyTorch")."""
+
+    command: list[str]
+    work: RunWork
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSeen:
+    """What came of one run."""
+
+    completes: bool
+    devices: list[dict[str, int]]
+    """Of each: `device`, `allocated_peak_bytes`, `reserved_peak_bytes`."""
+    findings: dict[str, Any]
+    """What it could not know, as of `device.virtual.findings`."""
+    ran_out: RanOut | None = None
+    traces: list[Trace] = field(default_factory=list)
+    """The whole program, of each device; empty where a replay of it would not be exact."""
+
+
+def warm(gpu: VirtualGPU) -> None:
+    """Put this process on the virtual GPU and import what the runs need."""
+    device.activate("virtual", gpu)
+    found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
+    if not found:
+        raise SetupError("neither PyTorch nor CuPy is installed, so there is nothing to run: install one of them.")
+    for name in (*found, *_WARM):
+        if "torch" in found or not name.startswith("torch"):
+            importlib.import_module(name)
+
+
+def side_by_side(jobs: int) -> int:
+    """How many runs at a time: `jobs`, or as many as there are processors."""
+    return jobs or min(len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
+
+
+def run_all(
+    asked: Sequence[Asked], program: Callable[[list[str]], int], jobs: int, told: Callable[[Asked, RunSeen], None]
+) -> list[RunSeen]:
+    """Run them, `jobs` at a time; `told` after each."""
+    seen: dict[int, RunSeen] = {}
+    running: dict[ForkedChild, int] = {}
+    with contextlib.ExitStack() as children:
+        for number, one in enumerate(asked):
+            if len(running) >= jobs:
+                _collect(running, asked, seen, told)
+            variables = {"STALLOC": "", "STALLOC_CACHE": "off", **one.work.variables}
+            child = ForkedChild(_performing(program, one), variables)
+            running[children.enter_context(child)] = number
+        while running:
+            _collect(running, asked, seen, told)
+    return [seen[number] for number in range(len(asked))]
+
+
+def _performing(program: Callable[[list[str]], int], one: Asked) -> Callable[[Any], None]:
+    return lambda folder: perform(folder, lambda: program(list(one.command)), one.work)
+
+
+def _collect(
+    running: dict[ForkedChild, int],
+    asked: Sequence[Asked],
+    seen: dict[int, RunSeen],
+    told: Callable[[Asked, RunSeen], None],
+) -> None:
+    """Wait for one, and read what all that have ended have written."""
+    for child in first_ended(list(running)):
+        number = running.pop(child)
+        with child:
+            seen[number] = _read(child, asked[number])
+        told(asked[number], seen[number])
+
+
+def _read(child: ForkedChild, one: Asked) -> RunSeen:
+    file = child.folder / RESULT
+    if not file.exists():
+        sys.stderr.write(child.output())
+        raise SetupError(f"the program ({one.name}) ended before it could report: see its output above.")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found["exit_code"] != 0 and not found["out_of_memory"]:
+        sys.stderr.write(child.output())
+        raise SetupError(
+            f"the program failed with code {found['exit_code']} ({one.name}), not for lack of memory: see its output "
+            "above."
+        )
+    told = found["ran_out"]
+    return RunSeen(
+        completes=found["exit_code"] == 0,
+        devices=found["devices"],
+        findings=found["findings"],
+        ran_out=RanOut(**{**told, "holders": [tuple(one) for one in told["holders"]]}) if told else None,
+        traces=_traces(child) if found["is_replayable"] else [],
+    )
+
+
+def _traces(child: ForkedChild) -> list[Trace]:
+    from stalloc.trace import load_traces
+
+    return load_traces(child.folder / HISTORY)

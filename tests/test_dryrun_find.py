@@ -1,0 +1,148 @@
+"""`stalloc dryrun --find`: the largest value that fits is that of running every one, for each allocator."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_stalloc, run_warm
+
+pytestmark = pytest.mark.usefixtures("cupy_installed", "cuda_torch")
+
+PIECES = """
+import random, sys, torch
+n, chosen, held = int(sys.argv[1]), random.Random(11), []
+def grow():
+    held.append(torch.empty(n * chosen.randrange(40, 400) << 10, dtype=torch.uint8, device="cuda"))
+for _ in range(80):
+    if held and chosen.random() < 0.45:
+        held.pop(chosen.randrange(len(held)))
+    else:
+        grow()
+"""
+NAMES = ("native", "expandable", "stalloc")
+MEMORY = "64MiB"
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Path:
+    """A program whose pieces grow with its argument."""
+    program = tmp_path / "pieces.py"
+    program.write_text(PIECES)
+    return program
+
+
+def find(program: Path, what: str, *options: object, words: tuple[str, ...] = ("{n}",)) -> tuple[Any, str, str, int]:
+    """The JSON object, what was printed on both streams, and the exit code."""
+    out = program.with_name("result.json")
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = run_stalloc(
+        *("dryrun", "--json", out, "--headroom", "0", "--find", what, *options, "--", program, *words),
+        variables=variables,
+    )
+    return json.loads(out.read_text()) if out.exists() else {}, done.stdout, done.stderr, done.returncode
+
+
+def completes(program: Path, value: int, name: str) -> bool:
+    """Whether the program completes with so much memory, in a run of its own."""
+    module = "run" if name == "stalloc" else "native"
+    variables = {key: text for key, text in os.environ.items() if not key.endswith("ALLOC_CONF")}
+    variables |= {"STALLOC_CACHE": "off"}
+    if name == "expandable":
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    options = ["--device", "virtual", "--memory", MEMORY, program, value]
+    if module == "run":
+        return run_stalloc("run", *options, variables=variables).returncode == 0
+    source = "import sys\nfrom stalloc.cli.native import main\nsys.exit(main())"
+    result = program.with_name("native.json")
+    return run_warm(source, "--result", result, *options, variables=variables).returncode == 0
+
+
+def test_the_largest_that_fits_is_found_with_where_the_next_one_ends(pieces: Path) -> None:
+    result, shown, said, code = find(pieces, "n=1..40", "--memory", MEMORY)
+    assert code == 0, said
+    needed = result["needed"]
+    assert needed["needed_bytes"] <= 64 << 20 < needed["next_needed_bytes"]
+    for name in NAMES:
+        told = result[name]
+        assert 1 < told["largest"] <= needed["largest"]
+        assert told["fails"] == told["largest"] + 1
+        assert told["allocated_peak_bytes"] <= told["reserved_peak_bytes"] <= 64 << 20
+        assert told["ran_out"]["place"] == "pieces.py:5 grow"
+        assert told["ran_out"]["holders"] == [["pieces.py:5 grow", told["ran_out"]["allocated_bytes"]]]
+        assert str(told["largest"]) in shown
+    assert "next: stalloc run" in shown
+    assert said == "", "in pipes nothing is said of progress"
+
+
+@pytest.mark.slow
+def test_it_is_that_of_running_every_one(pieces: Path) -> None:
+    result, *_ = find(pieces, "n=4..26:2", "--memory", MEMORY)
+    for name in NAMES:
+        assert result[name]["largest"] == max(n for n in range(4, 27, 2) if completes(pieces, n, name)), name
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "sentence"),
+    [
+        ("batch", ("{batch}",), "--find is 'batch': write NAME=FIRST..LAST or NAME=FIRST..LAST:STEP"),
+        ("n=9..3", ("{n}",), "--find is 'n=9..3', which has no values"),
+        ("n=1..9:0", ("{n}",), "--find is 'n=1..9:0', which has no values"),
+        ("n=1..9", ("{batch}",), "--find looks for n, but the program's arguments have no {n}, only {batch}: write it"),
+        ("gpu", ("--", "{n}", "--memory"), None),
+    ],
+)
+def test_what_cannot_be_searched_is_one_sentence(
+    pieces: Path, what: str, words: tuple[str, ...], sentence: str | None
+) -> None:
+    options = ("--memory", "1GiB") if what == "gpu" else ()
+    result, shown, said, code = find(pieces, what, *options, words=words)
+    assert (result, shown, code) == ({}, "", 2)
+    assert said.startswith(
+        f"stalloc: {sentence or '--find gpu looks through all cards: leave --gpu and --memory out.'}"
+    )
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ends_of_a_range_and_failures_of_the_program_are_said(pieces: Path) -> None:
+    _, shown, _, code = find(pieces, "n=1..3", "--memory", "1GiB")
+    assert code == 0
+    assert "under PyTorch and PyTorch, expandable_segments:True and stalloc all of the range fits: give --find" in shown
+    _, shown, _, code = find(pieces, "n=30..40", "--memory", "20MiB")
+    assert code == 1
+    assert "not even n=30 fits" in shown
+    assert "next: stalloc fit --budget" in shown
+    pieces.write_text("import torch\ntorch.empty(1, device='cuda')\nraise KeyError('mine')\n")
+    _, shown, said, code = find(pieces, "n=1..3")
+    assert (shown, code) == ("", 2)
+    assert "KeyError: 'mine'" in said
+    assert said.splitlines()[-1].startswith("stalloc: the program failed with code 1 (n=1, without a limit), not for")
+
+
+@pytest.mark.slow
+def test_the_smallest_card_is_found(pieces: Path) -> None:
+    pieces.write_text(
+        "import torch\nheld = [torch.empty(5 << 30, dtype=torch.uint8, device='cuda') for _ in range(3)]\n"
+    )
+    result, shown, said, code = find(pieces, "gpu", words=())
+    assert code == 0, said
+    assert result["needed_bytes"] == 15 << 30
+    for name in NAMES:
+        told = result[name]
+        assert (told["gpu"], told["too_small"]) == ("RTX-4080", "T4")
+        assert told["memory_bytes"] == 16_049 << 20
+        assert told["reserved_peak_bytes"] == 15 << 30
+        assert told["ran_out"]["allocated_bytes"] == 10 << 30
+    assert "RTX-4080" in shown
+    assert "printed on such a card" in shown
+
+
+@pytest.mark.slow
+def test_a_program_of_cupy_alone_is_searched_by_running_it(pieces: Path) -> None:
+    pieces.write_text("import sys, cupy\nheld = [cupy.empty(int(sys.argv[1]) << 20, cupy.uint8) for _ in range(5)]\n")
+    result, *_, code = find(pieces, "n=1..30", "--memory", "64MiB")
+    assert code == 0
+    assert result["needed"] is None
+    assert result["native"]["largest"] == result["stalloc"]["largest"] == 12
