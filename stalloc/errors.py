@@ -29,6 +29,10 @@ class EndlessLoopError(StallocError, RuntimeError):
     """A loop of the program waits for a value that the virtual GPU does not compute."""
 
 
+class MissingRankError(StallocError, RuntimeError):
+    """A program of several ranks waits for what another one sends, which a dry run of one rank does not have."""
+
+
 class PlanError(StallocError, ValueError):
     """A plan does not fit the trace or the device that it is used for."""
 

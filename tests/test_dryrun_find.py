@@ -146,3 +146,62 @@ def test_a_program_of_cupy_alone_is_searched_by_running_it(pieces: Path) -> None
     assert code == 0
     assert result["needed"] is None
     assert result["native"]["largest"] == result["stalloc"]["largest"] == 12
+
+
+RANKS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+rank, ranks, local = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+mesh = init_device_mesh("cuda", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+for block in model:
+    fully_shard(block, mesh=mesh["data"])
+fully_shard(model, mesh=mesh["data"])
+optimizer = torch.optim.AdamW(model.parameters())
+extra = torch.empty((rank + 1) * int(sys.argv[1]) << 20, dtype=torch.uint8, device="cuda")
+for _ in range(3):
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(torch.ones(1, device="cuda"), group=mesh["tensor"].get_group())
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_tried_one_by_one_on_fake_process_groups(pieces: Path) -> None:
+    pieces.write_text(RANKS)
+    out = pieces.with_name("ranks.json")
+    options = ("--headroom", "0", "--memory", "600MiB", "--json", out, "--ranks", 8)
+    done = run_stalloc("dryrun", *options, "--rank", "1,7", "--", pieces, 100)
+    assert done.returncode == 1, done.stderr
+    result = json.loads(out.read_text())
+    low, high = result["ranks"]
+    assert (low["rank"], high["rank"]) == (1, 7)
+    assert high["needed_bytes"] - low["needed_bytes"] == 600 << 20
+    for name in NAMES:
+        assert low[name]["fits"]
+        assert not high[name]["fits"]
+        assert high[name]["ran_out"]["place"] == "pieces.py:15 <module>"
+    assert "does not fit" in done.stdout
+    found, _, said, code = find(pieces, "n=10..200:10", "--memory", "600MiB", "--ranks", 8, "--rank", 3)
+    assert code == 0, said
+    others = low["needed_bytes"] - (200 << 20)
+    expected = max(n for n in range(10, 201, 10) if others + (4 * n << 20) <= 600 << 20)
+    assert found["stalloc"]["largest"] == found["needed"]["largest"] == expected
+
+
+@pytest.mark.slow
+def test_objects_of_ranks_that_are_not_there_are_one_sentence(pieces: Path) -> None:
+    pieces.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group()\ntorch.empty(1, device='cuda')\n"
+        "dist.broadcast_object_list([None])\n"
+    )
+    done = run_stalloc("dryrun", "--ranks", 2, "--rank", 1, "--", pieces)
+    assert done.returncode == 2
+    assert "MissingRankError: rank 1 waits in broadcast_object_list for objects of rank 0, which is not" in done.stderr

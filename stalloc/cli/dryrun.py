@@ -78,10 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "seq=128..8192:128), or the smallest card",
     )
     parser.add_argument(
-        "--jobs", type=int, default=0, metavar="N", help="with --find, runs at a time (default: one a processor)"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="the program is what torchrun starts N times: try each rank",
+    )
+    parser.add_argument("--rank", default="all", metavar="K", help="with --ranks, only these: 0 or 0,7 (default: all)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --find or --ranks, runs at a time",
     )
     parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="with --find, end each run after N steps of an optimizer"
+        "--steps", type=int, default=0, metavar="N", help="with --find or --ranks, end each run after N optimizer steps"
     )
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
@@ -90,11 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
     assumed = as_variable(map(parse_assumption, args.assume)) if args.assume else os.environ.get(VARIABLE, "")
+    if args.ranks is not None and not args.find:
+        from stalloc.cli.dryrun_ranks import try_ranks
+
+        with _variable(VARIABLE, assumed):
+            return try_ranks(args)
     if args.find:
+        from stalloc.cli.dryrun_cards import find_card
         from stalloc.cli.dryrun_find import find
 
         with _variable(VARIABLE, assumed):
-            return find(args)
+            return find_card(args) if args.find == "gpu" else find(args)
     command, offer = program_command(args), offer_of(args)
     with working("running the program under its own allocators") as tell, _variable(VARIABLE, assumed):
         results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offer.program_bytes, command, tell)

@@ -5,11 +5,12 @@ import dataclasses
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
-from stalloc.cli.dryrun_find import Runs, contenders
 from stalloc.cli.dryrun_find_report import ran_out_text
 from stalloc.cli.dryrun_offer import headroom_of
 from stalloc.cli.dryrun_report import doubts
+from stalloc.cli.dryrun_runs import Runs, contenders
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
+from stalloc.cli.program import program_command
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device import DEFAULT_GPU
 from stalloc.device.known_gpus import KNOWN_GPUS, MEMORY_SOURCES
@@ -18,8 +19,9 @@ from stalloc.figures import human_bytes, plural
 from stalloc.sizing.smallest_card import Smallest, find_smallest
 
 
-def find_card(args: argparse.Namespace, command: list[str]) -> int:
+def find_card(args: argparse.Namespace) -> int:
     """Search; 0 if a card is large enough with stalloc."""
+    command = program_command(args)
     if args.gpu or args.memory:
         raise BadInputError("--find gpu looks through all cards: leave --gpu and --memory out.")
     headroom = headroom_of(args)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from stalloc.device import VirtualGPU
 from stalloc.files import write_whole
+from stalloc.sizing.fake_ranks import be_rank
 from stalloc.sizing.native_peaks import native_peaks
 from stalloc.trace import Trace
 from stalloc.trace.sites import UNKNOWN, Frame, site_name
@@ -36,6 +37,7 @@ class RunWork:
     under: Literal["native", "stalloc"] = "native"
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
+    is_rank: bool = False  #: one of several, as the variables say
     num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -74,6 +76,8 @@ class _Run:
         from stalloc.integrations.imports import after_import
 
         work = self._work
+        if work.is_rank:
+            be_rank()
         if work.under == "stalloc":
             from stalloc import integrations
 

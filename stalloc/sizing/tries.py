@@ -115,6 +115,13 @@ class Tries:
         assert candidate is not None
         return all(run_one(trace, candidate, self.offered_bytes).fits for trace in traces)
 
+    def reserved_bytes(self, name: str, index: int) -> int | None:
+        """What an allocator reserves with what is offered, by replay; None if that is not known."""
+        seen, candidate = self.observed.get(index), self.contenders[name].candidate
+        if seen is None or candidate is None or not self._is_replayable(name, seen):
+            return None
+        return max(run_one(trace, candidate, self.offered_bytes).peak_reserved_bytes for trace in seen.traces)
+
     def guess(self, name: str, index: int) -> bool | None:
         """Whether a value that was not run would fit, by scaling two that were; None if nothing can be said."""
         key = name, index, len(self.observed)
