@@ -227,7 +227,7 @@ class Serving:
         """Put the plans of several threads in force; False if there is no room, and what served before goes on."""
         assert search.admitted is not None
         arena_bytes = search.admitted.arena_bytes
-        if not self.full_device.knows_what_needs_most(arena_bytes):
+        if not self.full_device.may_begin(arena_bytes):
             return False
         if self._status.phase is not Phase.PLANNED:
             self.note_observed()
