@@ -262,6 +262,26 @@ def test_phases_of_a_profile_are_those_the_host_was_in(tmp_path: Path, capsys: p
     assert "no memory events of a GPU" in capsys.readouterr().err
 
 
+ODD = (None, -1, 1 << 70, 1e308, "x", [], {}, True, 1 << 50, "gpu_memcpy", "Memcpy DtoH", "Optimizer.step#")
+
+
+def test_odd_values_in_a_profile_are_passed_over_or_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, file = random.Random(19), tmp_path / "odd.json"
+    copy = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 2 * MIB}}
+    codes = set()
+    for _ in range(150):
+        events = json.loads(kineto([*launched(1, 10, 30, 20, 20, **copy), *launched(2, 50, 5, 60, 100)]))
+        event = rng.choice(events["traceEvents"])
+        changed = rng.choice([event, event["args"]])
+        changed[rng.choice(list(changed))] = rng.choice(ODD)
+        file.write_text(json.dumps(events))
+        codes.add(main(["timeline", str(file)]))
+        assert capsys.readouterr().err.count("\n") <= 1
+    assert codes == {0, 2}
+
+
 @pytest.mark.parametrize(
     ("name", "links"),
     [

@@ -18,7 +18,8 @@ def class_keys(trace: Trace, rows: Column) -> list[Hashable]:
     """The lower-case name of the lifespan class."""
     step = find_step_period(trace)
     lifespan = classify(trace, fold(trace, period=step) if step else None).lifespan
-    return [LifespanClass(value).name.lower() for value in lifespan[rows].tolist()]
+    names = {int(one): one.name.lower() for one in LifespanClass}
+    return [names[value] for value in lifespan[rows].tolist()]
 
 
 def site_keys(trace: Trace, rows: Column) -> list[Hashable]:

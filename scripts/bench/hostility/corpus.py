@@ -271,6 +271,13 @@ def _kineto() -> dict[str, Any]:
     events: list[dict[str, Any]] = [
         {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 1, "dur": 20.5}
     ]
+    copy = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 4096}}
+    for number, work in enumerate(
+        ({"cat": "kernel", "name": "k", "args": {}}, copy, {"cat": "gpu_memset", "args": {}})
+    ):
+        shared, call = {"device": 0, "correlation": number}, {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}
+        events.append({"ph": "X", "pid": 1, "tid": 1, "ts": number, "dur": 1, "args": {"correlation": number}} | call)
+        events.append({"ph": "X", "name": "s", "ts": 2 * number, "dur": 3} | work | {"args": work["args"] | shared})
     total, time = 4096, 0
     for step in range(4):
         for size, address in ((512, 64), (1 << 20, 4096), (-512, 64), (2048, 64), (-(1 << 20), 4096), (-2048, 64)):

@@ -35,7 +35,7 @@ _WANTED = re.compile(
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 _LINKS = {"HtoD": Link.TO_DEVICE, "DtoH": Link.TO_HOST, "PtoP": Link.PEER, "DtoD": Link.COMPUTE}
 _OTHER, _ALL = "other", "all"  # beside phases that the program has named; where there are none
-_MAX_US = float(1 << 51)
+_MAX_DEVICE, _MAX_US = 4095, float(1 << 51)
 
 
 @dataclass(slots=True)
@@ -106,11 +106,17 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
         return
     if event.get("ph") != "X":
         return
+    correlation = _key(args.get("correlation"))
     begin = _nanoseconds(event.get("ts"), where)
     end = begin + _nanoseconds(event.get("dur", 0), where)
     if kind in _KERNELS or kind in _SETS or kind in _COPIES:
         device, size = args.get("device"), args.get("bytes", 0)
-        if type(device) is not int or type(size) is not int or not 0 <= size < MAX_SIZE_BYTES:
+        if (
+            type(device) is not int
+            or not 0 <= device <= _MAX_DEVICE
+            or type(size) is not int
+            or not 0 <= size < MAX_SIZE_BYTES
+        ):
             raise BadInputError(
                 f"{where} is a kernel or a copy without a device or with impossible bytes: export again."
             )
@@ -120,15 +126,20 @@ def _take(found: _Found, event: dict[str, Any], where: str) -> None:
             else Link.COMPUTE
         )
         pinned = (1 if "Pinned" in name else 0 if "Pageable" in name else -1) if link.moves else -1
-        found.work[device].append((begin, end, link, size if link.moves else 0, pinned, args.get("correlation")))
+        found.work[device].append((begin, end, link, size if link.moves else 0, pinned, correlation))
         return
-    thread = found.threads[event.get("pid"), event.get("tid")]
+    thread = found.threads[_key(event.get("pid")), _key(event.get("tid"))]
     if kind in _CALLS:
-        thread.calls.append((begin, end, name, args.get("correlation")))
+        thread.calls.append((begin, end, name, correlation))
     elif not name.startswith(_STEP):  # which holds all phases
         is_operation = kind in _OPERATIONS or name.startswith((_BACKWARD, _OLD_BACKWARD, _UPDATE))
         thread.is_autograd |= name.startswith((_BACKWARD, _OLD_BACKWARD))
         thread.ranges.append(_Range(begin, end, name, not is_operation))
+
+
+def _key(value: Any) -> int | str | None:
+    """A number or a name that tells things apart; None for what cannot."""
+    return value if type(value) in (int, str) else None
 
 
 def _nanoseconds(value: Any, where: str) -> int:
