@@ -271,7 +271,7 @@ def test_odd_values_in_a_profile_are_passed_over_or_one_sentence(
     rng, file = random.Random(19), tmp_path / "odd.json"
     copy = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 2 * MIB}}
     codes = set()
-    for _ in range(150):
+    for _ in range(60):
         events = json.loads(kineto([*launched(1, 10, 30, 20, 20, **copy), *launched(2, 50, 5, 60, 100)]))
         event = rng.choice(events["traceEvents"])
         changed = rng.choice([event, event["args"]])
