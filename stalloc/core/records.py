@@ -130,17 +130,14 @@ class State(Record):
     excess_misses: int  # misses - matches, never below 0
     ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
     history_count: int
-    num_tapes: int
-    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
     num_strands: int  # 0: one cursor is for all requests
-    strand: (
-        int  # the one whose cursor this is: ring_start to ring_end, cursor, pass_start, misses in a row, history, tapes
-    )
+    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
+    num_tapes: int
+    strand: int  # whose cursor this is: the ring that is followed, misses in a row, history, tapes
     strands: int  # table of Strand
     askers: int  # table of Asker
-    task_of: (
-        int  # C function () -> 32 bits: the piece of work that this thread is at for another, -1: none; 0: not asked
-    )
+    task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
+    line_padding: Annotated[Words, 3]  # what follows keeps its place in its line
 
     # the tape and the cells, set when a plan is installed
     num_entries: int  # of the tape
@@ -258,7 +255,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 1]  # the counts begin at a line
+    padding: Annotated[Words, 6]  # the counts begin at a line
     total: Total
     large: Part
     small: Part
