@@ -8,7 +8,14 @@ and its lease is UNMAPPED: nobody gets it. Memory is mapped before `use_arena_pa
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.arena import begin_serving
 from stalloc.core.cells import cells_empty, flip_cells, has_memory, has_page, needed_at, tape_time
-from stalloc.core.constants import ACTION_SEGMENT_MAP, ACTION_SEGMENT_UNMAP, GENERAL_KIND, GRANULE, UNMAPPED
+from stalloc.core.constants import (
+    ACTION_SEGMENT_MAP,
+    ACTION_SEGMENT_UNMAP,
+    GENERAL_KIND,
+    GRANULE,
+    STREAM_BITS,
+    UNMAPPED,
+)
 from stalloc.core.counters import count_parted, count_resized
 from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
@@ -134,6 +141,13 @@ def _leave_run(state, first, end, wanted, low, high, count, begins, ends):
 
 
 @inner()
+def _needed_at(state, index, now):
+    """When the plan needs a cell of any strand next: soon, where its clock is another one's."""
+    foreign = state.num_strands > 0 and cell_at(state, index).stream >> STREAM_BITS != state.strand
+    return now + 1 if foreign else needed_at(state, index, now)
+
+
+@inner()
 def _leave_idle_cells(state, wanted, until, low, high, begins, ends):
     """Let pages of idle cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
 
@@ -142,7 +156,7 @@ def _leave_idle_cells(state, wanted, until, low, high, begins, ends):
     count, index, num_cells, now = 0, 0, state.num_cells, tape_time(state)
     while index < num_cells and wanted > 0 and count < len(begins):
         first = index
-        while index < num_cells and _is_idle(state, index) and needed_at(state, index, now) >= until:
+        while index < num_cells and _is_idle(state, index) and _needed_at(state, index, now) >= until:
             index += 1
         if index > first:
             count, left = _leave_run(state, first, index, wanted, low, high, count, begins, ends)

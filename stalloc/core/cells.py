@@ -5,7 +5,7 @@ lease; nobody else gets it then. What the arena has beyond the plan is one more 
 """
 
 from stalloc.compiled import inner
-from stalloc.core.constants import GRANULE, STREAM_BITS
+from stalloc.core.constants import GRANULE
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import cell_at, use_at, use_start_at, word_at
 
@@ -84,10 +84,8 @@ def tape_time(state):
 
 @inner()
 def needed_at(state, index, now):
-    """The tape time at which the plan needs a cell next."""
+    """The tape time at which the plan needs a cell next, one of the strand that asked last if there are several."""
     cell = cell_at(state, index)
-    if state.num_strands > 0 and cell.stream >> STREAM_BITS != state.strand:
-        return now + 1  # by a strand with a clock of its own: soon
     if cell.needed_at >= now:
         return cell.needed_at
     uses = state.uses

@@ -262,7 +262,7 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
     high, until = low, NEVER
     while high < state.num_cells and cell_at(state, high).offset - begin < wanted:
         usable = cells_empty(bits, high, high + 1) and cell_at(state, high).stream == stream
-        needed = needed_at(state, high, now)
+        needed = needed_at(state, high, now) if usable else 0
         if not usable or (needed < now + lasts and not is_lost):
             break
         until = min(until, needed)
