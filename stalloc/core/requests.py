@@ -139,13 +139,10 @@ def _serve_planned(state, key, requested, waiting):
     low, high = entry.cell_low, entry.cell_high
     lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
-        if (
-            entry.offset >= 0
-            and not lasts
-            and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high)))
-        ):
+        has_place = entry.offset >= 0 and not lasts
+        if has_place and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
             return Outcome(0, NEED_PAGES, position)
-        _count_conflict(state, entry.offset < 0 or lasts)
+        _count_conflict(state, not has_place)
         return Outcome(0, 0, 0)
     return _take_cells(state, position, requested)
 
