@@ -45,6 +45,14 @@ class FullDevice:
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
 
+    def most_misses(self, elsewhere: int) -> int:
+        """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.
+
+        What a step has and the plan does not know lies scattered over its arena; as long as it is little that does not
+        matter to the rest of the step.
+        """
+        return min(elsewhere, _LOST) if self._may_fill() else elsewhere
+
     def _is_full(self) -> bool:
         return self._memory.source.paged and self._memory.paging.fills_device()
 

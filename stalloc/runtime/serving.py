@@ -253,7 +253,7 @@ class Serving:
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
-        record.ask_after_misses = ask_after_misses
+        record.ask_after_misses = self.full_device.most_misses(ask_after_misses)
         return True
 
     def use(self, plan: "Plan") -> None:
@@ -292,8 +292,9 @@ class Serving:
         """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""
         if not self._arenas.shrink():
             return False
-        plan = self._status.plan
-        # what the switch left behind in the old segments has died meanwhile
-        self._state.record.ask_after_misses = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        plan, was_observed = self._status.plan, self._status.observed is not None
+        # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
+        patience = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
+        self._state.record.ask_after_misses = self.full_device.most_misses(patience) if was_observed else patience
         self._state.record.ask_at_boundary = int(self._tidying.at_boundary() or self.probation.is_on)
         return True
