@@ -40,6 +40,10 @@ result = {
     "asked": [[c.direction, c.input_sizes, c.filter_sizes, c.strides, c.workspace_bytes, c.unknown_bytes]
               for c in virtual.convolutions()],
 }
+torch.cuda.set_per_process_memory_fraction((3 << 30) / torch.cuda.get_device_properties(0).total_memory)
+large, three = torch.empty(64, 64, 256, 256, device="cuda"), torch.empty(64, 64, 3, 3, device="cuda")  # 1 GiB
+for _ in range(2):
+    result["short of memory"] = requests(lambda: F.conv2d(large, three, padding=1))
 print(json.dumps(result))
 """
 
@@ -81,6 +85,10 @@ def test_a_guess_is_no_larger_than_the_tensors_that_it_is_about(on_h100: Any) ->
     filters = 4 * 16 * 4 * 4 * 4  # three channels are four where they are copied
     tensors = 4 * (2 * 4 * 32 * 32 + 2 * 16 * 15 * 15) + filters
     assert 0 < single[5] <= tensors + 2 * filters
+
+
+def test_where_memory_is_short_a_convolution_does_without_a_work_space(on_h100: Any) -> None:
+    assert on_h100["short of memory"] == [1 << 30]  # its output
 
 
 def test_weights_of_recurrent_networks_lie_in_one_buffer_without_gaps(on_h100: Any) -> None:

@@ -303,7 +303,7 @@ show(STATE.record.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reser
 
 
 def test_limits_and_the_cache(run_checks: Any) -> None:
-    limited, text, after, cache = run_checks(
+    limited, text, after, cache, tried = run_checks(
         _PROLOGUE
         + """
 torch.cuda.set_per_process_memory_fraction(0.25)
@@ -319,13 +319,16 @@ del x
 before = torch.cuda.memory_reserved()
 torch.cuda.empty_cache()
 cache = [before, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0], virtual.used_bytes()]
-show(limited, text, after, cache)
+torch.backends.cudnn.benchmark = True  # torch asks how much it may try algorithms with
+tried = list(torch.nn.Conv2d(3, 8, 3).cuda()(torch.ones(2, 3, 16, 16, device="cuda")).shape)
+show(limited, text, after, cache, tried)
 """
     )
     assert limited
     assert "stalloc: out of memory" in text
     assert after == 600 * MIB
     assert cache == [600 * MIB, 0, 2 << 30, 0]
+    assert tried == [2, 8, 14, 14]
 
 
 def test_a_share_of_the_device_in_the_settings_is_kept_however_stalloc_was_installed(run_checks: Any) -> None:

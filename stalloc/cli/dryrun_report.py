@@ -75,6 +75,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
             f"{_between(convolutions['needed_bytes'])}, takes {_between(convolutions['taken_bytes'])} given plenty, "
             f"allocates {_between(convolutions['allocated_peak_bytes'])}"
         )
+    if convolutions.get("by_trial"):
+        lines.append(
+            "torch.backends.cudnn.benchmark is on: on a GPU the quickest algorithms are found by trying them, and the "
+            "work spaces of these trials, up to 4 GiB each, are not in these figures"
+        )
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
         more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""

@@ -213,9 +213,13 @@ def findings() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     return {
         "torch": str(torch.__version__) if torch is not None else None,
-        "convolutions": asdict(certainty(convolutions())),
+        "convolutions": {**asdict(certainty(asked := convolutions())), "by_trial": bool(asked) and _tries(torch)},
         "decisions": [asdict(one) for one in decisions],
     }
+
+
+def _tries(torch: Any) -> bool:
+    return torch is not None and bool(torch.backends.cudnn.benchmark)
 
 
 def used_bytes(device: int = 0) -> int:

@@ -1,8 +1,8 @@
 // cuDNN over the virtual GPU: as much of its graph interface as PyTorch uses for convolutions and attention, and what its
 // classic functions hand back.  Nothing is computed.
 //
-// Contract: every graph of operations has one engine, with one plan, whose work space virtual_workspaces.c knows.  A
-// descriptor keeps by value what is set in it (callers destroy the parts of a graph before the graph), and what is asked
+// Contract: every graph of operations has two engines, each with one plan: one whose work space virtual_workspaces.c
+// knows, and one that needs none, to which PyTorch turns if there is no memory for the first's.  A descriptor keeps by value what is set in it (callers destroy the parts of a graph before the graph), and what is asked
 // of it without having been set has no elements.
 #define _GNU_SOURCE
 #include "virtual_convolution.h"
@@ -41,6 +41,7 @@ typedef struct {
     int kind;
     Tensor tensor;
     Convolution convolution; // of an operation, and of the graph, engine, configuration and plan that it is in
+    bool is_spare;           // of an engine, configuration and plan: the one that needs no work space
 } Descriptor;
 
 static int cudnn_version = 91300;
@@ -121,7 +122,10 @@ Status cudnnBackendSetAttribute(Descriptor *d, int name, int type, int64_t num, 
     case HEURISTIC_GRAPH:
     case ENGINE_GRAPH:
     case CONFIGURATION_ENGINE:
-    case PLAN_CONFIGURATION: d->convolution = (*others)->convolution; break;
+    case PLAN_CONFIGURATION:
+        d->convolution = (*others)->convolution;
+        d->is_spare = (*others)->is_spare;
+        break;
     default:
         if (name >= FORWARD_CONVOLUTION && name < FORWARD_CONVOLUTION + 4)
             set_tensor_of(&d->convolution, FORWARD, name - FORWARD_CONVOLUTION, *others);
@@ -138,9 +142,18 @@ Status cudnnBackendGetAttribute(Descriptor *d, int name, int type, int64_t wante
     bool fill = wanted >= 1 && array;
     switch (name) {
     case HEURISTIC_RESULTS:
+        found = 2;
+        for (int64_t i = 0; fill && i < found && i < wanted; i++) {
+            ((Descriptor **)array)[i]->convolution = d->convolution;
+            ((Descriptor **)array)[i]->is_spare = i == 1;
+        }
+        break;
     case CONFIGURATION_ENGINE:
         found = 1;
-        if (fill) (*(Descriptor **)array)->convolution = d->convolution;
+        if (fill) {
+            (*(Descriptor **)array)->convolution = d->convolution;
+            (*(Descriptor **)array)->is_spare = d->is_spare;
+        }
         break;
     case CONFIGURATION_SHARED_BYTES:
         found = 1;
@@ -149,7 +162,7 @@ Status cudnnBackendGetAttribute(Descriptor *d, int name, int type, int64_t wante
     case CONFIGURATION_WORKSPACE_BYTES:
     case PLAN_WORKSPACE_BYTES:
         found = 1;
-        if (fill) *(int64_t *)array = convolution_workspace_bytes(&d->convolution, cudnn_version);
+        if (fill) *(int64_t *)array = d->is_spare ? 0 : convolution_workspace_bytes(&d->convolution, cudnn_version);
         break;
     case GRAPH_NUM_ENGINES:
     case ENGINE_INDEX:

@@ -98,12 +98,19 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
                               has_sizes(row->stride, c->strides, c->input.rank - 2));
 }
 
-// How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter.
+// How much more than `bytes` it may be: to so many times the tensors, and two partial sums of the filter; where that is
+// twice or more, to all tensors in Winograd's tiles of 6 if those of a 3x3 window are more.
 static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int64_t bytes) {
     if (!row->unknown_bytes || !row->unknown_tensors) return row->unknown_bytes;
     int64_t filter = padded_bytes(&c->filter, row, 0, true);
     int64_t tensors = padded_bytes(&c->input, row, 0, false) + filter + padded_bytes(&c->output, row, 0, false);
-    int64_t more = row->unknown_tensors * tensors + 2 * filter - bytes;
+    int64_t most = row->unknown_tensors * tensors + 2 * filter;
+    if (row->unknown_tensors > 1 && row->window == 3) {
+        int64_t in_tiles = padded_bytes(&c->input, row, 6, false) + padded_bytes(&c->filter, row, 6, true) +
+                           padded_bytes(&c->output, row, 6, false);
+        if (in_tiles > most) most = in_tiles;
+    }
+    int64_t more = most - bytes;
     if (more < 512) more = 512; // it is a guess, however small
     return more < row->unknown_bytes ? more : row->unknown_bytes;
 }

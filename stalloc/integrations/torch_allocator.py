@@ -15,7 +15,7 @@ from typing import Any
 from stalloc.core.entry import torch_entries
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-from stalloc.integrations import torch_answers
+from stalloc.integrations import torch_answers, torch_cache_info
 from stalloc.runtime import Runtime
 from stalloc.runtime.entries import lasting_entry
 
@@ -71,6 +71,7 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
         ) from None
     allocator = torch._C._cuda_customAllocator(allocate, free)
     _set_callbacks(allocator, runtime)
+    torch_cache_info.answer(torch, allocator)
     torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(allocator))
     torch_answers.install(torch, runtime)
     _watch_optimizers(runtime, stepped)
