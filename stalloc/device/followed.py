@@ -77,8 +77,8 @@ _COUNTED = (*_ALONG, "repeat_interleave", *_LARGEST)
 
 
 def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    kinds, counted, judges, most = values.kinds, name in _COUNTED, name.strip("_") in _JUDGING, MAX_ELEMENTS
-    passes, overwrites = not judges, name in _OVERWRITING
+    kinds, judges, most = values.kinds, name.strip("_") in _JUDGING, MAX_ELEMENTS
+    passes, run = not judges, _runner(values, name, function)
 
     # Arguments have names, since Python lets go of them in this order, as it does without this function between; a
     # tuple lets go of its last one first, and the program would free its temporary tensors in another order.
@@ -121,6 +121,17 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
             return function(a, **named) if named else function(a)
         return follow(a, **named)
 
+    if name in _UNARY:
+        return follow_unary
+    if name.startswith("__"):
+        return follow_judgement if judges else follow_operator
+    return follow
+
+
+def _runner(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls the function and computes its result on the host too, where the first argument is one to follow."""
+    counted, judges, overwrites = name in _COUNTED, name.strip("_") in _JUDGING, name in _OVERWRITING
+
     def run(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
         if not getattr(first, "is_cuda", False):
@@ -140,11 +151,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         values.learn(result, computed)
         return result
 
-    if name in _UNARY:
-        return follow_unary
-    if name.startswith("__"):
-        return follow_judgement if judges else follow_operator
-    return follow
+    return run
 
 
 def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
