@@ -40,6 +40,14 @@ result = {
     "asked": [[c.direction, c.input_sizes, c.filter_sizes, c.strides, c.workspace_bytes, c.unknown_bytes]
               for c in virtual.convolutions()],
 }
+torch.backends.cudnn.benchmark = True
+chosen = []
+for size in range(32, 52):
+    square, window = torch.empty(1, 3, size, size, device="cuda"), filters.float()
+    F.conv2d(square, window)  # tries
+    chosen.append(len(requests(lambda: F.conv2d(square, window))))
+torch.backends.cudnn.benchmark = False
+result["chosen by trial"] = [min(chosen), min(c.workspace_bytes for c in virtual.convolutions()[-20:])]
 torch.cuda.set_per_process_memory_fraction((3 << 30) / torch.cuda.get_device_properties(0).total_memory)
 large, three = torch.empty(64, 64, 256, 256, device="cuda"), torch.empty(64, 64, 3, 3, device="cuda")  # 1 GiB
 for _ in range(2):
@@ -89,6 +97,12 @@ def test_a_guess_is_no_larger_than_the_tensors_that_it_is_about(on_h100: Any) ->
 
 def test_where_memory_is_short_a_convolution_does_without_a_work_space(on_h100: Any) -> None:
     assert on_h100["short of memory"] == [1 << 30]  # its output
+
+
+def test_trials_of_algorithms_choose_the_first(on_h100: Any) -> None:
+    num_requests, least = on_h100["chosen by trial"]
+    assert num_requests == 2  # the output and a work space
+    assert least > 0
 
 
 def test_weights_of_recurrent_networks_lie_in_one_buffer_without_gaps(on_h100: Any) -> None:

@@ -99,6 +99,7 @@ void *event_create(void);
 void event_destroy(void *event);
 int event_record(void *event, void *stream);
 int event_elapsed_ms(float *ms, void *start, void *end);
+void work_takes(int64_t ms); // as events time it; nothing waits for it
 void stream_wait(void *stream, void *event);
 int capture_begin(void *stream);
 int capture_end(void *stream);

@@ -46,10 +46,13 @@ static double now_ms(void) {
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
+static _Atomic int64_t delay_ms; // of all work so far that would have been slow
+void work_takes(int64_t ms) { atomic_fetch_add(&delay_ms, ms); }
+
 int event_record(void *handle, void *stream) {
     if (!handle) return INVALID_HANDLE;
     Event *event = handle;
-    event->recorded_ms = now_ms();
+    event->recorded_ms = now_ms() + (double)atomic_load(&delay_ms);
     event->capture = capture_id(stream);
     return SUCCESS;
 }
