@@ -195,10 +195,7 @@ def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
 def _uncertain(
     tried: dict[str, Any], need: Need, measure: Callable[[str, Path], dict[str, Any]], settings: dict[str, str]
 ) -> dict[str, Any]:
-    """What a native run could not know, with the figures between which its own lie whatever cuDNN asks for.
-
-    Where memory is short PyTorch turns to engines of cuDNN that need less: the most that one may ask for is not needed.
-    """
+    """What a native run could not know, with the figures between which its own lie whatever cuDNN asks for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
@@ -209,9 +206,9 @@ def _uncertain(
                 one = measure(which, file)
                 other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), _PLENTY)
                 seen.append({name: getattr(other, name) for name in FIGURES})
-        for name in FIGURES:
-            ends = [one[name] for one in (seen[:2] if name == "needed_bytes" else seen)]
-            convolutions[name] = [min(ends), max(ends)]
+        for name in FIGURES:  # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
+            ends = sorted(one[name] for one in (seen[:2] if name == "needed_bytes" else seen))
+            convolutions[name] = [ends[0], ends[-1]]
     return uncertain
 
 
