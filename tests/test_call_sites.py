@@ -218,3 +218,31 @@ def test_a_run_that_asks_for_stacks_names_who_holds_memory(tmp_path: Path, run_p
     assert "tried to allocate 100.00 MiB (104857600 bytes) at fills.py:4 keep" in done.stderr
     assert re.search(r"Most is held: \d+\.00 MiB by \d+ blocks of fills\.py:4 keep\. ", done.stderr)
     assert f"next: stalloc dryrun {program}" in done.stdout
+
+
+def test_the_last_requests_are_known_and_what_lives_from_before_if_somebody_looked(run_checks) -> None:
+    first, later, unseen = run_checks(
+        begin(sited=False)
+        + """
+import ctypes
+from stalloc.runtime.call_sites import CallSites
+sites, state = CallSites(runtime.entries[0], max_calls=64), runtime.controllers[0].state.address
+sites.begin()
+malloc = ctypes.PYFUNCTYPE(*[ctypes.c_int64] * 4)(ctypes.c_int64.from_address(sites.malloc_word).value)
+def early():
+    return malloc(state, 4096, 0)
+def late():
+    for _ in range(60):
+        address = malloc(state, 4096, 0)
+    return address
+held = [early()]
+sites.keep_live({state: held})
+last = late()
+seen = sites.names_at(state, [*held, last])
+late()
+print(json.dumps([seen, sites.names_at(state, held), sites.is_look_due]))
+"""
+    )
+    assert [name.split()[-1] for name in first] == ["early", "late"]
+    assert later == ["unknown"]
+    assert unseen

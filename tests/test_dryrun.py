@@ -59,9 +59,14 @@ def test_a_device_of_what_is_needed_is_large_enough_and_a_smaller_one_is_not(tmp
 
 def test_a_program_that_fails_by_itself_is_one_sentence(tmp_path: Path) -> None:
     program = tmp_path / "failing.py"
-    program.write_text("import torch\ntorch.empty(1, device='cuda')\nraise KeyError('mine')\n")
+    program.write_text(
+        "import torch\ntry:\n    torch.ones(3, dtype=int, device='cuda') + torch.ones(4, dtype=int, device='cuda')\n"
+        "except RuntimeError:\n    raise KeyError('mine')\n"
+    )
     _, _, said = dryrun(program, code=2)
     assert "KeyError: 'mine'" in said
+    assert "must match the size of tensor b" in said
+    assert "stalloc/device" not in said, "what stands in for torch's functions is no part of the program's traceback"
     assert said.strip().splitlines()[-1].startswith("stalloc: the program failed with code 1 (native), not for lack")
 
 

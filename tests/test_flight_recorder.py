@@ -112,8 +112,15 @@ for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, handler)
     assert done.stdout.splitlines() == [f"handled {signal.SIGUSR1:d} 1", f"handled {signal.SIGTERM:d} 1"]
 
 
-def test_only_the_last_events_are_kept(died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    died("for _ in range(500): grow(1)\nsys.exit(3)", 3, max_events=120)
+@pytest.mark.usefixtures("cupy_installed")
+@pytest.mark.parametrize("install", ["", "stalloc.install(device='virtual')"])
+def test_only_the_last_events_are_kept(
+    died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, install: str
+) -> None:
+    if install:  # a table that is full after 200 events, and marks of steps, the first of which are gone in the end
+        install += ".controllers[0].state.write(events_capacity=200)"
+    mark = "; stalloc.step()" if install else ""
+    died(f"for _ in range(500): grow(1){mark}\nsys.exit(3)", 3, install=install, max_events=120)
     made = explained(tmp_path)
     assert made["allocated_bytes"] == 501 << 20
     done = run_stalloc("stats", "--json", "-", next((tmp_path / "flight").iterdir()))
@@ -121,6 +128,7 @@ def test_only_the_last_events_are_kept(died: Callable[..., subprocess.CompletedP
     assert device["events"] == 120
 
 
+@pytest.mark.usefixtures("cupy_installed")
 @pytest.mark.usefixtures("cupy_installed")
 def test_requests_of_cupy_are_recorded(died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     ending = "import cupy\na = cupy.empty(50 << 20, cupy.uint8)\ncupy.empty(1 << 40, cupy.uint8)"

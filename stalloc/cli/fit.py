@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--trial-steps is {args.trial_steps}: give {STEPS} or more.")
     if not args.trial_seconds > 0:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
-    source = program_source.of_command(command)
-    if source is None:
-        raise BadInputError(f"{command[-1][:200]} is no program in a file: give a script, or -m and a module.")
+    source = program_source.in_file(command)
     output = Path(args.output) if args.output else keeping.fit_file(source)
     if not str(output).endswith(SUFFIX):
         raise BadInputError(f"{output} does not end in {SUFFIX}: name the fit so that people know what it is.")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import runpy
 import shlex
@@ -12,8 +13,9 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
+from stalloc import device as devices
 from stalloc.device import VirtualGPU, find_gpu
 from stalloc.device.known_gpus import memory_option
 from stalloc.errors import BadInputError
@@ -21,6 +23,7 @@ from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program
 from stalloc.notices import say
 
+_STAND_INS = os.path.dirname(os.path.abspath(devices.__file__)) + os.sep
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
@@ -149,9 +152,31 @@ def run_program(command: list[str]) -> int:
             frames = frames.tb_next
         with contextlib.suppress(OSError, ValueError, AttributeError):  # what was printed comes before it
             sys.stdout.flush()
-        traceback.print_exception(type(error), error, frames)
+        _leave_out_ours(error)
+        traceback.print_exception(type(error), error, _without_ours(frames))
         return 1
     return 0
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the functions that stand in for torch's on the virtual GPU."""
+    kept: list[TracebackType] = []
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(_STAND_INS):
+            kept.append(frames)
+        frames = frames.tb_next
+    for one, after in itertools.pairwise([*kept, None]):
+        if one is not None:
+            one.tb_next = after
+    return kept[0] if kept else None
+
+
+def _leave_out_ours(error: BaseException) -> None:
+    """The same of those that led to an error."""
+    seen: set[int] = set()
+    while (led := error.__cause__ or error.__context__) is not None and id(led) not in seen:
+        seen.add(id(led))
+        led.__traceback__, error = _without_ours(led.__traceback__), led
 
 
 @contextlib.contextmanager

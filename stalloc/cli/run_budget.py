@@ -69,11 +69,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc.integrations import program_source
 
     keeping.check_single_rank()
-    source = program_source.of_command(command)
-    if source is None:
-        raise BadInputError(
-            f"{command[-1][:200]} is no program in a file: a budget needs a script, or -m and a module."
-        )
+    source = program_source.in_file(command)
     device.activate(args.device, gpu)
     file = Path(args.fit) if args.fit else keeping.fit_file(source)
     budget_bytes = memory_option("--budget", args.budget) if args.budget else load_fit(file).budget_bytes

@@ -1,9 +1,12 @@
 """The record of what a program did, from which plans are made.
 
-Contract: the lock is held. A full table ends the recording, and Python is to hear of it.
+Contract: the lock is held. Python is to hear of a full table. It ends the recording, or (`events_wrap`) is a ring from
+then on: event i is in row i % events_capacity, and the last `events_capacity` ones are there. The clock takes longer
+than all else here, so what is freed has the time of what was asked for before it: 0 in the table.
 """
 
 from stalloc.compiled import inner
+from stalloc.core.constants import ACTION_FREE_COMPLETED
 from stalloc.core.intrinsics import call3, now_ns, this_thread
 from stalloc.core.records import event_at
 
@@ -24,14 +27,18 @@ def this_asker(state):
 def record(state, action, stream, address, size):
     """Add an event to the record."""
     count = state.num_events
+    row = count
     if count >= state.events_capacity:
-        state.recording = 0
-        state.check_at = 1
-        return
-    event = event_at(state, count)
+        if count == state.events_capacity:
+            state.check_at = 1
+        if state.events_wrap == 0:
+            state.recording = 0
+            return
+        row = count % state.events_capacity
+    event = event_at(state, row)
     event.action = action | stream << 8
     event.address = address
     event.requested_bytes = size
-    event.time_ns = now_ns(state)
+    event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state)
     event.thread = this_asker(state)
     state.num_events = count + 1

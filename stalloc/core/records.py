@@ -228,8 +228,9 @@ class State(Record):
 
     # the record
     events: int  # table of Event
-    num_events: int
+    num_events: int  # since the record began, those that a ring has lost included
     events_capacity: int
+    events_wrap: int  # 1: the last events are kept instead of the first
     num_sizable: int  # requests above TINY seen while recording
     check_at: int  # Python: enter Python for a look at the record at this many; 0: never
 
@@ -255,7 +256,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 6]  # the counts begin at a line
+    padding: Annotated[Words, 5]  # the counts begin at a line
     total: Total
     large: Part
     small: Part
@@ -336,7 +337,7 @@ class Event(Record):
     action: int  # ACTION_ALLOC and so on | stream << 8
     address: int
     requested_bytes: int  # of a segment: its bytes
-    time_ns: int  # monotonic
+    time_ns: int  # monotonic; 0 of a completed free
     thread: int  # that did it, as the C library calls it; with State.task_of: -2 - the piece of work, if it is one
 
 

@@ -278,3 +278,8 @@ def owner_of(device: int, address: int) -> Owner | None:
     owner = structure(Owner)()
     found = _find_owner(device, address, ctypes.addressof(owner))
     return owner if found else None  # type: ignore[return-value]
+
+
+def live_addresses(state: DeviceState) -> list[int]:
+    """Where blocks are that were asked for and not freed."""
+    return [block.address for segment in segments(state) for block in segment.blocks if block.requested_bytes]

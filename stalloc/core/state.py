@@ -110,8 +110,26 @@ class DeviceState:
         return [Step(*rows[i % STEP_LOG_ROWS].tolist()[:5]) for i in order]
 
     def recorded(self) -> np.ndarray:
-        """A copy of the recorded events."""
-        return self.tables.events[: self.record.num_events].copy()
+        """A copy of the recorded events, those that a ring still has."""
+        events = self._events(0, self.record.num_events)
+        times = np.maximum.accumulate(events["time_ns"])
+        if len(times):
+            times[times == 0] = times[times > 0].min(initial=times[-1])  # frees before the first request
+        events["time_ns"] = times
+        return events
+
+    @property
+    def first_event(self) -> int:
+        """The first event that is still in the record."""
+        return max(0, int(self.record.num_events) - int(self.record.events_capacity))
+
+    def _events(self, begin: int, end: int) -> np.ndarray:
+        """A copy of the events [begin, end), as far as they are there."""
+        begin, capacity = max(begin, self.first_event), int(self.record.events_capacity)
+        table: np.ndarray = self.tables.events.view(np.ndarray)
+        if end <= capacity:
+            return table[begin:end].copy()
+        return table[np.arange(begin, max(begin, end)) % capacity]
 
     def forget_record(self) -> None:
         """Stop recording and give the memory of what was recorded back."""
@@ -120,7 +138,7 @@ class DeviceState:
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
-        events = self.tables.events.view(np.ndarray)[begin:end]
+        events = self._events(begin, end)
         tag, size = events["action"], events["requested_bytes"]
         rows = np.flatnonzero(((tag & 0xFF) == ACTION_ALLOC) & (size > TINY))
         return size[rows], tag[rows] >> 8, events["thread"][rows]

@@ -104,6 +104,8 @@ def _begins_anew(state, key, least):
     for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
         begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
         end = state.ring_end if tape < 0 else ring_at(state, tape).end
+        if tape >= 0 and begin == state.ring_start:
+            continue  # it was the first
         for back in range(least, min(_CONTEXT, end - begin, state.history_count)):
             if entry_at(state, begin + back).key != key:
                 continue

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stalloc.core import constants
-from stalloc.core.snapshot import HeapBlock, HeapSegment, segments
+from stalloc.core.snapshot import HeapBlock, HeapSegment, live_addresses, segments
 from stalloc.runtime import Controller, Runtime
 from stalloc.runtime.call_sites import CallSites, Stack
 
@@ -47,8 +47,8 @@ class History:
     ) -> None:
         """Begin or, with None, end recording on all devices (torch.cuda.memory._record_memory_history).
 
-        Stacks are those of Python, whatever `stacks` says, none with a `context` of None; and no more than four million
-        events are recorded.
+        Stacks are those of Python, whatever `stacks` says, none with a `context` of None; and the last four million
+        events are kept at most.
         """
         was_enabled = self.enabled
         self.enabled = enabled is not None and enabled is not False
@@ -62,6 +62,7 @@ class History:
         for controller in self._runtime.controllers:
             settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
             controller.status.settings = settings
+            controller.state.write(events_wrap=int(self.enabled))
             if self.enabled:
                 controller.recording.go_on()
 
@@ -92,7 +93,9 @@ class History:
             for index, history in enumerate(recorded["device_traces"]):
                 wanted = [event for event in history if event["time_us"] >= self._begin_us]
                 traces[index] = [_completed(event) for event in wanted[max(0, len(wanted) - self._max_entries) :]]
-            annotations = recorded["external_annotations"]
+                left_out = len(history) - len(traces[index])
+                marks = [one for one in recorded["external_annotations"] if one["device"] == index]
+                annotations += _moved(marks, left_out)
         return {
             "segments": found,
             "device_traces": traces,
@@ -100,6 +103,16 @@ class History:
             "allocator_settings": {},
             "stalloc": {"devices": {str(index): _OURS for index in range(len(controllers))}},
         }
+
+
+def _moved(annotations: list[dict[str, Any]], num_events: int) -> list[dict[str, Any]]:
+    """Marks of the events after the first so many, which count from there."""
+    return [
+        {**one, "mark": [event - num_events, kind]}
+        for one in annotations
+        for event, kind in [one["mark"]]
+        if event >= num_events
+    ]
 
 
 _OURS = {"notes": [], "source": "stalloc recorder"}  # so that nobody takes the addresses for those of torch's allocator
@@ -114,7 +127,7 @@ def _segments(controller: Controller, call_sites: CallSites) -> list[dict[str, A
     found = segments(controller.state)
     stacks = {}
     if call_sites.is_on:
-        addresses = [block.address for segment in found for block in segment.blocks if block.requested_bytes]
+        addresses = live_addresses(controller.state)
         stacks = dict(zip(addresses, call_sites.stacks_at(controller.state.address, addresses), strict=True))
     return [_segment(controller.device.index, segment, stacks) for segment in found]
 

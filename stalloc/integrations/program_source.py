@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stalloc.errors import BadInputError
+
 
 @dataclass(frozen=True)
 class ProgramSource:
@@ -40,6 +42,14 @@ def of_command(command: list[str]) -> ProgramSource | None:
     finally:
         sys.path.remove(here)
     return _read(spec.origin if spec is not None else None, command[2:])
+
+
+def in_file(command: list[str]) -> ProgramSource:
+    """The same of a program that has to be in a file. Raises BadInputError if it is not."""
+    source = of_command(command)
+    if source is None:
+        raise BadInputError(f"{command[-1][:200]} is no program in a file: give a script, or -m and a module.")
+    return source
 
 
 def of_this_process() -> ProgramSource | None:

@@ -2,13 +2,14 @@
 
 Contract: while it is on, every request costs a walk over the thread's Python frames, about a microsecond; while it is
 off nothing, since another malloc serves. A request whose stack is not known (a thread that Python never knew, a table
-that is full) is given none, never another's.
+that is full) is given none, never another's. The last requests are known by the table of calls, a ring; what lives from
+before those only if `keep_live` was called at least once in as many requests.
 """
 
 import atexit
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,15 +30,17 @@ Stack = list[dict[str, Any]]
 class CallSites:
     """The stacks of the requests of this process."""
 
-    def __init__(self, malloc: int) -> None:
-        """`malloc`: the address of what serves."""
-        self._malloc = malloc
+    def __init__(self, malloc: int, max_calls: int = _MAX_CALLS) -> None:
+        """`malloc`: the address of what serves; `max_calls`: that are known, a power of two."""
+        self._malloc, self._max_calls = malloc, max_calls
         self._sited = 0  # the address of the same with stacks, once it is made
         self._word = ctypes.c_int64(malloc)
         self._num_calls = ctypes.c_int64(0)
         self._calls: Column = np.empty((0, 4), np.int64)
         self._table: Column = np.empty((0, 2), np.int64)
         self._stacks: list[Stack] = []
+        self._kept: dict[int, dict[int, int]] = {}  # by device: of what lived at the last look, address and stack
+        self._kept_at = 0  # calls at that look
         self._codes: list[list[CodeType]] = []  # kept, so that no other code object gets the address of one
 
     @property
@@ -52,13 +55,13 @@ class CallSites:
 
     @property
     def num_calls(self) -> int:
-        """Requests noted so far, those included that found no room."""
+        """Requests noted so far, those included that the ring has lost."""
         return self._num_calls.value
 
     def begin(self) -> None:
         """Note stacks from here on."""
         if not self._sited:
-            self._calls = np.zeros((_MAX_CALLS, 4), np.int64)  # takes memory as far as it is written
+            self._calls = np.zeros((self._max_calls, 4), np.int64)  # takes memory as far as it is written
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
             self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
             atexit.register(self.end)  # no thread is to wait for Python when it ends
@@ -88,7 +91,11 @@ class CallSites:
 
     def _noted(self, state: int, first_call: int) -> Column:
         """(k, 4) what was noted of a device since a call."""
-        rows = self._calls[first_call : self.num_calls]
+        end, room = self.num_calls, len(self._calls)
+        if end <= room:
+            rows = self._calls[first_call:end]
+        else:
+            rows = self._calls[np.arange(max(first_call, end - room), end) % room]
         never_recorded = (rows[:, 1] == 0) & (rows[:, 2] > MAX_REQUEST)
         return rows[(rows[:, 0] == state) & ~never_recorded]
 
@@ -97,8 +104,9 @@ class CallSites:
     ) -> Column:
         """(m,) the stack of each event of a record, from 0 on; -1: not known.
 
-        `state` is the address of the device's state; call `first_call` is the first after event `first_event`. The
-        calls that were given one address come in the same order as the events that have it.
+        `state` is the address of the device's state; call `first_call` is the first after event `first_event`, which is
+        below 0 where the record is a ring that has lost it. The calls that were given one address come in the same
+        order as the events that have it: the first is the first of them, of rings the last is the last.
         """
         stacks = np.full(len(action), -1, np.int64)
         asks = np.flatnonzero((action == ACTION_ALLOC) | (action == ACTION_OOM))
@@ -107,9 +115,12 @@ class CallSites:
         rows = rows[np.argsort(rows[:, 1], kind="stable")]
         asks = asks[np.argsort(address[asks], kind="stable")]
         places = address[asks]
-        rank = np.arange(len(asks)) - np.searchsorted(places, places)
-        found = np.searchsorted(rows[:, 1], places) + rank
-        known = found < np.searchsorted(rows[:, 1], places, side="right")
+        first, last = np.searchsorted(rows[:, 1], places), np.searchsorted(rows[:, 1], places, side="right")
+        if first_event >= 0 and self.num_calls - first_call <= len(self._calls):
+            found = first + np.arange(len(asks)) - np.searchsorted(places, places)
+        else:
+            found = last + np.arange(len(asks)) - np.searchsorted(places, places, side="right")
+        known = (found >= first) & (found < last)
         asks, found = asks[known], found[known]
         agree = rows[found, 2] == size[asks]
         stacks[asks[agree]] = rows[found[agree], 3] - 1
@@ -123,12 +134,30 @@ class CallSites:
 
     def stacks_at(self, state: int, addresses: Sequence[int]) -> list[Stack]:
         """The stacks of what lives at these addresses of a device, each as torch writes them; empty: not known."""
-        if self.num_calls > len(self._calls):
-            return [[] for _ in addresses]  # what was noted last is not who has it now
+        number = self._numbers_at(state)
+        return [self._stacks[number[at] - 1] if number.get(at) else [] for at in addresses]
+
+    def _numbers_at(self, state: int) -> dict[int, int]:
+        """The number of the stack that asked last for each address of a device, as far as that is known."""
+        is_recent = self.num_calls - self._kept_at <= len(self._calls)
+        number = dict(self._kept.get(state, {})) if is_recent else {}
         rows = self._noted(state, 0)[::-1]
         places, last = np.unique(rows[:, 1], return_index=True)
-        number = dict(zip(places.tolist(), rows[last, 3].tolist(), strict=True))
-        return [self._stacks[number[at] - 1] if number.get(at) else [] for at in addresses]
+        number.update(zip(places.tolist(), rows[last, 3].tolist(), strict=True))
+        return number
+
+    @property
+    def is_look_due(self) -> bool:
+        """Whether it is time for `keep_live`, so that nothing is lost of what lives."""
+        return self.is_on and self.num_calls - self._kept_at > self._max_calls // 4
+
+    def keep_live(self, live: Mapping[int, Sequence[int]]) -> None:
+        """Keep who has asked for what lives now, given the addresses by state, before the ring loses it."""
+        calls, kept = self.num_calls, {}
+        for state, addresses in live.items():
+            number = self._numbers_at(state)
+            kept[state] = {at: number[at] for at in addresses if at in number}
+        self._kept, self._kept_at = kept, calls
 
     def names_at(self, state: int, addresses: Sequence[int]) -> list[str]:
         """The same as names of call sites."""

@@ -18,6 +18,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
 from stalloc.core import constants, entry
+from stalloc.core.snapshot import live_addresses
 from stalloc.errors import PlanError
 from stalloc.planner import Plan
 from stalloc.printable import printable
@@ -214,6 +215,8 @@ class Runtime:
                         self.room_maker(controller.device.index, lacking, for_arena)
         if self.watch is not None:
             self.watch.raise_found()
+        if self.call_sites.is_look_due:
+            self.call_sites.keep_live({one.state.address: live_addresses(one.state) for one in self.controllers})
 
     def allow_moving(self, room_maker: "Callable[[int, int, bool], None] | None") -> None:
         """Let `room_maker` move what lives at marks of steps when memory was short; None: no longer."""

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.core.constants import ACTION_ALLOC, ACTION_OOM
+from stalloc.core.constants import (
+    ACTION_ALLOC,
+    ACTION_OOM,
+    ACTION_SEGMENT_ALLOC,
+    ACTION_SEGMENT_FREE,
+    ACTION_SEGMENT_MAP,
+    ACTION_SEGMENT_UNMAP,
+)
 from stalloc.core.snapshot import segments
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
@@ -122,6 +129,11 @@ class Recording:
         return (times[-1] - times[0]) / 1e9
 
     @property
+    def is_full(self) -> bool:
+        """Whether events are missing, at the end or, of a ring, at the beginning."""
+        return not self._state.record.recording or self._state.first_event > 0
+
+    @property
     def num_steps(self) -> int:
         """Marks of steps in the record."""
         return sum(kind == MARK_STEP for _, kind, _ in self.marks)
@@ -181,11 +193,12 @@ class Recording:
 
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
-        events = self._state.recorded()
+        first, events = self._state.first_event, self._state.recorded()
+        marks = [(event - first, kind, name) for event, kind, name in self.marks if event >= first]
         held = segments(self._state)
         bases = np.array([segment.address for segment in held], np.int64).view(np.uint64)
         sizes = np.array([segment.size_bytes for segment in held], np.int64)
-        trace = self._trace(events, self.marks, (bases, sizes, np.zeros(len(held), np.int64)))
+        trace = self._trace(events, marks, (bases, sizes, np.zeros(len(held), np.int64)))
         address = self._with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
         return self._with_call_sites(dataclasses.replace(trace, address=address), events)
 
@@ -217,21 +230,38 @@ class Recording:
             events["time_ns"],
             marks,
             raw,
-            reserved_start_bytes=self._reserved_start,
+            reserved_start_bytes=self._reserved_before(events),
             segments=held,
             info={
                 "device_name": self._device.name,
                 "total_bytes": self._device.total_bytes,
                 **known_release(),
-                "notes": [] if state.record.recording else ["the record's table filled up: later events are missing"],
+                "notes": self._notes(),
             },
         )
+
+    def _notes(self) -> list[str]:
+        if not self._state.record.recording:
+            return ["the record's table filled up: later events are missing"]
+        if self._state.first_event:
+            return [f"only the last {self._state.record.events_capacity:,} events were kept"]
+        return []
+
+    def _reserved_before(self, events: np.ndarray) -> int:
+        """Bytes that were reserved before the first of the events."""
+        if not self._state.first_event:
+            return self._reserved_start
+        action, size = events["action"] & 0xFF, events["requested_bytes"]
+        more = int(size[np.isin(action, (ACTION_SEGMENT_ALLOC, ACTION_SEGMENT_MAP))].sum())
+        less = int(size[np.isin(action, (ACTION_SEGMENT_FREE, ACTION_SEGMENT_UNMAP))].sum())
+        return max(0, int(self._state.record.reserved_bytes) - more + less)
 
     def _with_call_sites(self, trace: "Trace", events: np.ndarray) -> "Trace":
         """The trace of all events, with the call sites that are known."""
         if self.call_sites is None:
             return trace
         action, (first_event, first_call) = events["action"] & 0xFF, self._sited_from
+        first_event -= self._state.first_event  # below 0: the ring has lost it
         columns = action, events["address"], events["requested_bytes"]
         stacks = self.call_sites.of_events(self._state.address, first_call, first_event, *columns)
         site = np.full(trace.num_requests, -1, np.int64)
@@ -245,6 +275,7 @@ class Recording:
         if not len(errors) or not self._refusals:
             return address
         events, free_bytes = np.array(self._refusals, np.int64).T
+        events = events - self._state.first_event
         last = np.searchsorted(events, errors, side="right") - 1
         address = address.copy()
         address[errors[last >= 0]] = free_bytes[last[last >= 0]]

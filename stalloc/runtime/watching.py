@@ -100,7 +100,7 @@ class Watching:
         """
         if self._status.phase is not Phase.OBSERVING or not self._status.settings.plan:
             return None
-        if not self._state.record.recording:
+        if self._recording.is_full:
             return "no repeating step was found before the record's table was full"
         if not self._looking.is_due(self._status.settings, expects_marks=self.expects_marks):
             return None

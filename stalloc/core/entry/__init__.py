@@ -73,9 +73,9 @@ def sited_malloc(
     """The address of a malloc like `malloc` that notes which Python stack calls it.
 
     `table` has pairs of words, as many as a power of two: the hash of a stack (0: empty) and its number from 1 on.
-    `calls` has rows of four words: state, address, bytes, stack (0: unknown); `num_calls` counts them, those that found
-    no room included. `name_stack(hash, 0, 0)` is called in the thread whose stack the table does not have yet, enters
-    it there, and returns its number. All of them live as long as the process.
+    `calls` has rows of four words: state, address, bytes, stack (0: unknown); `num_calls` counts them, and the last
+    ones are there, as many as a power of two. `name_stack(hash, 0, 0)` is called in the thread whose stack the table
+    does not have yet, enters it there, and returns its number. All of them live as long as the process.
     """
     _kept.append((table, calls, num_calls))
     set_to = {
@@ -83,7 +83,7 @@ def sited_malloc(
         "table": table.ctypes.data,
         "table_mask": word(len(table) - 1),
         "calls": calls.ctypes.data,
-        "calls_room": word(len(calls)),
+        "calls_mask": word(len(calls) - 1),
         "num_calls": ctypes.addressof(num_calls),
         "slow": slow_entry(name_stack),
     }

@@ -7,8 +7,8 @@
 @table = external global [0 x i64]        ; pairs of words: hash (0: empty), number of the stack
 @table_mask = external constant i64       ; pairs in the table, a power of two, minus one
 @calls = external global [0 x i64]        ; four words a call: state, address, bytes, number of the stack
-@calls_room = external constant i64       ; calls that there is room for
-@num_calls = external global i64          ; calls so far, those without room included
+@calls_mask = external constant i64       ; calls that there is room for, a power of two, minus one: the last ones
+@num_calls = external global i64          ; calls so far
 
 declare i64 @slow(i64, i64, i64)          ; (hash, 0, 0): the number of the stack that this thread is in; 0: unknown
 declare i32 @Py_IsInitialized()
@@ -28,11 +28,9 @@ entry:
   %core = load i64, ptr @core_malloc
   %function = inttoptr i64 %core to ptr
   %address = call i64 %function(i64 %state, i64 %bytes, i64 %stream)
-  %row = atomicrmw add ptr @num_calls, i64 1 acq_rel
-  %room = load i64, ptr @calls_room
-  %fits = icmp slt i64 %row, %room
-  br i1 %fits, label %note, label %done
-note:                                     ; before the program has the address, so before anybody frees it
+  %call = atomicrmw add ptr @num_calls, i64 1 acq_rel
+  %mask = load i64, ptr @calls_mask       ; before the program has the address, so before anybody frees it
+  %row = and i64 %call, %mask
   %first = mul i64 %row, 4
   %state.word = getelementptr i64, ptr @calls, i64 %first
   %address.word = getelementptr i64, ptr %state.word, i64 1
@@ -42,8 +40,6 @@ note:                                     ; before the program has the address, 
   store i64 %address, ptr %address.word
   store i64 %bytes, ptr %bytes.word
   store i64 %stack, ptr %stack.word
-  br label %done
-done:
   ret i64 %address
 }
 
