@@ -14,6 +14,12 @@ smaller and smaller devices; for stalloc the result is confirmed by running the 
 the allocator reserved when memory was plentiful. Without such a history (a program that does not use PyTorch) both are
 what was reserved.
 
+  stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
+  stalloc dryrun --gpu H100 --ranks 8 train.py
+
+--find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
+torchrun would start, rank by rank on fake process groups. Both run the program in forks of one process, side by side.
+
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
 `taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know.
@@ -21,23 +27,21 @@ The exit code is 0 if the program fits with stalloc, 1 if it does not or if it f
 """
 
 import argparse
-import contextlib
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
+from stalloc.cli.dryrun_assume import add_assume_argument, assuming
 from stalloc.cli.dryrun_offer import add_headroom_argument, offer_of
 from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.progress import working
-from stalloc.device.decisions import VARIABLE, as_variable, parse_assumption
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 
@@ -63,14 +67,7 @@ class Need:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     add_headroom_argument(parser)
-    parser.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="FILE:LINE=N",
-        help="what a line of the program reads where the virtual GPU does not compute it, such as the end of a loop; "
-        "may be repeated",
-    )
+    add_assume_argument(parser)
     parser.add_argument(
         "--find",
         metavar="NAME=A..B|gpu",
@@ -100,20 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Try the program natively and with stalloc; 0 if it fits with stalloc."""
-    assumed = as_variable(map(parse_assumption, args.assume)) if args.assume else os.environ.get(VARIABLE, "")
-    if args.ranks is not None and not args.find:
-        from stalloc.cli.dryrun_ranks import try_ranks
-
-        with _variable(VARIABLE, assumed):
-            return try_ranks(args)
-    if args.find:
-        from stalloc.cli.dryrun_cards import find_card
-        from stalloc.cli.dryrun_find import find
-
-        with _variable(VARIABLE, assumed):
-            return find_card(args) if args.find == "gpu" else find(args)
+    if args.find or args.ranks is not None:
+        with assuming(args):
+            return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
-    with working("running the program under its own allocators") as tell, _variable(VARIABLE, assumed):
+    with working("running the program under its own allocators") as tell, assuming(args):
         results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offer.program_bytes, command, tell)
     result = {
         **offer.as_json(),
@@ -127,17 +115,15 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE if results["stalloc"].fits else EXIT_CHECK_FAILED
 
 
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """A block in which processes that are started have this variable; nothing where it is empty."""
-    before = os.environ.get(name)
-    os.environ.update({name: value} if value else {})
-    try:
-        yield
-    finally:
-        os.environ.update({name: before} if before is not None else {})
-        if before is None:
-            os.environ.pop(name, None)
+def _in_forks(args: argparse.Namespace) -> int:
+    """What runs the program many times."""
+    if args.find == "gpu":
+        from stalloc.cli.dryrun_cards import find_card as answer
+    elif args.find:
+        from stalloc.cli.dryrun_find import find as answer
+    else:
+        from stalloc.cli.dryrun_ranks import try_ranks as answer
+    return answer(args)
 
 
 def _results(

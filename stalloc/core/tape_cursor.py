@@ -97,10 +97,7 @@ def _realign(state, key):
 
 @inner()
 def _begins_anew(state, key, least):
-    """The place of this request if a tape begins with it and those before it, `least` at least; -1 if none does.
-
-    As after an error in a step. The tape is followed from here on.
-    """
+    """The place of this request on a tape that begins with it and `least` or more before it, and is followed; or -1."""
     for tape in range(-1, state.num_tapes if state.num_tapes > 1 else 0):  # -1: the one that is followed
         begin = state.ring_start if tape < 0 else ring_at(state, tape).begin
         end = state.ring_end if tape < 0 else ring_at(state, tape).end
