@@ -9,6 +9,8 @@ from stalloc.compiled import inner, njit
 from stalloc.core.constants import GENERAL_KIND, SMALL_KIND, SMALL_LIMIT
 from stalloc.core.intrinsics import add_ever, add_now, locked, raise_peaks, unlock
 
+_SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
+
 
 @inner(forceinline=True)
 def count_alloc(state, size, requested):
@@ -140,3 +142,11 @@ def count_arena(device, size):
     state = locked(device)
     count_segment(state, GENERAL_KIND, size)
     unlock(state)
+
+
+@inner()
+def exceeds_peak(state, size):
+    """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
+    expected = state.expected_peak
+    peak = max(expected, state.span_allocated_peak, state.step_allocated_peak)
+    return expected > 0 and state.recovering == 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)

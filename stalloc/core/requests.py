@@ -41,7 +41,7 @@ from stalloc.core.constants import (
     STREAM_BITS,
     TINY,
 )
-from stalloc.core.counters import count_alloc
+from stalloc.core.counters import count_alloc, exceeds_peak
 from stalloc.core.event_log import record
 from stalloc.core.frees import find_block, free, release
 from stalloc.core.handovers import wait_for_users
@@ -55,8 +55,6 @@ from stalloc.core.step_log import end_step
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
-
-_SPARE_SHIFT = 5  # reserved may exceed what was allocated at most by a thirty-second before all that is idle is lent
 
 
 @inner(forceinline=True)
@@ -197,14 +195,6 @@ def _is_asked_for(state, key):
 
 
 @inner()
-def _exceeds_peak(state, size):
-    """Whether reserved would exceed the allocated peak by more than a thirty-second with a segment of `size` bytes."""
-    expected = state.expected_peak
-    peak = max(expected, state.span_allocated_peak, state.step_allocated_peak)
-    return expected > 0 and state.recovering == 0 and state.reserved_bytes + size > peak + (peak >> _SPARE_SHIFT)
-
-
-@inner()
 def _serve_unplanned(state, stream, size, requested):
     """Serve a request that the plan does not, while it serves others."""
     row = lifespan_row(state, size)
@@ -215,7 +205,7 @@ def _serve_unplanned(state, stream, size, requested):
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif _exceeds_peak(state, size):
+    elif exceeds_peak(state, size):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
