@@ -5,7 +5,15 @@ Importing this package imports neither torch nor cupy nor numba: each name below
 
 import importlib
 
-from stalloc.errors import BadInputError, CorruptionError, PlanError, RecomputeError, SetupError, StallocError
+from stalloc.errors import (
+    BadInputError,
+    CorruptionError,
+    PlanError,
+    RecomputeError,
+    SetupError,
+    StallocError,
+    StreamError,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing would cost every start of Python under STALLOC=1 as much as all the rest
@@ -41,6 +49,8 @@ _LAZY: dict[str, str] = {
     "compact_when_full": "stalloc.compaction",
     "contiguous_buffers": "stalloc.compaction",
     "checkpoint": "stalloc.techniques",
+    "page_optimizer": "stalloc.techniques",
+    "stream_layers": "stalloc.techniques",
     "report": "stalloc.writers.reporting",
     "budget": "stalloc.fitting",
     "fit": "stalloc.fitting",
@@ -53,6 +63,7 @@ __all__ = [
     "RecomputeError",
     "SetupError",
     "StallocError",
+    "StreamError",
     "__version__",
     *_LAZY,
 ]

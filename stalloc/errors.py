@@ -43,3 +43,7 @@ class RecomputeError(StallocError, RuntimeError):
 
 class GradientError(StallocError, RuntimeError):
     """A gradient is needed that the optimizer's step in the backward pass has used up already."""
+
+
+class StreamError(StallocError, RuntimeError):
+    """A layer whose parameters are streamed is used in a way in which its values would not be right."""

@@ -45,6 +45,9 @@ _WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("--budget", metavar="SIZE", help="reserved memory to keep within, for example 24GiB")
+    parser.add_argument(
+        "--host", metavar="SIZE", help="pinned host memory that may be used, for example 32GiB (default: none)"
+    )
     parser.add_argument("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
     parser.add_argument("--output", "-o", metavar="FILE", help="keep the fit here (default: SCRIPT.fit.npz)")
     parser.add_argument(
@@ -133,6 +136,8 @@ def _fitted(
         ),
         lines_told(),
         num_steps=args.trial_steps or 0,
+        host_bytes=memory_option("--host", args.host) if args.host else 0,
+        link_bytes_per_second=rates_of(gpu.name).link_bytes_per_second,
     )
     best = fitting.run(args.policy)
     fit = Fit(

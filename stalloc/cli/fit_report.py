@@ -15,8 +15,11 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
         f"{num_trials} runs of {printable(fit.program.name)}"
     )
-    rows = [_row(number, one, fit) for number, one in enumerate(fit.candidates)]
-    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", "est. step", "est. factor", "checked")
+    shows_host = any(one.host_bytes for one in fit.candidates)
+    rows = [_row(number, one, fit, shows_host=shows_host) for number, one in enumerate(fit.candidates)]
+    host = ("host memory",) * shows_host
+    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", *host, "est. step", "est. factor",
+               "checked")  # fmt: skip
     print_table(console, columns, rows, text_columns=3, indent="  ")
     meant = (
         "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
@@ -29,13 +32,16 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
     if fit.best >= 0:
-        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *command)
+        tiers = fit.settings.tiers
+        host_words = ("--host", size_text(tiers.host_bytes)) if tiers else ()
+        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *host_words, *command)
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
 
 
-def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
+def _row(number: int, one: Candidate, fit: Fit, *, shows_host: bool) -> list[str]:
+    host = [human_bytes(one.host_bytes) if one.host_bytes else "-"] if shows_host else []
     if one.refused:
-        return ["", one.what, "refused", "-", "-", "-", "-", printable(one.refused)]
+        return ["", one.what, "refused", "-", "-", *host, "-", "-", printable(one.refused)]
     told = "fits" if one.fits(fit.budget_bytes) else "does not fit"
     return [
         "*" if number == fit.best else "",
@@ -43,6 +49,7 @@ def _row(number: int, one: Candidate, fit: Fit) -> list[str]:
         told,
         human_bytes(one.needed_bytes) if one.needed_bytes else "-",
         human_bytes(one.native_bytes) if one.native_bytes else "-",
+        *host,
         human_seconds(fit.step_seconds + one.added_seconds),
         f"{one.factor:.2f}",
         one.checked,

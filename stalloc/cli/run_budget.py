@@ -27,6 +27,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fit", metavar="FILE", help="what stalloc fit kept for this program (default: SCRIPT.fit.npz)"
     )
+    parser.add_argument("--host", metavar="SIZE", help="pinned host memory that a budget may use (default: none)")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     budget_bytes = memory_option("--budget", args.budget) if args.budget else load_fit(file).budget_bytes
     shown = keeping.gpu_of_this_process()
     keeping.check_possible(budget_bytes, shown)
-    fit = keeping.find_or_make(source, command, budget_bytes, shown, file)
+    host_bytes = memory_option("--host", args.host) if args.host else 0
+    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes)
     return Held(fit, budget_bytes, keeping.plans_of(fit, file))
 
 

@@ -20,16 +20,16 @@ from stalloc.fitting.frontier import (
     Proposal,
     describe,
     frontier,
-    keeping,
     proposal,
-    selective,
     settings_of,
     whole_blocks,
 )
 from stalloc.fitting.look_ahead import LATER, look_ahead
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
+from stalloc.fitting.presets import try_attention, try_selective, try_whole
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.step_search import try_step_in_backward
+from stalloc.fitting.tier_search import try_tiers, with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
 from stalloc.techniques.technique_settings import Settings
@@ -37,7 +37,6 @@ from stalloc.techniques.technique_settings import Settings
 ROUNDS = 3
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
 ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
-ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
 Trial = Callable[[TrialWork], Measured]
 Tell = Callable[[str], None]
 
@@ -49,6 +48,8 @@ class Fitting:
     budget_bytes: int
     trial: Trial
     tell: Tell
+    host_bytes: int = 0  #: of host memory that tiers may use
+    link_bytes_per_second: float = 32e9  #: between host and device
     step: ProgramSeen = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
     settings: list[Settings] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Fitting:
         self._observe()
         self._look_ahead()
         self.foresee()
+        plain = self.foresight
         self.measure(proposal(self.step, {}), "as it is", "none")
         fits = self.candidates[0].fits(self.budget_bytes)
         if policy == "step-in-backward" or (policy is None and not fits):
@@ -82,12 +84,14 @@ class Fitting:
         elif policy is not None:
             self._try_named(policy)
         elif fits:
-            self._try_whole(None)
+            try_whole(self)
         else:
             self.search()
-            self._try_attention()
-            self._try_selective()
-            self._try_whole(None)
+            try_attention(self)
+            try_selective(self)
+            try_whole(self)
+        if policy == "page" or (policy is None and self.host_bytes and not fits):
+            try_tiers(self, plain)
         return self._best()
 
     def _observe(self) -> None:
@@ -187,28 +191,12 @@ class Fitting:
         """
         if self.foresight is None:
             return 0
+        if self.base.tiers:
+            return self.foresight.peak_bytes_with(proposed.kept, self.base.tiers)
         blocks = len(whole_blocks(self.step))
         beside = self.candidates[self.beside : self.beside + 1]
         off = [one.allocated_bytes - one.expected_bytes for one in beside if one.allocated_bytes]
         return self.foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
-
-    def _try_attention(self, name: str = "keep-attention") -> None:
-        choices = keeping(self.step, ATTENTION)
-        if choices:
-            self.measure(proposal(self.step, choices), "recompute all but attention", name)
-        elif self.step.has_operation(ATTENTION):
-            self.note(["results of attention are not kept, as random numbers are drawn after them"])
-
-    def _try_selective(self) -> None:
-        choices = selective(self.step)
-        if choices:
-            self.measure(proposal(self.step, choices), "recompute the core of attention", "selective")
-
-    def _try_whole(self, num_blocks: int | None) -> None:
-        choices = whole_blocks(self.step, num_blocks)
-        if choices:
-            name = "blocks" if num_blocks is None else f"blocks:{num_blocks}"
-            self.measure(proposal(self.step, choices), f"recompute {plural(len(choices), 'whole block')}", name)
 
     def _try_named(self, policy: str) -> None:
         name, _, number = policy.partition(":")
@@ -216,14 +204,14 @@ class Fitting:
             self.search()
         elif policy == "checkmate":
             self._solve()
-        elif policy in ("step-in-backward", "compile-budget"):
-            pass  # that has been tried
+        elif policy in ("step-in-backward", "compile-budget", "page"):
+            pass  # that has been, or will be tried
         elif policy in ("keep-attention", "remat-aware"):
-            self._try_attention(policy)
+            try_attention(self, policy)
         elif policy == "selective":
-            self._try_selective()
+            try_selective(self)
         elif name == "blocks" and (not number or number.isdecimal()):
-            self._try_whole(int(number) if number else None)
+            try_whole(self, int(number) if number else None)
         else:
             raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
@@ -245,11 +233,13 @@ class Fitting:
         plan = b""
         native = self._trial(TrialWork("native", settings))
         if native.failure:
-            self._leave_out(native)
+            if native.refused_block or not settings.tiers:
+                self._leave_out(native)
             candidate = dataclasses.replace(candidate, refused=native.failure)
         else:
-            candidate = dataclasses.replace(candidate, native_bytes=native.reserved_bytes)
-            candidate, plan = self._under_stalloc(candidate, settings)
+            candidate = with_host(self, candidate, native)
+            if not candidate.refused:
+                candidate, plan = self._under_stalloc(candidate, settings)
         self.note(native.notes)
         self.candidates.append(candidate)
         self.settings.append(settings)

@@ -35,6 +35,7 @@ class Candidate:
     allocated_bytes: int = 0  #: the same as measured
     needed_bytes: int = 0  #: reserved at the peak by stalloc on its plan, from the first allocation
     native_bytes: int = 0  #: reserved at the peak by PyTorch's allocator
+    host_bytes: int = 0  #: of pinned host memory at the most
     added_seconds: float = 0.0  #: to each step, estimated
     factor: float = 1.0  #: of the step's time, estimated
     checked: str = ""  #: how the bytes are known

@@ -75,9 +75,16 @@ def check_possible(budget_bytes: int, gpu: VirtualGPU) -> None:
 
 
 def find_or_make(
-    source: program_source.ProgramSource, command: list[str], budget_bytes: int, gpu: VirtualGPU, file: Path
+    source: program_source.ProgramSource,
+    command: list[str],
+    budget_bytes: int,
+    gpu: VirtualGPU,
+    file: Path,
+    host_bytes: int = 0,
 ) -> Fit:
     """The fit in `file` if it is of this program and keeps the budget, else a new one, kept there.
+
+    `host_bytes` is how much host memory it may use.
 
     Raises BadInputError with the least that can be reached where nothing keeps the budget.
     """
@@ -87,6 +94,9 @@ def find_or_make(
         reason = program_of(source, gpu.name).difference(fit.program)
         if not reason and (fit.best < 0 or not fit.candidates[fit.best].fits(budget_bytes)):
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
+        if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
+            used = human_bytes(fit.candidates[fit.best].host_bytes)
+            reason = f"it takes {used} of host memory, for which --host has to be given"
         if not reason:
             plans_of(fit, file)
             return fit
@@ -95,7 +105,7 @@ def find_or_make(
             reason = str(error)
     if reason:
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew.")
-    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file)
+    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file, host_bytes=host_bytes)
 
 
 def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
@@ -125,6 +135,7 @@ def make(
     gpu: VirtualGPU | None,
     output: Path | None,
     policy: str | None = None,
+    host_bytes: int = 0,
 ) -> Fit:
     """Fit a program in a process of its own. Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
@@ -139,6 +150,7 @@ def make(
         words += [] if budget_bytes is None else ["--budget", f"{budget_bytes}B"]
         words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
         words += [] if policy is None else ["--policy", policy]
+        words += ["--host", f"{host_bytes}B"] if host_bytes else []
         environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
         done = subprocess.run(
             [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
@@ -195,15 +207,16 @@ def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
     after_import("torch", apply)
 
 
-def budget(size: str | int, *, device: Any = "auto", gpu: VirtualGPU | None = None) -> Fit | None:
+def budget(size: str | int, *, host: str | int = 0, device: Any = "auto", gpu: VirtualGPU | None = None) -> Fit | None:
     """Hold the program that this process runs to a budget of reserved memory; to be called before CUDA is used.
 
     The fit of the program is looked for in the current folder, or made, which takes some seconds, and kept there.
-    `device` and `gpu` as of `install`. What is used comes back; None in a trial of stalloc's own.
+    `host`: pinned host memory that may be used. `device` and `gpu` as of `install`. What is used comes back; None in a
+    trial of stalloc's own.
 
     Raises BadInputError for a budget that cannot be kept, with the least that can; SetupError where CUDA was used.
     """
-    budget_bytes = parse_memory(size)
+    budget_bytes, host_bytes = parse_memory(size), parse_memory(host, at_least=0)
     if os.environ.get(TRIAL_VARIABLE):
         return None
     check_single_rank()
@@ -218,7 +231,7 @@ def budget(size: str | int, *, device: Any = "auto", gpu: VirtualGPU | None = No
     if "torch" in sys.modules:
         check_untouched()
     command = [str(source.path), *source.arguments]
-    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source))
+    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source), host_bytes)
     plans = plans_of(fit, fit_file(source))
     keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes)
     return fit
@@ -231,11 +244,13 @@ def fit(
     gpu: str | VirtualGPU | None = None,
     output: str | Path | None = None,
     policy: str | None = None,
+    host: str | int = 0,
 ) -> Fit:
     """Try ways to run a program, given as Python would be ([SCRIPT, ARGS…]), within a budget, on the virtual GPU.
 
     `budget`: bytes or text such as "24GiB", by default the memory of `gpu` less what a CUDA context takes. `output`: a
-    file for the fit. Raises BadInputError if nothing keeps the budget, SetupError if the program cannot be tried.
+    file for the fit. `host`: pinned host memory that may be used. Raises BadInputError if nothing keeps the budget,
+    SetupError if the program cannot be tried.
     """
     from stalloc.device import find_gpu
 
@@ -245,4 +260,5 @@ def fit(
         gpu=find_gpu(gpu) if isinstance(gpu, str) else gpu,
         output=None if output is None else Path(output),
         policy=policy,
+        host_bytes=parse_memory(host, at_least=0),
     )

@@ -60,7 +60,7 @@ class Observer:
         """Those of the GPU that the program is for."""
         return self._rates
 
-    def _appeared(self, model: int, blocks: list[Block]) -> None:
+    def _appeared(self, model: int, blocks: list[Block], _: Any) -> None:
         for block in blocks:
             self._blocks.append(BlockSeen(model, block.name, block.kind, why_not(block)))
             self._watch(len(self._blocks) - 1, block)

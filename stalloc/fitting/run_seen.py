@@ -7,13 +7,16 @@ steps of the runs are looked at, the first included.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stalloc.columns import Column
 from stalloc.fitting.alignment import aligned
+from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
+from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
+from stalloc.techniques.tier_settings import TierSettings
 
 Span = tuple[int, int]
 """Events of the record [begin, end) during an operation."""
@@ -37,17 +40,24 @@ class RunSeen:
     end: Column
     size: Column
     calls: list[CallRecorded]
+    updates: list[UpdateRecorded] = field(default_factory=list)
+    layers: list[LayerRecorded] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
         columns = {name: getattr(self, name).tolist() for name in ("start", "end", "size")}
-        return {**columns, "calls": [list(vars(call).values()) for call in self.calls]}
+        rows = {
+            name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
+        }
+        return {**columns, **rows}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
         """What `as_json` gave."""
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
-        return cls(start, end, size, [CallRecorded(*call) for call in told["calls"]])
+        updates = [UpdateRecorded(*update) for update in told["updates"]]
+        layers = [LayerRecorded(*layer) for layer in told["layers"]]
+        return cls(start, end, size, [CallRecorded(*call) for call in told["calls"]], updates, layers)
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,20 @@ class Foresight:
             return _load(self._as_is.start, self._as_is.end, self._as_is.size)
         live, end = self.lifespans(kept)
         return _load(self._run.start[live], end[live], self._run.size[live])
+
+    def peak_bytes_with(self, kept: Mapping[int, Collection[int]], tiers: TierSettings) -> int:
+        """The same with a part of it in host memory."""
+        run, end, size = self._as_is, self._as_is.end, self._as_is.size
+        if kept or tiers.streamed_window:  # passes are known of the run in which blocks are computed again
+            run = self._run
+            live, end = self.lifespans(kept)
+            size = np.where(live, run.size, 0)
+        passes = [
+            Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
+            for call in run.calls
+            if call.forward
+        ]
+        return peak_bytes(paged((run.start, end, size), run.updates, tiers, run.layers, passes).lifespans)
 
     def lifespans(self, kept: Mapping[int, Collection[int]]) -> tuple[Column, Column]:
         """Which requests would be made, and where each would end."""

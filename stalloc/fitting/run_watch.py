@@ -5,13 +5,14 @@ the runtime.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from stalloc.fitting.run_seen import CallRecorded, RunSeen, Span
+from stalloc.fitting.update_watch import UpdateWatch
 from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.recompute import MakeTape
 from stalloc.techniques.tensor_memory import rounded
@@ -45,7 +46,12 @@ class RunWatch:
 
         return make
 
-    def seen(self, trace: Trace, rows: Mapping[tuple[int, str], int]) -> RunSeen:
+    def seen(
+        self,
+        trace: Trace,
+        rows: Mapping[tuple[int, str], int],
+        updates: UpdateWatch | None = None,
+    ) -> RunSeen:
         """The run, of the record's trace; `rows` are those of blocks by model and name."""
         sizes = [rounded(size) for size in trace.size.tolist()]
         by_address: dict[int, list[int]] = {}
@@ -68,7 +74,10 @@ class RunWatch:
             for call in self._calls
             if call.block in rows
         ]
-        return RunSeen(trace.start, trace.end, np.array(sizes, np.int64), calls)
+        run = RunSeen(trace.start, trace.end, np.array(sizes, np.int64), calls)
+        if updates is not None:
+            run = replace(run, updates=updates.seen(request), layers=updates.layers(request, rows))
+        return run
 
 
 class _WatchedTape(BlockTape):

@@ -54,6 +54,8 @@ class _Trial:
         self._observer: Any = None
         self._runtime: Any = None
         self._watched: Any = None
+        self._updates: Any = None
+        self._tiers: Any = None
 
     def begin(self) -> None:
         """Before the program: torch is imported, and nothing has used the device."""
@@ -71,16 +73,23 @@ class _Trial:
             from stalloc.techniques.applying import apply_settings
 
             if work.watched is None:
-                apply_settings(work.settings, self._notes.append)
+                self._tiers = apply_settings(work.settings, self._notes.append)
             else:
                 apply_settings(work.settings, self._notes.append, self._watch().of_model)
+        if work.watched is not None and not work.settings.step_in_backward:
+            from stalloc.fitting.update_watch import UpdateWatch
+
+            self._updates = UpdateWatch(self._clock)
         register_optimizer_step_post_hook(self._stepped)
+
+    def _clock(self) -> int:
+        """How many events were recorded so far."""
+        return int(self._runtime.controllers[0].state.record.num_events)
 
     def _watch(self) -> Any:
         from stalloc.fitting.run_watch import RunWatch
 
-        record = self._runtime.controllers[0].state.record
-        self._watched = RunWatch(lambda: int(record.num_events))
+        self._watched = RunWatch(self._clock)
         return self._watched
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
@@ -125,6 +134,8 @@ class _Trial:
         if self._work.under == "planned":  # whatever the program does to torch's statistics
             reports = self._runtime.reports()
             told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
+        if self._tiers is not None:
+            told |= self._tiers.told()
         if self._observer is not None:
             told["seen"] = self._observer.seen().as_json()
         if self._work.watched is not None:
@@ -142,7 +153,8 @@ class _Trial:
         from stalloc.fitting.run_watch import RunWatch
 
         watch = self._watched or RunWatch(lambda: 0)
-        seen: dict[str, Any] = watch.seen(self._runtime.controllers[0].recording.trace(), rows).as_json()
+        trace = self._runtime.controllers[0].recording.trace()
+        seen: dict[str, Any] = watch.seen(trace, rows, self._updates).as_json()
         return seen
 
 

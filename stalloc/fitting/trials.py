@@ -36,6 +36,9 @@ class Measured:
     requests: list[int] = field(default_factory=list)  #: of the device, until the end of each
     step_seconds: float = 0.0  #: of a step after the first
     is_whole: bool = False  #: the program ended by itself
+    host_bytes: int = 0  #: of host memory that tiers took, at the most
+    num_paged: int = 0  #: optimizers whose state is there
+    streamed_bytes: int = 0  #: of parameters of layers that are there
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen
     plan: bytes = b""  #: a plan file, of a trial that makes one

@@ -10,8 +10,10 @@ if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
     from typing import Any
 
     from stalloc.techniques.checkpointing import checkpoint
+    from stalloc.techniques.model_streaming import stream_layers
+    from stalloc.techniques.optimizer_paging import page_optimizer
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "page_optimizer", "stream_layers"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -19,4 +21,12 @@ def __getattr__(name: str) -> "Any":
         from stalloc.techniques.checkpointing import checkpoint
 
         return checkpoint
+    if name == "page_optimizer":
+        from stalloc.techniques.optimizer_paging import page_optimizer
+
+        return page_optimizer
+    if name == "stream_layers":
+        from stalloc.techniques.model_streaming import stream_layers
+
+        return stream_layers
     raise AttributeError(f"module 'stalloc.techniques' has no attribute {name!r}")

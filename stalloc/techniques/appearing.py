@@ -13,8 +13,8 @@ from stalloc.techniques.recompute import MakeTape, wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
 
-Appeared = Callable[[int, list[Block]], None]
-"""Called with the number of a model and its repeated blocks, before its first forward pass."""
+Appeared = Callable[[int, list[Block], Any], None]
+"""Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
 
 
 def when_models_appear(appeared: Appeared) -> None:
@@ -34,7 +34,7 @@ def when_models_appear(appeared: Appeared) -> None:
         known.update(module.modules())
         if blocks:
             num_models += 1
-            appeared(num_models - 1, blocks)
+            appeared(num_models - 1, blocks, module)
 
     watching = register_module_forward_pre_hook(about_to_call)
     register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
@@ -48,7 +48,7 @@ def recompute_as_models_appear(
     `make_tape` gives, for the number of a model, what makes the tapes of its blocks.
     """
 
-    def appeared(model: int, blocks: list[Block]) -> None:
+    def appeared(model: int, blocks: list[Block], _: Any) -> None:
         wanted = settings.of_model(model)
         found = {block.name: block for block in blocks if block.name in wanted}
         strange = [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
+from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Settings:
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
     step_in_backward: bool = False  #: of every optimizer
     activation_share: float = 1.0  #: of what code under torch.compile would save, what its partitioner may save
+    tiers: TierSettings = field(default_factory=TierSettings)
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
@@ -24,6 +26,7 @@ class Settings:
             "recompute": self.recompute.as_json(),
             "step_in_backward": self.step_in_backward,
             "activation_share": self.activation_share,
+            "tiers": self.tiers.as_json(),
         }
 
     @classmethod
@@ -36,4 +39,5 @@ class Settings:
         share = told["activation_share"]
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise ValueError("what compiled code saves is no share")
-        return cls(settings_from_json(told["recompute"]), told["step_in_backward"], float(share))
+        recompute, tiers = settings_from_json(told["recompute"]), tiers_from_json(told["tiers"])
+        return cls(recompute, told["step_in_backward"], float(share), tiers)

@@ -1,0 +1,204 @@
+"""A run whose optimizers keep their state in host memory, foreseen from one whose do not.
+
+Contract: what is not state is left as it is, but for what the optimizer makes and frees within its step, which it makes
+for a part of its parameters at a time. The order in which parts come and go is that of the executed step.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, in_host, stays
+from stalloc.techniques.parts import aligned, divided, part_bytes
+from stalloc.techniques.tier_settings import TierSettings
+
+Lifespans = tuple[Column, Column, Column]
+"""Begin, end and bytes of requests, (n,) each."""
+
+
+@dataclass(frozen=True)
+class UpdateRecorded:
+    """One step of an optimizer that can be divided, in events [begin, end) of the record."""
+
+    begin: int
+    end: int
+    parameter_bytes: list[int]  #: of each parameter, in the order of its groups
+    is_updated: list[bool]  #: whether it has a gradient
+    states: list[list[int]]  #: requests that hold the large tensors of its state; -1: of nothing that was requested
+    parameters: list[int]  #: requests that hold the parameters themselves
+
+    def parts(self, most_bytes: int, layer_of: Mapping[int, int]) -> list[list[int]]:
+        """The parameters that are updated together, by their places; `layer_of` gives the layer of a request."""
+        layers = [layer_of.get(row, -1) for row in self.parameters]
+        alone = [place for place, layer in enumerate(layers) if layer < 0]
+        found = [
+            [alone[at] for at in part] for part in divided([self.parameter_bytes[place] for place in alone], most_bytes)
+        ]
+        together: dict[int, list[int]] = {}
+        for place, layer in enumerate(layers):
+            if layer >= 0:
+                together.setdefault(layer, []).append(place)
+        updated = [[at for at in part if self.is_updated[at]] for part in (*found, *together.values())]
+        return [part for part in updated if part]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A run with a part of it in the host: the lifespans of its requests, and what lies in the host at the most."""
+
+    lifespans: Lifespans
+    host_bytes: int
+
+
+def paged(
+    run: Lifespans,
+    updates: Sequence[UpdateRecorded],
+    tiers: TierSettings,
+    layers: Sequence[LayerRecorded] = (),
+    passes: Sequence[Pass] = (),
+) -> Paged:
+    """The same run with the state of its optimizers in the host, and its layers streamed, as far as there is room."""
+    start, end, size = run
+    fine = 4 * max((len(one.parameter_bytes) for one in updates), default=0) + 8  # moments between two events
+    gone = np.zeros(len(start), bool)
+    added: list[tuple[int, int, int]] = []
+    streamed, host_bytes = in_host(layers, size, tiers.host_bytes) if tiers.streamed_window else ([], 0)
+    layers = [layers[place] for place in streamed]
+    layer_of = {row: place for place, layer in enumerate(layers) for row in layer.requests}
+    layer_bytes = [sum(int(size[row]) for row in layer.requests) for layer in layers]
+    for layer in layers:
+        gone[layer.requests] = True
+        added += [(int(start[row]) * fine, layer.appeared * fine, int(size[row])) for row in layer.requests]
+    for stay in stays(layers, passes, [one.begin for one in updates], tiers.streamed_window):
+        added.append((stay.begin * fine, stay.end * fine, layer_bytes[stay.layer]))
+    hosted: dict[int, int] = {}  # request of state -> bytes in the host
+    for update in updates:
+        parts = update.parts(part_bytes(tiers.paged_window_bytes), layer_of)
+        held = [[row for place in part for row in update.states[place] if row >= 0] for part in parts]
+        for rows in held:
+            _find_room(rows, size, hosted, tiers.host_bytes - host_bytes)
+        brought = [{layer_of[row] for at in part if (row := update.parameters[at]) in layer_of} for part in parts]
+        made = _made_for_parts(run, update, parts, {row for rows in held for row in rows})
+        for rows in made:
+            gone[rows] = True
+        weights = [sum(layer_bytes[place] for place in places) for places in brought]
+        added += _flight(update, held, made, weights, run, hosted, tiers.paged_window_bytes, fine)
+        new = [row for rows in held for row in rows if start[row] >= update.begin]
+        gone[new] = True  # its part makes it
+    gone[list(hosted)] = True
+    kept = ~gone
+    more = np.array(added, np.int64).reshape(-1, 3)
+    spans = (
+        np.append(start[kept] * fine, more[:, 0]),
+        np.append(end[kept] * fine, more[:, 1]),
+        np.append(size[kept], more[:, 2]),
+    )
+    return Paged(spans, host_bytes + sum(hosted.values()))
+
+
+def peak_bytes(run: Lifespans) -> int:
+    """The most that is allocated at once."""
+    start, end, size = run
+    moments = np.concatenate([np.maximum(start, 0), end])
+    change = np.concatenate([size, -size])
+    order = np.lexsort((change, moments))  # what ends at a moment is gone before what begins there
+    return int(np.cumsum(change[order]).max(initial=0))
+
+
+def _find_room(rows: list[int], size: Column, hosted: dict[int, int], limit_bytes: int) -> None:
+    """Give the state of a part that has no place in the host one, if there is room for all of it."""
+    new = [row for row in rows if row not in hosted]
+    needed = {row: aligned(int(size[row])) for row in new}
+    if sum(hosted.values()) + sum(needed.values()) <= limit_bytes:
+        hosted |= needed
+
+
+def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int]], state: set[int]) -> list[list[int]]:
+    """What the optimizer makes and frees within its step, by the part of its parameters that it is for.
+
+    It goes through its parameters in their order, once or several times, and makes tensors of their sizes.
+    """
+    start, end, size = run
+    inside = np.flatnonzero((start >= update.begin) & (end <= update.end))
+    part_of = {place: number for number, part in enumerate(parts) for place in part}
+    places = _places(size[inside].tolist(), sorted(part_of), [aligned(one) for one in update.parameter_bytes])
+    made: list[list[int]] = [[] for _ in parts]
+    for row, place in zip(inside.tolist(), places, strict=True):
+        if place >= 0 and row not in state:
+            made[part_of[place]].append(row)
+    return made
+
+
+def _places(sizes: list[int], updated: list[int], parameters: list[int]) -> Iterator[int]:
+    """The place of the parameter that each of some tensors is for, by its size; -1: for none."""
+    at, count = 0, len(updated)
+    known = {parameters[place] for place in updated}
+    for size in sizes:
+        around = range(at, at + count) if size in known else ()
+        found = next((i for i in around if parameters[updated[i % count]] == size), -1)
+        at = (found + 1) % count if found >= 0 else at
+        yield updated[found % count] if found >= 0 else -1
+
+
+def _flight(
+    update: UpdateRecorded,
+    held: list[list[int]],
+    made: list[list[int]],
+    weights: list[int],
+    run: Lifespans,
+    hosted: dict[int, int],
+    window_bytes: int,
+    fine: int,
+) -> Iterator[tuple[int, int, int]]:
+    """What is on the device for a while in one step: begin, end, bytes."""
+    start, end, size = run
+    tick = (update.begin - 1) * fine
+    is_new = [[row for row in rows if start[row] >= update.begin and row in hosted] for rows in held]
+    bytes_of = [
+        weight + sum(int(size[row]) for row in rows if row in hosted)
+        for rows, weight in zip(held, weights, strict=True)
+    ]
+    waiting = [total - sum(int(size[row]) for row in new) for total, new in zip(bytes_of, is_new, strict=True)]
+    begun: dict[int, int] = {}
+    leaving: deque[tuple[int, int, int]] = deque()  # begin, begin of what was made, number
+    in_flight = 0
+
+    def let_go() -> Iterator[tuple[int, int, int]]:
+        nonlocal in_flight
+        begin, begin_new, number = leaving.popleft()
+        in_flight -= bytes_of[number]
+        yield begin, tick, waiting[number]
+        yield begin_new, tick, bytes_of[number] - waiting[number]
+
+    for number in range(len(held)):
+        tick += 1
+        needed = 0 if number in begun else waiting[number]
+        while leaving and in_flight + needed > window_bytes:
+            yield from let_go()
+        in_flight += needed
+        begun.setdefault(number, tick)
+        following = number + 1
+        if following < len(held):
+            while len(leaving) > 1 and in_flight + waiting[following] > window_bytes:
+                yield from let_go()
+            if in_flight + waiting[following] <= window_bytes:
+                begun[following] = tick
+                in_flight += waiting[following]
+        tick += 1
+        yield tick, tick + 1, _most_at_once(made[number], run)
+        for row in held[number]:
+            if start[row] >= update.begin and row not in hosted:
+                yield tick, int(end[row]) * fine, int(size[row])
+        in_flight += bytes_of[number] - waiting[number]
+        leaving.append((begun[number], tick, number))
+    tick += 1
+    while leaving:
+        yield from let_go()
+
+
+def _most_at_once(rows: list[int], run: Lifespans) -> int:
+    chosen = np.array(rows, np.int64)
+    return peak_bytes((run[0][chosen], run[1][chosen], run[2][chosen]))

@@ -1,0 +1,81 @@
+"""A run whose repeated blocks have their parameters on the device only while they compute, foreseen from one as usual.
+
+Contract: when a block comes and goes is what the executed passes do at the same events: forward passes, the moments at
+which backward reaches a block, and those at which its gradients are there.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stalloc.columns import Column
+from stalloc.techniques.parts import aligned
+
+
+@dataclass(frozen=True)
+class LayerRecorded:
+    """The parameters of one block that could be streamed."""
+
+    block: int  #: row of the blocks
+    appeared: int  #: event at which its model was called first
+    requests: list[int]  #: that hold them
+    accumulated: list[int]  #: events at which one of them had its gradient
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One call of a block: events at which its forward pass begins and ends, and at which backward reaches it."""
+
+    block: int
+    begin: int
+    end: int
+    again: int  #: -1: not
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The parameters of a layer are on the device from one event to another."""
+
+    layer: int
+    begin: int
+    end: int
+
+
+def in_host(layers: Sequence[LayerRecorded], size: Column, limit_bytes: int) -> tuple[list[int], int]:
+    """The layers that find room in the host, by place, and their bytes there."""
+    chosen, used = [], 0
+    for place, layer in enumerate(layers):
+        needed = sum(aligned(int(size[row])) for row in layer.requests)
+        if layer.requests and used + needed <= limit_bytes:
+            chosen.append(place)
+            used += needed
+    return chosen, used
+
+
+def stays(layers: Sequence[LayerRecorded], passes: Sequence[Pass], ends: Sequence[int], window: int) -> list[Stay]:
+    """When each layer is on the device to compute; by the events `ends` backward passes are over at the latest."""
+    place_of = {layer.block: place for place, layer in enumerate(layers)}
+    actions: list[tuple[int, int, int, int]] = []  # event, order at it, place, direction to look ahead in; 0: let go
+    known = [one for one in passes if one.block in place_of]
+    reached = sorted((one.again, place_of[one.block]) for one in known if one.again >= 0)
+    for one in known:
+        place = place_of[one.block]
+        actions += [(one.begin, 1, place, 1), (one.end, 0, place, 0)]
+    for (again, place), following in zip(reached, [*reached[1:], (1 << 62, -1)], strict=False):
+        over = ends[min(bisect_left(ends, again), len(ends) - 1)] if ends else again
+        gradients = [at for at in layers[place].accumulated if again <= at <= over]
+        done = max(gradients, default=over)
+        if following[0] <= over:
+            done = max(done, following[0])
+        actions += [(again, 1, place, -1), (done, 0, place, 0)]
+    actions += [(at, 2, place, 0) for at in ends for place in range(len(layers))]
+    here: dict[int, int] = {}
+    found: list[Stay] = []
+    for event, _, place, direction in sorted(actions):
+        if direction:
+            for at in range(place, place + direction * window, direction):
+                if 0 <= at < len(layers):
+                    here.setdefault(at, event)
+        elif place in here:
+            found.append(Stay(place, here.pop(place), event))
+    return found

@@ -1,0 +1,74 @@
+"""Host memory that techniques keep things in: pinned where it is for a GPU, in exact sizes, never more than allowed.
+
+Contract: what is taken counts until its last tensor is gone. torch's own pinned memory comes in powers of two, so
+blocks come from the driver as they are asked for, through CuPy.
+"""
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from stalloc.errors import BadInputError
+from stalloc.techniques.parts import aligned
+
+
+class HostStore:
+    """A budget of host memory; `limit_bytes` None: as much as there is."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise BadInputError(f"{limit_bytes} bytes of host memory are not possible: give 0 or more.")
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor | None:
+        """So many bytes, as a flat tensor; None where that is more than is allowed, or the host gives no more."""
+        if self.limit_bytes is not None and self.used_bytes + size_bytes > self.limit_bytes:
+            return None
+        try:
+            block = _pinned(size_bytes) if pinned else np.empty(size_bytes, np.uint8)
+        except MemoryError:
+            return None
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        weakref.finalize(block, self._gone, size_bytes).atexit = False
+        return torch.from_numpy(block)  # which holds the array
+
+    def take_like(self, tensors: list[torch.Tensor], *, pinned: bool) -> list[torch.Tensor] | None:
+        """One block with room for each of these tensors, of which shape, order in memory and type count.
+
+        None as of `take`.
+        """
+        begins, total = [], 0
+        for one in tensors:
+            begins.append(total)
+            total += aligned(one.nbytes)
+        block = self.take(total, pinned=pinned)
+        if block is None:
+            return None
+        return [
+            block[begin : begin + one.nbytes].view(one.dtype).as_strided(one.shape, _dense_strides(one))
+            for begin, one in zip(begins, tensors, strict=True)
+        ]
+
+    def _gone(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of the tensor itself unless it has holes."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _pinned(size_bytes: int) -> Any:
+    """Raises MemoryError if the driver gives no more."""
+    import cupy
+
+    try:
+        memory = cupy.cuda.PinnedMemory(size_bytes)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise MemoryError(str(error)) from error
+    return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, size_bytes)

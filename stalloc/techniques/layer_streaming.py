@@ -1,0 +1,124 @@
+"""Streaming the repeated blocks of a model: which parameters can be, and the host memory that they get.
+
+Contract: a parameter whose memory somebody else has a part of (tied weights), or that is no plain dense tensor, stays
+on the device; a block that finds no room in the host stays there whole.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stalloc.errors import StreamError
+from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.parts import divided, part_bytes
+from stalloc.techniques.repeated_blocks import Block, why_not
+from stalloc.techniques.streamed_forward import Streaming
+from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
+from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.update_order import Parameters, is_divided
+
+_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
+def stream_blocks(model: Any, blocks: Sequence[Block], store: HostStore, window: int) -> tuple[Streaming | None, str]:
+    """Stream those blocks of a model that can be; and why others, or all, stay on the device."""
+    if type(model).__name__ in _PARALLEL or hasattr(model, "_get_fsdp_state"):
+        return None, f"{type(model).__name__} has a hold of the parameters of its blocks"
+    chosen, layers, reason = [], [], ""
+    for block in blocks:
+        parameters, why = streamable(model, block)
+        host = None if why else store.take_like(parameters, pinned=parameters[0].is_cuda)
+        if host is None:
+            reason = reason or why or f"there is no room in host memory for {block.name}"
+            continue
+        chosen.append(block)
+        layers.append(StreamedLayer(block.name, parameters, host, Transfers(parameters[0].device)))
+    return (Streaming(chosen, layers, window) if chosen else None), reason
+
+
+def streamable(model: Any, block: Block) -> tuple[Parameters, str]:
+    """The parameters of a block that can be streamed, and why none can."""
+    users = Counter(one.untyped_storage().data_ptr() for _, one in model.named_parameters(remove_duplicate=False))
+    parameters = [one for one in block.module.parameters() if _can_be(one, users)]
+    why = why_not(block) or ("" if parameters else f"{block.name} has no parameters of its own on a device")
+    if not why and len({one.device for one in parameters}) > 1:
+        why = f"{block.name} lies on several devices"
+    return ([] if why else parameters), why
+
+
+def _can_be(parameter: Any, users: "Counter[int]") -> bool:
+    storage = parameter.untyped_storage()
+    return (
+        type(parameter) is torch.nn.Parameter
+        and parameter.numel() > 0
+        and users[storage.data_ptr()] == 1
+        and storage.nbytes() == parameter.nbytes
+    )
+
+
+def by_layers(optimizer: Any, window_bytes: int) -> list[Parameters]:
+    """The parts that an optimizer updates: the parameters of a layer together, others in a row."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    alone = [one for one in parameters if layer_of(one) is None]
+    parts = [[alone[at] for at in part] for part in divided([one.nbytes for one in alone], part_bytes(window_bytes))]
+    together: dict[int, Parameters] = {}
+    for one in parameters:
+        layer = layer_of(one)
+        if layer is not None:
+            together.setdefault(id(layer), []).append(one)
+    return parts + list(together.values())
+
+
+class WeightTier:
+    """Brings the layers of a part for their update; as of `Tier`."""
+
+    def bytes_of(self, part: Parameters) -> int:
+        """Of those layers that are not here."""
+        return sum(layer.size_bytes for layer in _layers(part) if not layer.is_here)
+
+    def fetch(self, part: Parameters) -> Any:
+        """Load them."""
+        layers = _layers(part)
+        for layer in layers:
+            layer.load()
+
+        def arrived() -> None:
+            for layer in layers:
+                layer.wait()
+
+        return arrived
+
+    def store(self, part: Parameters) -> Any:
+        """Write them back."""
+        layers = _layers(part)
+        stored = [layer.store() for layer in layers]
+
+        def let_go() -> None:
+            for one in stored:
+                one()
+
+        return sum(layer.size_bytes for layer in layers), let_go
+
+
+def _layers(part: Parameters) -> list[StreamedLayer]:
+    found = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
+    return list(found.values())
+
+
+def settle_layers(optimizer: Any) -> None:
+    """Let the processor wait until what was updated is whole in the host, where anybody may read it."""
+    for layer in _layers([one for group in optimizer.param_groups for one in group["params"]]):
+        layer.settle()
+
+
+def check_can_step(optimizer: Any) -> None:
+    """Raise StreamError for an optimizer that would update parameters where they are not."""
+    if is_divided(optimizer):
+        return
+    for layer in _layers([one for group in optimizer.param_groups for one in group["params"]])[:1]:
+        raise StreamError(
+            f"{layer.name} is streamed, and {type(optimizer).__name__} is not known to update it a part at a time: do "
+            "not stream this model."
+        )

@@ -1,0 +1,40 @@
+"""Streaming the layers of a model of one's own: the technique without a budget.
+
+Contract: this module loads no torch until it is given a model.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from stalloc.device.known_gpus import parse_memory
+from stalloc.errors import BadInputError
+from stalloc.techniques.repeated_blocks import find_blocks
+
+if TYPE_CHECKING:
+    from stalloc.techniques.streamed_forward import Streaming
+
+
+def stream_layers(model: Any, *, window: int = 2, host: str | int | None = None) -> "Streaming":
+    """Keep the parameters of the repeated blocks of a torch model in pinned host memory while others compute.
+
+    `window` blocks are on the device at once: the one that computes, and those that come next. To be called when the
+    model is on its device; its optimizer has to be paged (`stalloc.page_optimizer`), so that it updates a block at a
+    time. Between passes parameters are tensors of the host, which can be read, saved and changed. `host` bounds the
+    host memory. Losses and gradients are those without it, to the last bit; a use in which they would not be is a
+    StreamError. What comes back has `undo()`.
+
+    Raises BadInputError for a model of which nothing can be streamed.
+    """
+    import torch
+
+    from stalloc.techniques.host_store import HostStore
+    from stalloc.techniques.layer_streaming import stream_blocks
+
+    if not isinstance(model, torch.nn.Module):
+        raise BadInputError(f"{type(model).__name__} is no torch module: give stream_layers() a model.")
+    if window < 1:
+        raise BadInputError(f"a window of {window} blocks is not possible: give 1 or more.")
+    store = HostStore(None if host is None else parse_memory(host))
+    streaming, reason = stream_blocks(model, find_blocks(model), store, window)
+    if streaming is None:
+        raise BadInputError(f"{reason or 'the model has no repeated blocks'}: its layers stay on the device.")
+    return streaming

@@ -1,0 +1,191 @@
+"""The passes of blocks whose parameters are streamed: when each is brought, and when its memory goes.
+
+Contract: memory is let go at fixed points: after a block's forward pass, and in backward once every gradient that uses
+it is there. What this cannot be right for is an error in one sentence: gradients of gradients, and a block that is
+called several times for one backward pass onto gradients of an earlier one, which would be summed in another order.
+"""
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from stalloc.errors import StreamError
+from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.streamed_layers import StreamedLayer
+
+_CONSUMERS = "_stalloc_consumers"  # of a tensor that a block made: calls that were given it
+
+
+class Streaming:
+    """The blocks of one model, in their order. `window` of them are on the device at once, one at the least."""
+
+    def __init__(self, blocks: Sequence[Block], layers: Sequence[StreamedLayer], window: int) -> None:
+        self.layers = list(layers)
+        self._ahead = max(window - 1, 0)
+        self._backward = -1  # the number of the backward pass that goes on
+        self._had_gradients: dict[int, bool] = {}  # of the blocks whose backward has begun in it, before it did
+        self._hooks: list[Any] = []
+        self._forwards = []
+        for place, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
+            block.module.forward = _Forward(self, place, block.module)
+            self._forwards.append(block.module.forward)
+            for parameter in layer.parameters:
+                if parameter.requires_grad:
+                    seen = functools.partial(self._gradient_came, layer)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))
+
+    def undo(self) -> None:
+        """Give every block its own forward back, and its parameters to the device."""
+        for forward in self._forwards:
+            forward.undo()
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self.layers:
+            layer.bring_home()
+
+    def need(self, place: int, direction: int) -> None:
+        """A block is about to compute; those after it, in a direction, may come."""
+        for offset in range(self._ahead + 1):
+            at = place + direction * offset
+            if 0 <= at < len(self.layers):
+                self.layers[at].load()
+        self.layers[place].wait()
+
+    def backward_begins(self, call: "_Call") -> None:
+        """Gradients of what a call of a block made are there."""
+        if torch.is_grad_enabled():
+            raise StreamError(
+                f"{self.layers[call.place].name} is streamed, and gradients of its gradients are asked for "
+                "(create_graph=True): do not stream this model."
+            )
+        self._begin_backward()
+        layer = self.layers[call.place]
+        had_gradients = self._had_gradients.get(call.place)
+        if had_gradients is None:
+            self._had_gradients[call.place] = any(one.grad is not None for one in layer.parameters)
+        elif had_gradients:
+            raise StreamError(
+                f"{layer.name} is streamed, and is called twice before one backward pass that adds to gradients: sums "
+                "would be made in another order. Do not stream this model, or call backward for each."
+            )
+        layer.waiting += layer.num_trained + call.num_given
+        self.need(call.place, -1)
+
+    def came(self, layer: StreamedLayer) -> None:
+        """One of what a block waits for in backward is there."""
+        if layer.waiting:
+            layer.waiting -= 1
+            if not layer.waiting:
+                layer.release()
+
+    def _gradient_came(self, layer: StreamedLayer, _: torch.Tensor) -> None:
+        self.came(layer)
+
+    def _begin_backward(self) -> None:
+        """Once a backward pass: what nothing came for is let go at its end."""
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            self._had_gradients.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = -1
+        for layer in self.layers:
+            layer.release()
+
+
+class _Call:
+    """One call of a block, with gradients. It is told of each tensor that it was given when that has its gradient."""
+
+    def __init__(self, streaming: Streaming, place: int) -> None:
+        self._streaming, self.place = streaming, place
+        self.num_given = 0
+        self._backward = -1  # the number of the backward pass in which its gradients came
+
+    def given(self, *values: Any) -> None:
+        """What the call was given."""
+        for tensor in _with_gradients(values):
+            self.num_given += 1
+            consumers = getattr(tensor, _CONSUMERS, None)
+            if consumers is None:
+                tensor.register_hook(lambda _: self.done())
+            else:  # its maker hears of the gradient first
+                consumers.append(self)
+
+    def made(self, results: Any) -> None:
+        """What it gave back."""
+        for tensor in _with_gradients(results):
+            setattr(tensor, _CONSUMERS, self._tell_of(tensor))
+
+    def _tell_of(self, tensor: torch.Tensor) -> "list[_Call]":
+        """Let this call hear of the gradient of a tensor that it made, after those that the tensor is given to."""
+        consumers: list[_Call] = []
+
+        def begin(_: torch.Tensor) -> None:
+            for one in consumers:
+                one.done()
+            number = torch._C._current_graph_task_id()
+            if self._backward != number:
+                self._backward = number
+                self._streaming.backward_begins(self)
+
+        tensor.register_hook(begin)
+        return consumers
+
+    def done(self) -> None:
+        """A gradient of what it was given is there, for which it may not have been needed."""
+        if self._backward == torch._C._current_graph_task_id():
+            self._streaming.came(self._streaming.layers[self.place])
+
+
+def _with_gradients(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers that want a gradient."""
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+class _Forward:
+    """What takes the place of a block's `forward`."""
+
+    def __init__(self, streaming: Streaming, place: int, block: Any) -> None:
+        functools.update_wrapper(self, block.forward)
+        self._streaming, self._place, self._block, self._inner = streaming, place, block, block.forward
+        self._instance_forward = vars(block).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the block with its parameters on the device."""
+        streaming, place = self._streaming, self._place
+        streaming.need(place, 1)
+        if torch._C._current_graph_task_id() != -1:  # the program itself computes its block again in backward
+            return self._inner(*args, **kwargs)
+        call = _Call(streaming, place) if torch.is_grad_enabled() else None
+        if call is not None:
+            call.given(args, kwargs)
+        results = self._inner(*args, **kwargs)
+        if call is not None:
+            call.made(results)
+        streaming.layers[place].release()
+        return results
+
+    def undo(self) -> None:
+        """Put back what was there before."""
+        if vars(self._block).get("forward") is self:
+            if self._instance_forward is None:
+                del self._block.forward
+            else:
+                self._block.forward = self._instance_forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a copy of the block, the forward that it would have without streaming: its parameters are not streamed."""
+        if self._instance_forward is not None:
+            return copy.deepcopy(self._instance_forward, memo)
+        block = copy.deepcopy(self._block, memo)
+        return type(block).forward.__get__(block)
+
+    def __reduce__(self) -> Any:
+        """A saved model is as the program made it, and is read without stalloc."""
+        return getattr, (self._block, "forward")

@@ -1,0 +1,73 @@
+"""The tiers of a program that was not written for them: optimizers are paged as they are made, layers as models appear.
+
+Contract: what cannot be kept in host memory stays on the device as it is, and one sentence says why.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.layer_streaming import check_can_step, stream_blocks
+from stalloc.techniques.optimizer_facts import why_not_one_by_one
+from stalloc.techniques.paged_optimizer import PagedOptimizer
+from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.tier_settings import TierSettings
+
+
+class Tiers:
+    """The tiers of this process, from here on; torch is imported by now, and the program has not begun."""
+
+    def __init__(self, settings: TierSettings, say: Callable[[str], None]) -> None:
+        self.store = HostStore(settings.host_bytes)
+        self.num_paged = self.streamed_bytes = 0
+        self._unpaged = ""  # why an optimizer is not paged
+        self._settings, self._say = settings, say
+        if settings.paged_window_bytes:
+            _when_optimizers_are_made(self._page)
+        if settings.streamed_window:
+            when_models_appear(self._stream)
+            register_optimizer_step_pre_hook(lambda optimizer, *_: check_can_step(optimizer))
+
+    def told(self) -> dict[str, int]:
+        """What is in host memory."""
+        return {
+            "host_bytes": self.store.peak_bytes,
+            "num_paged": self.num_paged,
+            "streamed_bytes": self.streamed_bytes,
+        }
+
+    def _page(self, optimizer: Any) -> None:
+        reason = why_not_one_by_one(optimizer)
+        if reason:
+            self._unpaged = self._unpaged or reason
+            self._say(f"{reason}: its state stays on the device.")
+            return
+        PagedOptimizer(optimizer, self.store, self._settings.paged_window_bytes)
+        self.num_paged += 1
+
+    def _stream(self, _: int, blocks: list[Block], model: Any) -> None:
+        if self._unpaged:
+            self._say(f"{self._unpaged}: layers stay on the device.")
+            return
+        streaming, reason = stream_blocks(model, blocks, self.store, self._settings.streamed_window)
+        self.streamed_bytes += sum(layer.size_bytes for layer in streaming.layers) if streaming is not None else 0
+        if reason:
+            self._say(f"{reason}: layers stay on the device.")
+
+
+def _when_optimizers_are_made(made: Callable[[Any], None]) -> None:
+    """Call `made` with each optimizer, before it has made a step."""
+    from torch.optim import Optimizer
+
+    make = Optimizer.__init__
+
+    @functools.wraps(make)
+    def make_and_tell(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        made(self)
+
+    Optimizer.__init__ = make_and_tell

@@ -1,0 +1,61 @@
+"""Copies between the device and the host, on two streams beside the program's own.
+
+Contract: copies of one direction run in the order in which they were asked for. Memory of the device that a copy uses
+is let go only after `wait` has made the program's stream wait for it: at fixed points of the program, so that steps
+repeat, and never by record_stream. Each device has its two streams once. Without a GPU a copy is made at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""What is written, and what is read."""
+_streams: dict[int, tuple[Any, Any]] = {}
+
+
+class Transfers:
+    """The copies of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._to_device = self._to_host = None
+        self._last: Any = None  # event after the last copy to the host
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            if index not in _streams:
+                _streams[index] = torch.cuda.Stream(index), torch.cuda.Stream(index)
+            self._to_device, self._to_host = _streams[index]
+
+    def to_device(self, pairs: Sequence[Pair]) -> Any:
+        """Copy from the host, once the program's stream is here; what comes back is for `wait`."""
+        return self._copy(self._to_device, pairs)
+
+    def to_host(self, pairs: Sequence[Pair]) -> Any:
+        """The same the other way."""
+        event = self._copy(self._to_host, pairs)
+        self._last = event if event is not None else self._last
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Let the program's stream wait for copies."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def settle(self) -> None:
+        """Let the processor wait for all copies to the host, before it looks at what they write."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
+
+    def _copy(self, stream: Any, pairs: Sequence[Pair]) -> Any:
+        with torch.no_grad():
+            if stream is None:
+                for target, source in pairs:
+                    target.copy_(source)
+                return None
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            return stream.record_event()

@@ -1,0 +1,189 @@
+"""Optimizers with and without paged state: prints what became of each as JSON.
+
+On the processor, where everything computes, parameters and states of six steps are compared bit by bit. On the virtual
+GPU, whose copies are all real here and whose kernels do nothing, state has to come back as it was loaded.
+"""
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from stalloc import device
+
+device.activate("virtual", device.VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None))
+
+import torch  # noqa: E402  (the device is in place)
+from torch import nn  # noqa: E402
+
+import stalloc  # noqa: E402
+
+torch.set_num_threads(1)
+WIDTH, STEPS = 48, 6
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Muon": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2]),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": group, "lr": rate} for group, rate in zip(halves(list(p)), (1e-3, 1e-2), strict=True)]
+    ),
+}
+
+
+def halves(parameters: list[Any]) -> tuple[list[Any], list[Any]]:
+    return parameters[::2], parameters[1::2]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def train(make: Make, *, paged: bool, host: int | None = None) -> tuple[list[torch.Tensor], dict[str, Any], int]:
+    """Parameters, state and the bytes of the host, after steps with most of what people do around them."""
+    net = model()
+    optimizer = make(net.parameters())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    paging = stalloc.page_optimizer(optimizer, window=40_000, host=host) if paged else None
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            scaler.scale(net(torch.randn(4, WIDTH)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        if step == 1:
+            net[0].weight.grad = None  # a parameter that has none in this step
+        if step == 2:
+            losses = [net(torch.ones(1, WIDTH)).sum().item()]
+            losses.append(optimizer.step(lambda: net(torch.ones(1, WIDTH)).sum()).item())
+            assert losses[0] == losses[1], "the closure is called before the update"
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        if step == 3:  # saved and resumed
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+    assert calls == ["before", "after"] * STEPS
+    host_bytes = paging.store.peak_bytes if paging else 0
+    return [one.detach() for one in net.parameters()], copy.deepcopy(optimizer.state_dict()), host_bytes
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def refused(optimizer: Any) -> str:
+    try:
+        stalloc.page_optimizer(optimizer)
+    except stalloc.BadInputError as error:
+        return str(error)
+    return ""
+
+
+class Strange(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def refusals() -> dict[str, str]:
+    parameters = list(model().parameters())
+    scheduled = torch.optim.Adamax(parameters)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    return {
+        "LBFGS": refused(torch.optim.LBFGS(parameters)),
+        "own": refused(Strange(parameters)),
+        "capturable": refused(torch.optim.Adam(parameters, capturable=True)),
+        "model": refused(model()),
+    }
+
+
+def on_the_device() -> dict[str, Any]:
+    """State that is loaded, stepped with, saved and copied, on a device that keeps the bytes of every copy."""
+    size = 1 << 18
+    parameters = [nn.Parameter(torch.zeros(size, device="cuda")) for _ in range(6)]
+    optimizer = torch.optim.AdamW(parameters)
+    state_bytes = 2 * len(parameters) * 4 * size
+    values = {at: {"step": torch.tensor(7.0), "exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size)}
+              for at in range(len(parameters))}  # fmt: skip
+    saved = {**optimizer.state_dict(), "state": values}
+    paging = stalloc.page_optimizer(optimizer, window="4MiB", host="64MiB")
+    before = torch.cuda.memory_allocated()
+    optimizer.load_state_dict(saved)
+    found: dict[str, Any] = {"loaded_bytes": torch.cuda.memory_allocated() - before}
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    peaks = []
+    for _ in range(3):
+        optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        torch.cuda.reset_peak_memory_stats()
+    found |= {"peaks": peaks, "left_bytes": torch.cuda.memory_allocated() - before, "state_bytes": state_bytes}
+    wanted = {at: {**one, "step": torch.tensor(10.0)} for at, one in values.items()}
+    found["as_loaded"] = same(optimizer.state_dict()["state"], wanted)
+    found["host_bytes"] = paging.store.used_bytes
+    copied = pickle.loads(pickle.dumps(optimizer))
+    kinds = {one["exp_avg"].device.type for one in copied.state.values()}
+    found["copied"] = kinds == {"cuda"} and same(
+        [one["exp_avg"].cpu() for one in copied.state.values()], [one["exp_avg"] for one in wanted.values()]
+    )
+    paging.undo(optimizer)
+    state = list(optimizer.state.values())
+    found["undone"] = [one["exp_avg"].device.type for one in state] == ["cuda"] * 6 and same(
+        [one["exp_avg_sq"].cpu() for one in state], [one["exp_avg_sq"] for one in wanted.values()]
+    )
+    del state, copied
+    found["host_bytes_undone"] = paging.store.used_bytes
+    return found
+
+
+def main() -> None:
+    equal = {}
+    host: dict[str, int] = {}
+    for name, make in OPTIMIZERS.items():
+        as_it_is = train(make, paged=False)
+        with_pages = train(make, paged=True)
+        equal[name] = same(as_it_is[:2], with_pages[:2])
+        host[name] = with_pages[2]
+    bounded = train(OPTIMIZERS["AdamW"], paged=True, host=40_000)
+    told = {
+        "equal": equal,
+        "host": host,
+        "bounded": {"equal": same(train(OPTIMIZERS["AdamW"], paged=False)[:2], bounded[:2]), "bytes": bounded[2]},
+        "refused": refusals(),
+        "device": on_the_device(),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

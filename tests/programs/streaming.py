@@ -1,0 +1,197 @@
+"""Models trained as they are and with streamed layers: prints what became of each as JSON.
+
+On the processor, where everything computes, and memory that is let go cannot be read: losses, parameters and state of
+four steps are compared bit by bit; "raised" is the error that took their place.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stalloc import device
+
+device.activate("virtual")
+
+import torch  # noqa: E402  (the device is in place)
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import stalloc  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import train_gpt  # noqa: E402
+
+torch.set_num_threads(1)
+WIDTH, STEPS = 32, 4
+SIZE = train_gpt.ModelSize(
+    num_layers=4, num_heads=4, dim=32, hidden_dim=96, vocab_size=64, dtype=torch.float32, tied_head=True
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(F.gelu(self.first(x)))
+
+
+class Stack(nn.Module):
+    """Four layers, called as a case wants it."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x).square().mean()
+
+
+def straight(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def skipping(model: Any, x: torch.Tensor) -> torch.Tensor:
+    one = model.layers[0](x)
+    two = model.layers[1](one * 2)
+    return model.layers[3](model.layers[2](two) + one) + two
+
+
+def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return straight(model, straight(model, x))
+
+
+def checkpointed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def with_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return straight(model, x) + sum(one.square().sum() for one in model.parameters())
+
+
+def frozen() -> nn.Module:
+    model = Stack(straight)
+    for layer in model.layers:
+        layer.first.requires_grad_(False)
+    return model
+
+
+def partly_frozen() -> nn.Module:
+    model = Stack(straight)
+    model.layers[1].requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+def gpt(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: train_gpt.Transformer(SIZE, 16, options.get("use_checkpoint", False))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "straight": (lambda: Stack(straight), set()),
+    "window of two": (lambda: Stack(straight), {"window"}),
+    "skipping": (lambda: Stack(skipping), set()),
+    "twice": (lambda: Stack(twice), set()),
+    "checkpointed": (lambda: Stack(checkpointed), set()),
+    "recomputed": (lambda: Stack(straight), {"recompute"}),
+    "frozen": (frozen, set()),
+    "partly frozen": (partly_frozen, {"window"}),
+    "gpt": (gpt(), {"accumulate", "window"}),
+    "gpt recomputed": (gpt(), {"recompute", "accumulate"}),
+    "gpt with its own checkpoints": (gpt(use_checkpoint=True), {"accumulate"}),
+    "autocast": (gpt(), {"autocast"}),
+    "evaluated and changed between": (lambda: Stack(straight), {"between"}),
+    "two groups": (lambda: Stack(straight), {"groups"}),
+    "retained": (lambda: Stack(straight), {"retain"}),
+    "twice onto gradients": (lambda: Stack(twice), {"accumulate"}),
+    "second order": (lambda: Stack(straight), {"second order"}),
+    "penalty": (lambda: Stack(with_penalty), set()),
+}
+
+
+def inputs(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(4, WIDTH),) if isinstance(model, Stack) else tuple(torch.randint(64, (2, 2, 16)))
+
+
+def between_steps(model: nn.Module, optimizer: Any, found: list[Any]) -> None:
+    """What programs do with parameters outside of a pass."""
+    model.eval()
+    with torch.no_grad():
+        found.append(model(torch.ones(2, WIDTH)).item())
+        for one in model.parameters():
+            one.clamp_(-0.5, 0.5)
+    model.train()
+    saved = copy.deepcopy(model.state_dict())
+    found.append(sum(one.sum().item() for one in saved.values()))
+    model.load_state_dict({name: one * 0.99 for name, one in saved.items()})
+    twin = copy.deepcopy(model)
+    found.append(twin(torch.ones(2, WIDTH)).item())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool) -> Any:
+    torch.manual_seed(1)
+    model = make()
+    parameters = list(model.parameters())
+    groups = [{"params": [one for one in parameters if (one.dim() > 1) is flat]} for flat in (True, False)]
+    optimizer = torch.optim.AdamW(groups if "groups" in habits else parameters, lr=1e-2)
+    if "recompute" in habits:
+        stalloc.checkpoint(model)
+    if streamed:
+        stalloc.page_optimizer(optimizer, window=20_000)
+        stalloc.stream_layers(model, window=2 if "window" in habits else 1)
+    losses: list[Any] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(1 + ("accumulate" in habits)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in habits):
+                loss = model(*inputs(model))
+            if "second order" in habits:
+                grown = torch.autograd.grad(loss, parameters[0], create_graph=True)
+                loss = loss + grown[0].square().sum()
+            loss.backward(retain_graph="retain" in habits)
+            if "retain" in habits:
+                loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if "between" in habits:
+            between_steps(model, optimizer, losses)
+    return losses, [one.detach() for one in parameters], optimizer.state_dict()["state"]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def main() -> None:
+    told: dict[str, Any] = {}
+    for name, (make, habits) in CASES.items():
+        as_it_is = train(make, habits, streamed=False)
+        try:
+            told[name] = same(as_it_is, train(make, habits, streamed=True))
+        except stalloc.StallocError as error:
+            told[name] = str(error)
+        print(name, told[name], file=sys.stderr, flush=True)
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Optimizer state in host memory: the program's own numbers, and the bytes that were foreseen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from warm_programs import run_file, run_stalloc
+
+from stalloc.fitting.fit_record import load_fit
+from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
+from stalloc.techniques.tier_settings import TierSettings
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+PROGRAM = Path(__file__).parent / "programs" / "paging.py"
+TRAINS = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + self.two(torch.relu(self.one(x)))
+MODEL = nn.Sequential(*[Block() for _ in range(6)]).cuda()
+OPTIMIZER = getattr(torch.optim, sys.argv[2])(MODEL.parameters())
+SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 2)
+for step in range(int(sys.argv[1])):
+    OPTIMIZER.zero_grad()
+    MODEL(torch.ones(32, 256, device="cuda")).sum().backward()
+    nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)
+    OPTIMIZER.step(*([] if sys.argv[2] != "LBFGS" else [lambda: MODEL(torch.ones(8, 256, device="cuda")).sum()]))
+    SCHEDULER.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = run_file(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_parameters_and_state_are_the_optimizers_own_to_the_last_bit(found: dict[str, Any]) -> None:
+    assert found["equal"] == dict.fromkeys(found["equal"], True)
+    assert len(found["equal"]) >= 16
+    assert {name for name, size in found["host"].items() if size == 0} == {"Adafactor"}, "its state is small"
+
+
+def test_what_has_no_room_in_the_host_stays_on_the_device(found: dict[str, Any]) -> None:
+    assert found["bounded"]["equal"]
+    assert 0 < found["bounded"]["bytes"] <= 40_000 < found["host"]["AdamW"]
+
+
+def test_optimizers_that_are_not_known_are_refused_in_a_sentence(found: dict[str, Any]) -> None:
+    told = found["refused"]
+    assert told["LBFGS"].startswith("LBFGS is not known to update each parameter by its own gradient and state alone")
+    assert told["own"].startswith("Strange is not known")
+    assert told["capturable"] == "Adam was made with capturable=True: its state stays on the device."
+    assert told["model"] == "Sequential is no torch optimizer: give page_optimizer() one."
+
+
+def test_bytes_go_to_the_host_and_come_back(found: dict[str, Any]) -> None:
+    told = found["device"]
+    assert told["as_loaded"]
+    assert told["copied"]
+    assert told["undone"]
+    assert told["loaded_bytes"] == told["left_bytes"] == 0
+    assert told["host_bytes"] == told["state_bytes"]
+    assert told["host_bytes_undone"] == 0
+    window_and_one_result = 5 << 20
+    assert told["peaks"] == [window_and_one_result] * 3, "every step lets go at the same places"
+
+
+def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:
+    program = folder / "trains.py"
+    program.write_text(TRAINS)
+    done = run_stalloc("fit", "--json", "found.json", *words[:-2], program, *words[-2:], folder=folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text()), done.stdout
+
+
+def test_a_fit_pages_what_recomputation_cannot_save_and_the_run_keeps_the_budget(tmp_path: Path) -> None:
+    found, shown = fit(tmp_path, "--budget", "104MiB", "--host", "64MiB", "--policy", "page", 6, "AdamW")
+    as_it_is, best = found["candidates"][0], found["candidates"][found["best"]]
+    state_bytes = 2 * 4 * 6 * (2 * 256 * 1024)  # of the weights; biases are small
+    assert as_it_is["needed_bytes"] > found["budget_bytes"] >= best["needed_bytes"] > 0
+    assert best["what"] == "page optimizer state"
+    assert state_bytes <= best["host_bytes"] <= 64 << 20
+    assert best["added_seconds"] > 0
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    assert "host memory" in shown
+    assert "next: stalloc run --budget 104MiB --host 64MiB" in shown
+    assert load_fit(tmp_path / "trains.fit.npz").settings.tiers == TierSettings(
+        host_bytes=64 << 20, paged_window_bytes=1
+    )
+    words = ("--device", "virtual", "--budget", "104MiB", "--json", "run.json")
+    done = run_stalloc("run", *words, "--host", "64MiB", tmp_path / "trains.py", 6, "AdamW", folder=tmp_path)
+    assert "fitted anew" not in done.stderr
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["budget_kept"]
+    assert told["run_reserved_peak_bytes"] <= 104 << 20
+    assert told["hit_rate"] >= 0.999
+
+
+@pytest.mark.slow
+def test_a_fit_that_needs_host_memory_is_not_used_without_it(tmp_path: Path) -> None:
+    fit(tmp_path, "--budget", "104MiB", "--host", "64MiB", "--policy", "page", 6, "AdamW")
+    words = ("--device", "virtual", "--budget", "104MiB", tmp_path / "trains.py", 6, "AdamW")
+    done = run_stalloc("run", *words, folder=tmp_path)
+    assert done.returncode == 125
+    assert "of host memory, for which --host has to be given. The program is fitted anew." in done.stderr
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_cannot_be_paged_is_a_row_with_a_sentence(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "20MiB", "--host", "64MiB", "--policy", "page", 6, "LBFGS", code=1)
+    assert found["candidates"][-1]["refused"].startswith("LBFGS is not known to update each parameter")
+
+
+def test_a_step_in_parts_is_foreseen() -> None:
+    spans = {"weight": (0, 99, 512), "gradient": (1, 99, 512), "state": (3, 99, 1024), "temporary": (4, 5, 512)}
+    rows = [span for _ in range(2) for span in spans.values()]
+    run = tuple(map(np.array, zip(*rows, strict=True)))
+    update = UpdateRecorded(3, 6, [512, 512], [True, True], [[2], [6]], [0, 4])
+    assert peak_bytes(run) == 2 * (512 + 512 + 1024 + 512)
+    narrow = paged(run, [update], TierSettings(host_bytes=1 << 20, paged_window_bytes=1))
+    assert peak_bytes(narrow.lifespans) == 2 * (512 + 512) + 1024 + 512
+    assert narrow.host_bytes == 2048
+    later = UpdateRecorded(10, 11, [512, 512], [True, True], [[2], [6]], [0, 4])
+    half = paged(run, [update, later], TierSettings(host_bytes=1024, paged_window_bytes=1))
+    assert half.host_bytes == 1024
+    assert peak_bytes(half.lifespans) == 2 * (512 + 512) + 1024 + 1024, "one is kept on the device"
+    wide = paged(run, [update, later], TierSettings(host_bytes=1 << 20, paged_window_bytes=6 * 512))
+    assert peak_bytes(wide.lifespans) == 2 * (512 + 512) + 2 * 1024 + 512, (
+        "the second part comes while the first is there"
+    )

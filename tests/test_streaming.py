@@ -1,0 +1,69 @@
+"""Layers whose parameters are in host memory: the program's own numbers, and a budget that nothing else keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_file, run_stalloc
+
+from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, Stay, stays
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+PROGRAM = Path(__file__).parent / "programs" / "streaming.py"
+TRAIN = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+REFUSED = {
+    "twice onto gradients": "is called twice before one backward pass that adds to gradients: sums would be made in",
+    "second order": "gradients of its gradients are asked for (create_graph=True): do not stream this model.",
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = run_file(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_losses_parameters_and_state_are_the_programs_own_to_the_last_bit(found: dict[str, Any]) -> None:
+    equal = {name: told for name, told in found.items() if name not in REFUSED}
+    assert equal == dict.fromkeys(equal, True)
+    assert len(equal) >= 16
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_not_be_right_is_refused_in_a_sentence(found: dict[str, Any], case: str) -> None:
+    assert found[case].startswith("layers.3 is streamed, and ")
+    assert REFUSED[case] in found[case]
+
+
+def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there() -> None:
+    layers = [LayerRecorded(place, 0, [place], [90 - 10 * place]) for place in range(3)]
+    passes = [Pass(place, 10 + 10 * place, 20 + 10 * place, 80 - 10 * place) for place in range(3)]
+    one = [(stay.layer, stay.begin, stay.end) for stay in stays(layers, passes, [100], 1)]
+    assert one == [(0, 10, 20), (1, 20, 30), (2, 30, 40), (2, 60, 70), (1, 70, 80), (0, 80, 90)]
+    ahead = stays(layers, passes, [100], 2)
+    assert [stay for stay in ahead if stay.layer == 1] == [Stay(1, 10, 30), Stay(1, 60, 80)]
+
+
+@pytest.mark.slow
+def test_a_model_of_a_billion_parameters_trains_on_three_gibibytes(tmp_path: Path) -> None:
+    program = (TRAIN, "--size", "1b", "--batch", "2", "--steps", "5")
+    budget = ("--budget", "3200MiB", "--host", "16GiB")
+    done = run_stalloc("fit", "--gpu", "RTX-4090", *budget, "--json", "found.json", *program, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    best = found["candidates"][found["best"]]
+    assert best["what"].startswith("recompute ")
+    assert best["what"].endswith(", page optimizer state, stream layers")
+    for one in found["candidates"]:
+        assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
+        assert one["host_bytes"] <= 16 << 30
+    device = ("--device", "virtual", "--gpu", "RTX-4090", "--memory", "3.2GiB", "--json", "run.json")
+    done = run_stalloc("run", *device, *budget, *program, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["budget_kept"]
+    assert told["run_reserved_peak_bytes"] <= 3200 << 20
+    assert told["hit_rate"] >= 0.999
