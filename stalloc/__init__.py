@@ -35,6 +35,8 @@ _LAZY: dict[str, str] = {
     "install": "stalloc.integrations",
     "uninstall": "stalloc.integrations",
     "scope": "stalloc.integrations",
+    "sleep": "stalloc.integrations.sleep_and_wake",
+    "wake": "stalloc.integrations.sleep_and_wake",
     "mem_pool": "stalloc.integrations",
     "step": "stalloc.integrations",
     "statistics": "stalloc.integrations",

@@ -210,6 +210,10 @@ class PageRange:
         pages = range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES)
         return _runs([page for page in pages if page not in self._held])
 
+    def page_identity(self, address: int) -> int:
+        """The same number for each address at which the memory of a page is."""
+        return int(self._held[address].ptr)
+
     def mapped(self) -> list[int]:
         """The addresses of the pages that have memory, ascending."""
         return sorted(self._held)

@@ -34,6 +34,8 @@ class CallSites:
         """`malloc`: the address of what serves; `max_calls`: that are known, a power of two."""
         self._malloc, self._max_calls = malloc, max_calls
         self._sited = 0  # the address of the same with stacks, once it is made
+        self._serving = malloc  # of the two, the one that serves, unless requests are refused
+        self._refusing = False
         self._word = ctypes.c_int64(malloc)
         self._num_calls = ctypes.c_int64(0)
         self._calls: Column = np.empty((0, 4), np.int64)
@@ -51,7 +53,7 @@ class CallSites:
     @property
     def is_on(self) -> bool:
         """Whether requests are noted."""
-        return self._word.value != self._malloc
+        return self._serving != self._malloc
 
     @property
     def num_calls(self) -> int:
@@ -65,11 +67,21 @@ class CallSites:
             self._table = np.zeros((_TABLE_PAIRS, 2), np.int64)
             self._sited = sited_malloc(self._malloc, self._table, self._calls, self._num_calls, self._enter)
             atexit.register(self.end)  # no thread is to wait for Python when it ends
-        self._word.value = self._sited
+        self._serve(self._sited)
 
     def end(self) -> None:
         """Note no more."""
-        self._word.value = self._malloc
+        self._serve(self._malloc)
+
+    def refuse(self, refusing: int) -> None:
+        """Let another malloc, at this address, answer every request; 0: no longer."""
+        self._refusing = refusing != 0
+        self._word.value = refusing or self._serving
+
+    def _serve(self, malloc: int) -> None:
+        self._serving = malloc
+        if not self._refusing:
+            self._word.value = malloc
 
     def _enter(self, key: int, *_: int) -> int:
         """The number, from 1 on, of the stack from which this is called, by its hash; 0 if there is no room for it."""

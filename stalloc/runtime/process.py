@@ -73,6 +73,7 @@ class Runtime:
         for controller in self.controllers:
             self.states[controller.device.index] = controller.state.address
         self._always_sited = settings.call_sites
+        self._refusal, self._refuse = "", 0  # why no request is served, and the malloc that says so
         if settings.call_sites:
             self.begin_call_sites()
         for plan in plans or []:
@@ -106,6 +107,23 @@ class Runtime:
         """Note it no more, unless this was asked for from the start."""
         if not self._always_sited:
             self.call_sites.end()
+
+    def refuse_requests(self, sentence: str) -> None:
+        """Answer every request with an out-of-memory error that says so, and ignore marks, until `serve_requests`."""
+        self._refusal = f"stalloc: {sentence}"
+        self._refuse = self._refuse or entry.slow_entry(self._refuse_one)
+        self.call_sites.refuse(self._refuse)
+
+    def _refuse_one(self, state: int, *_: int) -> int:
+        for controller in self.controllers:
+            if controller.state.address == state:
+                controller.state.set_out_of_memory_text(self._refusal)
+        return 0
+
+    def serve_requests(self) -> None:
+        """Serve again."""
+        self._refusal = ""
+        self.call_sites.refuse(0)
 
     def _forked(self) -> None:
         """In a child of fork: no other thread is here, whatever it was doing; serve from the heap, without a plan.
@@ -203,7 +221,7 @@ class Runtime:
 
         Raises CorruptionError where STALLOC_POISON=1 has found something.
         """
-        for controller in self.controllers:
+        for controller in () if self._refusal else self.controllers:
             is_meant = devices is None or controller.device.index in devices
             if is_meant and controller.state.record.total.num_allocs:
                 number = next(self._numbers)

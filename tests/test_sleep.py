@@ -1,0 +1,59 @@
+"""A job that sleeps: its memory goes back to the device, and comes back at the same addresses with the same bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_file
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+PROGRAM = Path(__file__).parent / "programs" / "sleeping.py"
+ASLEEP = "OutOfMemoryError: stalloc: this job sleeps, and its memory is with others: call stalloc.wake() first."
+
+
+def results(rounds: int) -> dict[str, Any]:
+    done = run_file(PROGRAM, rounds)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return results(10)
+
+
+def test_addresses_and_bytes_are_as_before_and_nothing_is_held_meanwhile(found: dict[str, Any]) -> None:
+    assert found["wrong"] == []
+    assert found["held"] <= 0.01
+    assert found["kept_bytes"] > 10 << 20
+    assert found["phase"] == "running on the plan"
+
+
+@pytest.mark.slow
+def test_a_job_sleeps_a_hundred_times_between_steps_of_training_and_inference() -> None:
+    found = results(100)
+    assert found["wrong"] == []
+    assert found["held"] <= 0.01
+
+
+def test_what_is_asked_for_while_it_sleeps_gets_one_sentence(found: dict[str, Any]) -> None:
+    assert found["request"] == found["array"] == found["still_asleep"] == ASLEEP
+    assert found["twice"] == "SetupError: this job sleeps already: call stalloc.wake() first."
+    assert found["step"] == ""
+
+
+def test_what_is_named_need_not_be_kept_and_all_else_is(found: dict[str, Any]) -> None:
+    assert found["others_whole"]
+    assert found["cache_lost"]
+    assert found["cache_addresses"]
+    assert found["dropped_keeps"] == 0
+    assert found["addresses_after_drop"]
+
+
+def test_what_cannot_be_done_is_one_sentence_and_loses_nothing(found: dict[str, Any]) -> None:
+    assert "cannot be kept in /nonexistent/folder (No such file or directory)" in found["no_folder"]
+    assert found["no_such_place"].endswith("choose one of host, disk, drop.")
+    assert found["no_room"].startswith("SetupError: waking needs ")
+    assert found["no_room"].endswith(": let another job sleep first.")
