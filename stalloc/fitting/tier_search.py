@@ -29,20 +29,24 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None") -> None:
     if not fitting.host_bytes:
         fitting.notes.append("nothing is kept in host memory without --host SIZE")
         return
-    fitting.foresight, fitting.beside = plain, len(fitting.candidates)
-    fitting.base = Settings(tiers=_widest(fitting))
-    first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), "page")
+    fitting.foresight = plain
+    for windows in ((0, 2, 1), (0,)):  # what cannot stream its layers may page its state
+        fitting.beside = len(fitting.candidates)
+        fitting.base = Settings(tiers=_widest(fitting, windows))
+        first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), "page")
+        if not first.refused or not fitting.base.tiers.streamed_window:
+            break
+        fitting.note([f"layers are not streamed: with parameters in the host between passes {first.refused}"])
     if not first.refused and not first.fits(fitting.budget_bytes) and whole_blocks(fitting.step):
         fitting.search()
 
 
-def _widest(fitting: "Fitting") -> TierSettings:
+def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...]) -> TierSettings:
     """The first ways in which something is expected to fit, else the one with the least."""
     least = proposal(fitting.step, whole_blocks(fitting.step))
-    layers = [0, 2, 1] if least.choices else [0]
     ways = [
         TierSettings(host_bytes=fitting.host_bytes, paged_window_bytes=window_bytes, streamed_window=streamed)
-        for streamed in layers
+        for streamed in (streamed_windows if least.choices else (0,))
         for window_bytes in WINDOWS
     ]
     needed = []
