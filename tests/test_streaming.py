@@ -8,6 +8,8 @@ import pytest
 from warm_programs import run_file, run_stalloc
 
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, Stay, stays
+from stalloc.trace import load_traces
+from stalloc.trace.activity import Link, read_activity
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -67,3 +69,46 @@ def test_a_model_of_a_billion_parameters_trains_on_three_gibibytes(tmp_path: Pat
     assert told["budget_kept"]
     assert told["run_reserved_peak_bytes"] <= 3200 << 20
     assert told["hit_rate"] >= 0.999
+
+
+COPIES = """
+import torch
+import stalloc
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 512), nn.Linear(512, 256)
+    def forward(self, x):
+        return x + self.two(torch.relu(self.one(x)))
+model = nn.Sequential(*[Block() for _ in range(3)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+stalloc.page_optimizer(optimizer, window="2MiB")
+stalloc.stream_layers(model, window=1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(16, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "copies.py").write_text(COPIES)
+    words = ("-o", "copies.trace.npz", "--device", "virtual", "copies.py")
+    done = run_stalloc("record", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    activity = read_activity(load_traces(tmp_path / "copies.trace.npz")[0])
+    assert activity is not None
+    phases = [activity.names[name] if name >= 0 else "" for name in activity.phase.tolist()]
+    rows = list(zip(phases, activity.link.tolist(), activity.num_bytes.tolist(), strict=True))
+    layer_bytes = 4 * (2 * 256 * 512 + 256 + 512)
+    state_bytes = 2 * 2 * 256 * 512 * 4  # of the weights; that of biases is small
+    for place in range(3):
+        assert rows.count((f"forward/{place}", Link.TO_DEVICE, layer_bytes)) == 3
+        assert rows.count((f"backward/{place}", Link.TO_DEVICE, layer_bytes)) == 3
+        update = [(link, size) for phase, link, size in rows if phase == f"update/{place}"]
+        assert update.count((Link.TO_DEVICE, layer_bytes)) == update.count((Link.TO_HOST, layer_bytes)) == 3
+        assert update.count((Link.TO_HOST, state_bytes)) == 3
+        assert update.count((Link.TO_DEVICE, state_bytes)) == 2, "the first step makes it"
+    done = run_stalloc("timeline", "--json", "-", "copies.trace.npz", folder=tmp_path)
+    assert [link["link"] for link in json.loads(done.stdout)["devices"][0]["links"]]

@@ -138,6 +138,10 @@ def _serve_torch() -> None:
     _serves_torch = torch_allocator.install(runtime, _optimizer_stepped)
     if _serves_torch:
         torch_conf.put_limit_in_force(runtime)
+    if any(controller.status.settings.keep_recording for controller in runtime.controllers):
+        from stalloc.integrations.transfer_recording import record_transfers
+
+        record_transfers(runtime)
 
 
 def uninstall() -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,7 @@ class Recording:
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
         self.call_sites: CallSites | None = None  #: where they are noted
+        self.more_tables: list[Callable[[], dict[str, Column]]] = []  #: each gives what else a trace has in `extra`
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
         self._refusals: list[tuple[int, int]] = []  # events before each refusal for lack of memory, bytes free then
 
@@ -200,7 +201,9 @@ class Recording:
         sizes = np.array([segment.size_bytes for segment in held], np.int64)
         trace = self._trace(events, marks, (bases, sizes, np.zeros(len(held), np.int64)))
         address = self._with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
-        return self._with_call_sites(dataclasses.replace(trace, address=address), events)
+        trace = self._with_call_sites(dataclasses.replace(trace, address=address), events)
+        more = {name: column for table in self.more_tables for name, column in table().items()}
+        return dataclasses.replace(trace, extra=trace.extra | more)
 
     def regular_trace(self) -> "Trace":
         """The same without the requests of threads that are left out."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from stalloc.errors import StreamError
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.streamed_layers import StreamedLayer
+from stalloc.techniques.transfers import phase
 
 _CONSUMERS = "_stalloc_consumers"  # of a tensor that a block made: calls that were given it
 
@@ -49,10 +50,12 @@ class Streaming:
 
     def need(self, place: int, direction: int) -> None:
         """A block is about to compute; those after it, in a direction, may come."""
+        pass_name = "forward" if direction > 0 else "backward"
         for offset in range(self._ahead + 1):
             at = place + direction * offset
             if 0 <= at < len(self.layers):
-                self.layers[at].load()
+                with phase(f"{pass_name}/{at}"):
+                    self.layers[at].load()
         self.layers[place].wait()
 
     def backward_begins(self, call: "_Call") -> None:

@@ -5,7 +5,9 @@ is let go only after `wait` has made the program's stream wait for it: at fixed 
 repeat, and never by record_stream. Each device has its two streams once. Without a GPU a copy is made at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,33 @@ import torch
 Pair = tuple[torch.Tensor, torch.Tensor]
 """What is written, and what is read."""
 _streams: dict[int, tuple[Any, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Copied:
+    """One copy, or several in a row, between two events that time it."""
+
+    device: int
+    to_device: bool
+    num_bytes: int
+    phase: str  #: of the program, such as "update/3"; empty: not known
+    begin: Any
+    end: Any
+
+
+listeners: list[Callable[[Copied], None]] = []  #: are told of each copy when it has been asked for
+_phase = ""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What is copied in the block belongs to a phase of the program."""
+    global _phase
+    before, _phase = _phase, name
+    try:
+        yield
+    finally:
+        _phase = before
 
 
 class Transfers:
@@ -55,7 +84,14 @@ class Transfers:
                     target.copy_(source)
                 return None
             stream.wait_stream(torch.cuda.current_stream(stream.device))
+            begin = stream.record_event(torch.cuda.Event(enable_timing=True)) if listeners else None
             with torch.cuda.stream(stream):
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-            return stream.record_event()
+            end = stream.record_event(torch.cuda.Event(enable_timing=begin is not None))
+        if begin is not None:
+            num_bytes = sum(target.nbytes for target, _ in pairs)
+            copied = Copied(stream.device.index, stream is self._to_device, num_bytes, _phase, begin, end)
+            for listener in listeners:
+                listener(copied)
+        return end

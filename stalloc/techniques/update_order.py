@@ -15,6 +15,7 @@ import torch
 
 from stalloc.errors import BadInputError
 from stalloc.techniques.optimizer_facts import own_step
+from stalloc.techniques.transfers import phase
 
 Parameters = list[torch.Tensor]
 _dispatched: set[type] = set()
@@ -83,12 +84,15 @@ class DividedStep:
             flight = _Flight(self.tiers, self.window_bytes)
             try:
                 for number, part in enumerate(parts):
-                    flight.fetch(number, part)
+                    with phase(f"update/{number}"):
+                        flight.fetch(number, part)
                     if number + 1 < len(parts):
-                        flight.fetch_ahead(number + 1, parts[number + 1])
+                        with phase(f"update/{number + 1}"):
+                            flight.fetch_ahead(number + 1, parts[number + 1])
                     flight.wait(number)
                     update(part)
-                    flight.store(number, part)
+                    with phase(f"update/{number}"):
+                        flight.store(number, part)
             finally:
                 flight.land()
                 optimizer.param_groups = groups

@@ -1,0 +1,53 @@
+"""The copies between host and device that techniques make, as a table of activity of what is recorded.
+
+Contract: times are those of the device, on the clock of the record; a copy that has not ended is waited for when the
+table is made. Without a recording nothing is noted.
+"""
+
+import time
+from typing import Any
+
+from stalloc.columns import Column
+from stalloc.runtime import Runtime
+from stalloc.trace.activity import Link, Work, activity_of
+
+
+def record_transfers(runtime: Runtime) -> None:
+    """Note copies from here on, for the traces of a runtime that keeps its recording; torch is imported by now."""
+    from stalloc.techniques import transfers
+
+    for controller in runtime.controllers:
+        if controller.status.settings.keep_recording:
+            noted = _Noted(controller.device.index)
+            transfers.listeners.append(noted.copied)
+            controller.recording.more_tables.append(noted.columns)
+
+
+class _Noted:
+    """The copies of one device."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._copies: list[Any] = []
+        self._base: tuple[Any, int] | None = None  # an event, and the time at which it was
+
+    def copied(self, copy: Any) -> None:
+        if copy.device != self._device:
+            return
+        if self._base is None:
+            copy.begin.synchronize()
+            self._base = copy.begin, time.monotonic_ns()
+        self._copies.append(copy)
+
+    def columns(self) -> dict[str, Column]:
+        """The table; empty without copies."""
+        if self._base is None:
+            return {}
+        base, base_ns = self._base
+        work = []
+        for copy in self._copies:
+            copy.end.synchronize()
+            begin, end = (base_ns + int(1e6 * base.elapsed_time(event)) for event in (copy.begin, copy.end))
+            link = Link.TO_DEVICE if copy.to_device else Link.TO_HOST
+            work.append(Work(begin, max(begin, end), link, copy.num_bytes, copy.phase, pinned=1))
+        return activity_of(work).columns()
