@@ -50,6 +50,15 @@ def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there()
 
 
 @pytest.mark.slow
+def test_every_optimizer_comes_out_the_same_under_every_stack() -> None:
+    done = run_file(PROGRAM.with_name("stacks.py"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == dict.fromkeys(told, "equal")
+    assert len(told) == 72
+
+
+@pytest.mark.slow
 def test_a_model_of_a_billion_parameters_trains_on_three_gibibytes(tmp_path: Path) -> None:
     program = (TRAIN, "--size", "1b", "--batch", "2", "--steps", "5")
     budget = ("--budget", "3200MiB", "--host", "16GiB")
