@@ -33,7 +33,6 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "ASGD": lambda p: torch.optim.ASGD(p),
-    "Muon": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2]),
     "NAdam": lambda p: torch.optim.NAdam(p),
     "RAdam": lambda p: torch.optim.RAdam(p),
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
