@@ -15,7 +15,7 @@ from stalloc.figures import plural
 from stalloc.fitting.block_graph import optimal_blocks
 from stalloc.fitting.checkmate import find_solver
 from stalloc.fitting.compiled_search import try_compiled
-from stalloc.fitting.fit_record import Candidate
+from stalloc.fitting.fit_record import Candidate, cheapest
 from stalloc.fitting.frontier import (
     Proposal,
     describe,
@@ -92,12 +92,11 @@ class Fitting:
             try_whole(self)
         if policy == "page" or (policy is None and self.host_bytes and not fits):
             try_tiers(self, plain)
-        return self._best()
+        return cheapest(self.candidates, self.budget_bytes)
 
     def _observe(self) -> None:
         self.tell("looking at a step of the program")
-        measured = self._trial(TrialWork("observed"))
-        if measured.failure:
+        if (measured := self._trial(TrialWork("observed"))).failure:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
         self.step = ProgramSeen.from_json(measured.seen)
         if self.step.num_steps <= MEMORY_STEP:
@@ -127,6 +126,8 @@ class Fitting:
             again = self._watch(settings) if settings.recompute.blocks else as_is
             if not again.failure:
                 break
+            if self._is_of_base(again):
+                return again.failure
             self._leave_out(again)
         self.note(again.notes)
         self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
@@ -200,12 +201,12 @@ class Fitting:
 
     def _try_named(self, policy: str) -> None:
         name, _, number = policy.partition(":")
+        if policy in ("step-in-backward", "compile-budget", "page"):
+            return  # they have been, or will be tried
         if policy == "recompute":
             self.search()
         elif policy == "checkmate":
             self._solve()
-        elif policy in ("step-in-backward", "compile-budget", "page"):
-            pass  # that has been, or will be tried
         elif policy in ("keep-attention", "remat-aware"):
             try_attention(self, policy)
         elif policy == "selective":
@@ -233,7 +234,7 @@ class Fitting:
         plan = b""
         native = self._trial(TrialWork("native", settings))
         if native.failure:
-            if native.refused_block or not settings.tiers:
+            if not self._is_of_base(native):
                 self._leave_out(native)
             candidate = dataclasses.replace(candidate, refused=native.failure)
         else:
@@ -276,15 +277,13 @@ class Fitting:
         """Say what has not been said yet."""
         self.notes += [note for note in notes if note not in self.notes]
 
+    def _is_of_base(self, failed: Measured) -> bool:
+        """Whether a failure names no block, where more is done than to compute blocks again."""
+        return not failed.refused_block and self.base != Settings()
+
     def _leave_out(self, measured: Measured) -> None:
         """Blocks of the kind that could not be computed twice stay as they are; all of them if that is not known."""
         kinds = {block.name: block.kind for block in self.step.blocks}
         kind = kinds.get(measured.refused_block.removesuffix(":"))
         self.note([measured.failure])
         self.step = self.step.without(kind, measured.failure)
-
-    def _best(self) -> int:
-        fitting = [row for row, one in enumerate(self.candidates) if one.fits(self.budget_bytes)]
-        return min(
-            fitting, key=lambda row: (self.candidates[row].added_seconds, self.candidates[row].needed_bytes), default=-1
-        )

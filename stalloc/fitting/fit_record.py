@@ -7,7 +7,7 @@ goes through the one door that all plans go through. The same fit is the same by
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ class Candidate:
     def fits(self, budget_bytes: int) -> bool:
         """Whether it was run within the budget."""
         return not self.refused and 0 < self.needed_bytes <= budget_bytes
+
+
+def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
+    """The row of the one that costs the least time of those that fit, -1 if none does."""
+    fitting = [row for row, one in enumerate(candidates) if one.fits(budget_bytes)]
+    return min(fitting, key=lambda row: (candidates[row].added_seconds, candidates[row].needed_bytes), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
