@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cuda_torch")
 PROGRAM = Path(__file__).parent / "programs" / "step_in_backward.py"
 OPTIMIZERS = (
     "SGD", "SGD, plain", "Adam", "AdamW", "AdamW, foreach", "AdamW, fused", "Adamax", "Adadelta", "Adagrad",
-    "Adafactor", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "Adafactor", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Muon",
 )  # fmt: skip
 EQUAL = ("plain", "zeroed_after", "scheduled", "frozen_later", "reloaded")
 REFUSED = {

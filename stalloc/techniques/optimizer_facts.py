@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-KNOWN = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
-         "SGD")  # fmt: skip
+KNOWN = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
+         "Rprop", "SGD")  # fmt: skip
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "RAdam": {},
     "RMSprop": {"momentum": 0.5},
     "Rprop": {},
+    "Muon": {},
 }
 
 
@@ -40,6 +41,8 @@ def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         {"params": list(first.parameters()), "lr": 0.05},
         {"params": [one for part in rest for one in part.parameters()]},
     ]
+    for group in groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]
     if name == "Adagrad":  # makes its state when it is made
         return kind(groups, lr=0.01)
     optimizer = kind(groups[:1], lr=0.01, **OPTIMIZERS[name])
@@ -181,6 +184,8 @@ LOOPS = {one.__name__: one for one in (
 def trained(name: str, loop):
     """Parameters and state after five steps."""
     model = model_of(1)
+    for one in model.parameters():
+        one.requires_grad_(name != "Muon" or one.dim() == 2)  # it knows matrices alone
     optimizer = optimizer_of(name, model)
     for step in range(5):
         loop(model, optimizer, step)
