@@ -1,9 +1,10 @@
 """What compiled code of a source file may hold a part of: that file, and all that its imports lead to.
 
 Contract: equal stamps mean equal contents of all of them, wherever the package lies. Followed are imports that begin a
-line, of files in the same package, or beside a file that is in none; what is imported in a function, or for type
-checkers only, is no part of compiled code (a test compares with Python's own parser), nor are packages that happen to
-be installed in the same folder. What makes compiled code is a part of every stamp.
+line, of files in the same package, or beside a file that is in none, and of stalloc's own files from anywhere; what is
+imported in a function, or for type checkers only, is no part of compiled code (a test compares with Python's own
+parser), nor are packages that happen to be installed in the same folder. What makes compiled code is a part of every
+stamp.
 """
 
 import hashlib
@@ -55,9 +56,10 @@ def _files(source: str, module: str, names: list[bytes]) -> list[str]:
     """The files of a module that a file imports, and of those of its names that are modules; none of other packages."""
     place, above = dirname(source), len(module) - len(module.lstrip("."))
     if above == 0:
-        root = _root(place)
-        package = relpath(place, root).partition(sep)[0]
-        if package not in (curdir, module.partition(".")[0]):
+        top, root = module.partition(".")[0], _root(place)
+        if top == basename(_HERE):
+            root = dirname(_HERE)
+        elif relpath(place, root).partition(sep)[0] not in (curdir, top):
             return []
         place = root
     for _ in range(above - 1):

@@ -344,6 +344,16 @@ def test_packages_in_the_same_folder_are_no_part_of_a_stamp(tmp_path: Path) -> N
     assert not [one for one in before if "beside" in one]
 
 
+def test_what_stalloc_itself_brings_is_part_of_the_stamp_of_any_file(tmp_path: Path) -> None:
+    """Records of the core that are laid out anew would have code of a benchmark or of an extension write elsewhere."""
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension" / "__init__.py").write_text("")
+    source = tmp_path / "extension" / "model.py"
+    source.write_text("import numpy\nfrom stalloc.core.records import state_at\nfrom stalloc.replay import blocks\n")
+    found = {Path(one).name for one in source_stamps.sources_of(str(source))}
+    assert {"records.py", "record_types.py", "blocks.py"} <= found
+
+
 def _module_level_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
     """What is imported while a module is, save for type checkers only."""
     rest: list[ast.AST] = [tree]
