@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -126,28 +126,31 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "torch":
-            return _adapted_spec(name, path, lambda _: after_torch_import())
+            return self._adapted(name, path, target, lambda _: after_torch_import())
         if name == "torch._dynamo":
-            return _adapted_spec(name, path, leave_uncompiled)
+            return self._adapted(name, path, target, leave_uncompiled)
         if name in ("cupy", "cupy_backends") and not self._cupy_is_ready:
             self._cupy_is_ready = True
             redirect(self._library)
         if name == "cupy":
-            return _adapted_spec(name, path, _after_cupy_import)
+            return self._adapted(name, path, target, _after_cupy_import)
         return None  # the usual finders go on from here
 
+    def _adapted(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None, adapt: Callable[[ModuleType], None]
+    ) -> ModuleSpec | None:
+        """What the finders behind this one find, with something to do once it is imported."""
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-def _adapted_spec(name: str, path: Sequence[str] | None, adapt: Callable[[ModuleType], None]) -> ModuleSpec | None:
-    spec = PathFinder.find_spec(name, path)
-    if spec is not None and spec.loader is not None:
-        execute = spec.loader.exec_module
+            def execute_and_adapt(module: ModuleType) -> None:
+                execute(module)
+                adapt(module)
 
-        def execute_and_adapt(module: ModuleType) -> None:
-            execute(module)
-            adapt(module)
-
-        spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
-    return spec
+            spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
+        return spec
 
 
 def active_gpu() -> VirtualGPU | None:
