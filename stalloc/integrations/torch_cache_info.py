@@ -19,7 +19,6 @@ _LIBRARIES = ("libtorch_cuda.so", "libtorch_python.so")
 _WORD, _MOST_FUNCTIONS = 8, 64
 _BEFORE = 2  # words of a table in front of its functions: where the object begins, and its type
 _HELD_AT = 16  # bytes: after the head of a Python object, pybind11 has the address of what it holds
-_keep: list[Any] = []
 
 
 def answer(torch: Any, allocator: Any) -> bool:
@@ -40,7 +39,7 @@ def answer(torch: Any, allocator: Any) -> bool:
 
     entry = lasting_entry(say_what_is_free)
     made = (ctypes.c_uint64 * len(words))(*(entry if one == function else one for one in words))
-    _keep.append(made)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # for ever: torch gives memory back after Python has ended
     ctypes.c_uint64.from_address(held[0]).value = ctypes.addressof(made) + _BEFORE * _WORD
     return True
 
