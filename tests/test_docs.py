@@ -16,7 +16,15 @@ from stalloc.cli import VERBS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
-_LONG = ("How large", "A large part", "From a clean machine", "A memory budget", "What a program", "Ask before")
+_LONG = (
+    "Use it with CuPy",
+    "How large",
+    "A large part",
+    "From a clean machine",
+    "A memory budget",
+    "What a program",
+    "Ask before",
+)
 _PYTEST = "import sys, pytest; sys.path.insert(0, ''); sys.exit(pytest.main(sys.argv[1:]))"
 
 
