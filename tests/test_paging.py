@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from warm_programs import run_file, run_stalloc
+from warm_programs import run_stalloc, told_by_file
 
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
@@ -39,9 +39,8 @@ for step in range(int(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = run_file(PROGRAM)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by_file(PROGRAM)
+    return found
 
 
 def test_parameters_and_state_are_the_optimizers_own_to_the_last_bit(found: dict[str, Any]) -> None:

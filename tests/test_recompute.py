@@ -1,12 +1,11 @@
 """Recomputation of blocks: what comes out is what the program itself computes, to the last bit, or one sentence."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_file
+from warm_programs import told_by_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 
@@ -28,10 +27,8 @@ SOMETIMES_REFUSED = ("batch_norm_twice", "weight_changes_later")  #: by what is 
 
 
 def results(num_choices: int) -> dict[str, Any]:
-
-    done = run_file(PROGRAM, num_choices)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by_file(PROGRAM, num_choices)
+    return found
 
 
 @pytest.fixture(scope="module")

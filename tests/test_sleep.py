@@ -1,11 +1,10 @@
 """A job that sleeps: its memory goes back to the device, and comes back at the same addresses with the same bytes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_file
+from warm_programs import told_by_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -14,9 +13,8 @@ ASLEEP = "OutOfMemoryError: stalloc: this job sleeps, and its memory is with oth
 
 
 def results(rounds: int) -> dict[str, Any]:
-    done = run_file(PROGRAM, rounds)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by_file(PROGRAM, rounds)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """The optimizer's step in the backward pass: parameters are the same to the last bit, or a sentence says why."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_file
+from warm_programs import told_by_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 
@@ -33,9 +32,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = run_file(PROGRAM)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by_file(PROGRAM)
+    return found
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *EQUAL])

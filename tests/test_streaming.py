@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_file, run_stalloc
+from warm_programs import run_stalloc, told_by_file
 
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, Stay, stays
 from stalloc.trace import load_traces
@@ -23,9 +23,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = run_file(PROGRAM)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by_file(PROGRAM)
+    return found
 
 
 def test_losses_parameters_and_state_are_the_programs_own_to_the_last_bit(found: dict[str, Any]) -> None:
@@ -51,9 +50,7 @@ def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there()
 
 @pytest.mark.slow
 def test_every_optimizer_comes_out_the_same_under_every_stack() -> None:
-    done = run_file(PROGRAM.with_name("stacks.py"))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = told_by_file(PROGRAM.with_name("stacks.py"))
     assert told == dict.fromkeys(told, "equal")
     assert len(told) == 72
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _PROGRAM = Path(__file__).parent / "programs" / "warm_interpreter.py"
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # threads do not outlive a fork
@@ -123,3 +124,10 @@ def run_file(path: Path, *arguments: object) -> subprocess.CompletedProcess[str]
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     return run_warm(source, path, *arguments, timeout=600)
+
+
+def told_by_file(path: Path, *arguments: object) -> Any:
+    """What a program that lies in a file prints as JSON in its last line."""
+    done = run_file(path, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

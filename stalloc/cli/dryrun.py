@@ -42,10 +42,9 @@ from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
 from stalloc.cli.progress import working
+from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
-
-_PLENTY = 1 << 41  # bytes; expandable segments take more than this of the address space, for each stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ def _results(
                 uncertain = _uncertain(
                     tried,
                     results[name],
-                    lambda which, file: _native(model, _PLENTY, command, file, workspaces=which),
+                    lambda which, file: _native(model, PLENTY, command, file, workspaces=which),
                     settings,
                 )
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
@@ -190,7 +189,7 @@ def _uncertain(
             for which in ("least", "most"):
                 file = Path(folder) / f"{which}.pickle"
                 one = measure(which, file)
-                other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), _PLENTY)
+                other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), PLENTY)
                 seen.append({name: getattr(other, name) for name in FIGURES})
         for name in FIGURES:  # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
             ends = sorted(one[name] for one in (seen[:2] if name == "needed_bytes" else seen))
@@ -200,7 +199,7 @@ def _uncertain(
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """One allocator on a device with plenty, and if it takes more than is offered, whether it does with that."""
-    tried = measure(_PLENTY)
+    tried = measure(PLENTY)
     if tried["exit_code"] == 0:
         tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
         if tried["fits"]:
@@ -224,7 +223,7 @@ def _native(
     conf: str | None = None,
     workspaces: str = "likely",
 ) -> dict[str, Any]:
-    wanted = ["--history", str(history)] if history is not None and offered == _PLENTY else []
+    wanted = ["--history", str(history)] if history is not None and offered == PLENTY else []
     options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *model, "--memory", f"{offered}B"]
     return compare(options, command, quiet=True, conf=conf)
 

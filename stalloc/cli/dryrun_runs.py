@@ -11,13 +11,14 @@ from stalloc.cli.native import native_settings
 from stalloc.cli.program import run_program
 from stalloc.cli.progress import lines_told
 from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.replay.simulation import Candidate
 from stalloc.sizing.fake_ranks import Rank
 from stalloc.sizing.run_work import RunWork
 from stalloc.sizing.side_by_side import Asked, RunSeen, run_all, side_by_side, warm
-from stalloc.sizing.tries import PLENTY, Contender, known_to_replay
+from stalloc.sizing.tries import Contender, known_to_replay
 
 _MOST_RANKS = 1 << 16
 

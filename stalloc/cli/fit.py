@@ -31,12 +31,11 @@ from stalloc.cli.output import add_json_argument, command_text, wants_text, writ
 from stalloc.cli.program import add_program_arguments, program_command, run_program
 from stalloc.cli.progress import lines_told
 from stalloc.device.context import ASSUMED_BYTES
-from stalloc.device.known_gpus import DEFAULT_GPU, VirtualGPU, find_gpu, memory_option
+from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
 
-_PLENTY = 1 << 41
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
          "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
          "stalloc.lifespans.tape", "cupy")  # fmt: skip
@@ -116,7 +115,7 @@ def _fitted(
     from stalloc.fitting.keeping import program_of
     from stalloc.fitting.trials import check_can_fork, run_trial
 
-    device.activate("virtual", dataclasses.replace(gpu, total_bytes=_PLENTY))
+    device.activate("virtual", dataclasses.replace(gpu, total_bytes=PLENTY))
     for name in ("torch", *_WARM):
         importlib.import_module(name)
     check_can_fork()

@@ -14,18 +14,24 @@ from stalloc.core.records import asker_at, entry_at, history_at, kept_at, ring_a
 
 
 @inner()
+def _copy_cursor(source, target):
+    """From the state to a strand, or back."""
+    target.ring_start = source.ring_start
+    target.ring_end = source.ring_end
+    target.cursor = source.cursor
+    target.pass_start = source.pass_start
+    target.history_count = source.history_count
+    target.miss_run = source.miss_run
+    target.last_miss = source.last_miss
+    target.tapes = source.tapes
+    target.num_tapes = source.num_tapes
+
+
+@inner()
 def _save(state):
     """Keep the cursor of the strand that asked last."""
     strand = strand_at(state, state.strand)
-    strand.ring_start = state.ring_start
-    strand.ring_end = state.ring_end
-    strand.cursor = state.cursor
-    strand.pass_start = state.pass_start
-    strand.history_count = state.history_count
-    strand.miss_run = state.miss_run
-    strand.last_miss = state.last_miss
-    strand.tapes = state.tapes
-    strand.num_tapes = state.num_tapes
+    _copy_cursor(state, strand)
     for i in range(4):
         kept_at(strand, i).value = history_at(state, i).value
 
@@ -38,15 +44,7 @@ def switch_to(state, index):
     _save(state)
     strand = strand_at(state, index)
     state.strand = index
-    state.ring_start = strand.ring_start
-    state.ring_end = strand.ring_end
-    state.cursor = strand.cursor
-    state.pass_start = strand.pass_start
-    state.history_count = strand.history_count
-    state.miss_run = strand.miss_run
-    state.last_miss = strand.last_miss
-    state.tapes = strand.tapes
-    state.num_tapes = strand.num_tapes
+    _copy_cursor(strand, state)
     for i in range(4):
         history_at(state, i).value = kept_at(strand, i).value
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 
+PLENTY = 1 << 41  #: bytes to see what is taken; expandable segments take more than this of addresses, for each stream
+
 _MIB = 1 << 20
 _MAX_BYTES = 1 << 62  # so that sums of two sizes still fit the fields of 64 bits that they travel in
 _MAX_DIGITS = 30  # of a number that is written out; Python refuses to read very long ones

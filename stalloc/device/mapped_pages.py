@@ -164,7 +164,7 @@ class Pages:
             pages = sorted(page for page in held if address <= page < end)
         else:
             pages = [page for page in range(address, end, PAGE_BYTES) if page in held]
-        for begin, size_bytes in _runs(pages):
+        for begin, size_bytes in page_runs(pages):
             _call("cuMemUnmap", begin, size_bytes)
             for page in range(begin, begin + size_bytes, PAGE_BYTES):
                 del held[page]
@@ -208,7 +208,7 @@ class PageRange:
     def lacking(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of the addresses [begin, end) has no memory, in whole pages: address and bytes of each range."""
         pages = range(begin // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES)
-        return _runs([page for page in pages if page not in self._held])
+        return page_runs([page for page in pages if page not in self._held])
 
     def page_identity(self, address: int) -> int:
         """The same number for each address at which the memory of a page is."""
@@ -219,7 +219,7 @@ class PageRange:
         return sorted(self._held)
 
 
-def _runs(pages: list[int]) -> list[tuple[int, int]]:
+def page_runs(pages: list[int]) -> list[tuple[int, int]]:
     """Pages by their addresses, ascending, as ranges: address and bytes of each."""
     found: list[tuple[int, int]] = []
     for page in pages:

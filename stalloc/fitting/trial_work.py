@@ -175,9 +175,9 @@ def _install(work: TrialWork) -> Any:
 
 def _plan_of(runtime: Any) -> bytes:
     """The plan file of what was recorded; empty if its steps do not repeat."""
+    from stalloc.integrations.memory_figures import served_controllers
     from stalloc.planner import plan, plans_to_bytes, validate
 
-    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
-    plans = [plan(controller.recording.regular_trace()) for controller in used]
+    plans = [plan(controller.recording.regular_trace()) for controller in served_controllers(runtime)]
     made = [one for one in plans if one.kind == "program" and validate(one).ok]
     return plans_to_bytes(made) if made else b""

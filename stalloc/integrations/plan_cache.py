@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stalloc.errors import BadInputError, SetupError
 from stalloc.files import write_whole
 from stalloc.integrations import program_source
+from stalloc.integrations.memory_figures import served_controllers
 from stalloc.notices import say
 from stalloc.private import private_folder, read_private, user_cache
 
@@ -121,7 +122,7 @@ class PlanCache:
             say(f"no plan is kept for the next run ({type(error).__name__}: {error}).")
 
     def _update(self, runtime: "Runtime") -> None:
-        used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
+        used = served_controllers(runtime)
         if self.loaded:
             # a device that watched its steps either left its kept plan aside or dropped it
             watched = any(controller.status.observed is not None for controller in used)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.errors import BadInputError, SetupError
+from stalloc.integrations.memory_figures import served_controllers
 from stalloc.runtime import current
 from stalloc.runtime.kept_bytes import InFile, InHost, Keeper, Nowhere
 from stalloc.runtime.sleeping import Sleep, check_can_sleep, fall_asleep, wake_up
@@ -46,7 +47,7 @@ def sleep(
     if _asleep:
         raise SetupError("this job sleeps already: call stalloc.wake() first.")
     without = {address for one in drop for address in _addresses(one)}
-    used = [controller for controller in runtime.controllers if controller.state.record.total.num_allocs]
+    used = served_controllers(runtime)
     for controller in used:
         check_can_sleep(controller)
     done: list[Sleep] = []

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stalloc.device.pinned_memory import pinned_memory
 from stalloc.errors import SetupError
 from stalloc.figures import human_bytes
 
@@ -139,11 +140,9 @@ def _view(memory: Any, count: int) -> Any:
 
 def _pinned(size_bytes: int) -> Any:
     """Raises SetupError where the host has no more."""
-    import cupy
-
     try:
-        return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(max(size_bytes, 1)), 0)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return pinned_memory(max(size_bytes, 1))
+    except MemoryError as error:
         raise SetupError(
             f"the host has no {human_bytes(size_bytes)} of memory to be pinned: sleep with to='disk', or 'drop'."
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from stalloc.core.constants import BLOCK_FREE, GRANULE, PRIVATE_KINDS
 from stalloc.core.snapshot import segments
+from stalloc.device.mapped_pages import page_runs
 from stalloc.errors import SetupError
 from stalloc.figures import human_bytes
 from stalloc.runtime.controller import Controller
@@ -86,7 +87,7 @@ def wake_up(sleep: Sleep) -> None:
             if id(owner) not in open_ranges:  # closed meanwhile, as nothing lived there any more
                 continue
             done.append((owner, pages))
-            if not all(owner.map(begin, size) for begin, size in _rows(pages)):
+            if not all(owner.map(begin, size) for begin, size in page_runs(pages)):
                 for one, its_pages in done:
                     _unmap(one, its_pages)
                 memory.source.collect()
@@ -131,7 +132,9 @@ def _to_keep(sleep: Sleep, without: Collection[int]) -> list[Run]:
             if not is_free and block.address not in without:
                 begin, end = block.address // GRANULE, -(-(block.address + block.size_bytes) // GRANULE)
                 living.update(range(begin, end))
-    return [run for _, pages in sleep.mapped for run in _rows([page for page in pages if page // GRANULE in living])]
+    return [
+        run for _, pages in sleep.mapped for run in page_runs([page for page in pages if page // GRANULE in living])
+    ]
 
 
 def _is_there(run: Run, mapped: list[tuple[Any, list[int]]]) -> bool:
@@ -139,16 +142,5 @@ def _is_there(run: Run, mapped: list[tuple[Any, list[int]]]) -> bool:
 
 
 def _unmap(owner: Any, pages: list[int]) -> None:
-    for begin, size in _rows(pages):
+    for begin, size in page_runs(pages):
         owner.unmap(begin, size)
-
-
-def _rows(pages: list[int]) -> list[Run]:
-    """Pages by their addresses, ascending, in rows."""
-    found: list[Run] = []
-    for page in pages:
-        if found and sum(found[-1]) == page:
-            found[-1] = found[-1][0], found[-1][1] + GRANULE
-        else:
-            found.append((page, GRANULE))
-    return found

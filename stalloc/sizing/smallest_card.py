@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import PLENTY
 from stalloc.lifespans import lower_bound
 from stalloc.sizing.side_by_side import Asked, RunSeen
-from stalloc.sizing.tries import PLENTY, Contender, Runner
+from stalloc.sizing.tries import Contender, Runner
 
 _CLOSE = 0.9  # of what one card needs another one needs as much at least: work spaces differ from card to card
 

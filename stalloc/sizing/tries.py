@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stalloc.device import VirtualGPU
+from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
@@ -19,7 +20,6 @@ from stalloc.sizing.scaled_traces import ScaledTraces
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.trace import Trace
 
-PLENTY = 1 << 41  #: bytes; expandable segments take more than this of the address space, for each stream
 NEEDED = "needed"
 
 Runner = Callable[[Sequence[Asked]], list[RunSeen]]

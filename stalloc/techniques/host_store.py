@@ -1,15 +1,14 @@
 """Host memory that techniques keep things in: pinned where it is for a GPU, in exact sizes, never more than allowed.
 
-Contract: what is taken counts until its last tensor is gone. torch's own pinned memory comes in powers of two, so
-blocks come from the driver as they are asked for, through CuPy.
+Contract: what is taken counts until its last tensor is gone.
 """
 
 import weakref
-from typing import Any
 
 import numpy as np
 import torch
 
+from stalloc.device.pinned_memory import pinned_memory
 from stalloc.errors import BadInputError
 from stalloc.techniques.parts import aligned
 
@@ -29,7 +28,10 @@ class HostStore:
         if self.limit_bytes is not None and self.used_bytes + size_bytes > self.limit_bytes:
             return None
         try:
-            block = _pinned(size_bytes) if pinned else np.empty(size_bytes, np.uint8)
+            if pinned:
+                block = np.frombuffer(pinned_memory(size_bytes), np.uint8, size_bytes)
+            else:
+                block = np.empty(size_bytes, np.uint8)
         except MemoryError:
             return None
         self.used_bytes += size_bytes
@@ -61,14 +63,3 @@ class HostStore:
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Those of the tensor itself unless it has holes."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def _pinned(size_bytes: int) -> Any:
-    """Raises MemoryError if the driver gives no more."""
-    import cupy
-
-    try:
-        memory = cupy.cuda.PinnedMemory(size_bytes)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryError(str(error)) from error
-    return np.frombuffer(cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, size_bytes)
