@@ -186,10 +186,12 @@ class Program:
 def test_what_lives_has_memory_and_what_is_held_is_counted(seed: int) -> None:
     print(f"seed {seed}")
     program = Program(seed, capacity_bytes=0 if seed % 2 else 264 * MIB)
+    most_hits = 0  # of one plan: each begins to count anew
     for _ in range(60):
         program.step()
+        most_hits = max(most_hits, program.controller.state.record.hits)
     assert program.controller.status.num_plans > 0
-    assert program.controller.state.record.hits > 0
+    assert most_hits > 0
     assert program.refused == 0
     for address in program.live.addresses():
         program.live.remove(address)
