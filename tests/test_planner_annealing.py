@@ -1,13 +1,18 @@
 """`method="annealing"`: valid on recorded traces and at their maximum load on most, valid on rings, repeatable."""
 
-import numpy as np
+import sys
+from pathlib import Path
+
 import pytest
 from test_planner_tape import training
 
 from stalloc.errors import BadInputError
-from stalloc.planner import plan, plan_arrays, validate
-from stalloc.planner.budget import Budget
+from stalloc.planner import plan, validate
 from stalloc.trace import load_traces
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+from planning.rings import random_ring
 
 
 @pytest.mark.slow
@@ -38,31 +43,9 @@ def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_rings_are_valid(seed):
-    rng = np.random.default_rng(seed)
-    count, ring_start, ring_end = 60, 20, 100
-    start = rng.integers(0, ring_end, count)
-    in_prologue = np.minimum(start + rng.integers(1, 60, count), ring_end)
-    end = np.where(start < ring_start, in_prologue, start + rng.integers(1, ring_end - ring_start, count))
-    size = rng.integers(1, 50, count) * 512
-    ring = ring_start, ring_end
-    layout = plan_arrays(start, end, size, ring=ring, budget=Budget(method="annealing"))
-    assert not _overlaps(start, end, size, layout.offset, ring)
-    again = plan_arrays(start, end, size, ring=ring, budget=Budget(method="annealing"))
-    assert (again.offset == layout.offset).all()
-    assert layout.peak_bytes == int((layout.offset + size).max()) >= layout.lower_bound_bytes
-
-
-def _overlaps(start, end, size, offset, ring):
-    """Pairs that share a byte at some moment of the prologue or the first three passes, looked at one by one."""
-    period = ring[1] - ring[0]
-    lives = [
-        (begin + shift * period, stop + shift * period, low, low + need, row)
-        for row, (begin, stop, need, low) in enumerate(zip(start, end, size, offset, strict=True))
-        for shift in range(3 if begin >= ring[0] else 1)
-    ]
-    return [
-        (one, other)
-        for i, one in enumerate(lives)
-        for other in lives[:i]
-        if one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
-    ]
+    ring = random_ring(seed)
+    offset, peak, bound = ring.place("annealing")
+    assert not ring.overlaps(offset)
+    again, _, _ = ring.place("annealing")
+    assert (again == offset).all()
+    assert peak == int((offset + ring.size).max()) >= bound

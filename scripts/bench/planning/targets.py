@@ -16,6 +16,8 @@ TIMES_QUICKER = 20
 LONG_SECONDS = 60
 #: the lowest peaks known of the two instances whose load nobody reaches
 KNOWN_PEAKS = {"D": 995_328, "J": 1_005_568}
+#: device traces that annealing has to place at the load
+ANNEALED = 20
 IDEALLOC_SECONDS = {"pangu_2.6B": 1.0, "resnet50": 0.05, "iopddl_G_1": 0.05, "iopddl_S_1": 0.2, "iopddl_Y_1": 0.2}
 
 Measured = list[tuple[Case, int, Result]]
@@ -61,6 +63,12 @@ def of_traces(measured: Measured) -> list[Row]:
         at_most("slowest device trace", max(seconds), 0.25, "s"),
         at_most("all device traces", sum(seconds), 2.0, "s"),
     ]
+
+
+def of_annealing(loads: list[int], results: list[Result]) -> list[Row]:
+    """Annealing after Imanishi and Xu on device traces."""
+    at_bound = sum(result.peak_bytes == load for load, result in zip(loads, results, strict=True))
+    return [at_least("annealing: device traces at the load", at_bound, min(ANNEALED, len(loads)))]
 
 
 def of_minimalloc(measured: Measured, backwards: Measured, shuffled: Measured) -> list[Row]:

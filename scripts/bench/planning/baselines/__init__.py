@@ -50,3 +50,4 @@ BASELINES = (
     Baseline("Imanishi and Xu", _annealing, 20_000),
     Baseline("CP-SAT", cp_sat.place, 500, cp_sat.missing()),
 )
+ANNEALING = next(row for row, baseline in enumerate(BASELINES) if baseline.place is _annealing)

@@ -1,0 +1,73 @@
+"""Made-up rings, and the naive judge of how they are placed.
+
+Contract: `overlaps` shares no code with any planner: it compares all pairs over the first passes, one by one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.planner import plan_arrays
+from stalloc.planner.budget import Budget
+
+from .baselines.gaps import Column
+from .targets import Row, at_least
+
+NUM_RINGS = 50
+_PASSES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Requests that live [start, end), each (n,): those born before `ring_start` once, the others in each period."""
+
+    start: Column
+    end: Column
+    size: Column
+    ring_start: int = 20
+    ring_end: int = 100
+
+    def place(self, method: str) -> tuple[Column, int, int]:
+        """(offsets, peak in bytes, lower bound in bytes) by a method of the planner."""
+        bounds = self.ring_start, self.ring_end
+        made = plan_arrays(self.start, self.end, self.size, ring=bounds, budget=Budget(method=method))
+        return made.offset, made.peak_bytes, made.lower_bound_bytes
+
+    def overlaps(self, offset: Column) -> list[tuple[int, int]]:
+        """Pairs of rows that share a byte at some moment of the prologue or the first passes."""
+        period = self.ring_end - self.ring_start
+        lives = [
+            (begin + shift * period, stop + shift * period, low, low + need, row)
+            for row, (begin, stop, need, low) in enumerate(zip(self.start, self.end, self.size, offset, strict=True))
+            for shift in range(_PASSES if begin >= self.ring_start else 1)
+        ]
+        return [
+            (one[4], other[4])
+            for i, one in enumerate(lives)
+            for other in lives[:i]
+            if one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+        ]
+
+
+def random_ring(seed: int, count: int = 60) -> Ring:
+    """Lifespans of all kinds: in the prologue, from there into the ring, within a pass, and over its end."""
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, Ring.ring_end, count)
+    in_prologue = np.minimum(start + rng.integers(1, count, count), Ring.ring_end)
+    period = Ring.ring_end - Ring.ring_start
+    end = np.where(start < Ring.ring_start, in_prologue, start + rng.integers(1, period, count))
+    return Ring(start, end, rng.integers(1, 50, count) * 512)
+
+
+def of_rings() -> list[Row]:
+    """Made-up rings by annealing: all valid, and how many at the load."""
+    valid = at_bound = 0
+    for seed in range(NUM_RINGS):
+        ring = random_ring(seed)
+        offset, peak, bound = ring.place("annealing")
+        valid += not ring.overlaps(offset)
+        at_bound += peak == bound
+    return [
+        at_least("annealing: valid of 50 made-up rings", valid, NUM_RINGS),
+        Row("annealing: of these at the load", at_bound),
+    ]
