@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from warm_programs import run_stalloc, run_warm
+from warm_programs import run_stalloc, run_warm, told_by_file
 
 from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
@@ -278,6 +278,14 @@ def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., d
         assert kept + input_bytes == pytest.approx(32 * unit, rel=1e-3)
     assert found["what"] == "selective"
     assert found["allocated"] == pytest.approx(found["expected"], rel=0.002)
+
+
+def test_korthikanti_s_formulas_are_what_is_measured() -> None:
+    rows = told_by_file(Path(__file__).parent / "programs" / "korthikanti.py", "formulas")
+    assert [formula for *_, formula, _, _ in rows[:2]] == [620756992, 34 * 1024 * 4 * 2048]
+    for *_, again, formula, measured, error in rows:
+        assert measured == pytest.approx(formula, rel=1e-3), again
+        assert error == pytest.approx(measured / formula - 1)
 
 
 RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stats()\n        return x.sum()")

@@ -1,39 +1,74 @@
-"""The layer of Korthikanti et al. 2022 (figure 2) in half precision, attention written out: korthikanti.py STEPS.
+"""The layer of Korthikanti et al. 2022 (figure 2) in half precision, attention written out.
 
-Per layer autograd saves s·b·h·(34 + 5·a·s/h) bytes, with sequence s, batch b, width h and a heads.
+`korthikanti.py STEPS` trains four of them; `korthikanti.py formulas` prints what a layer saves, by their formulas and as
+measured on a virtual GPU, as it is and with the core of attention computed again.
 """
 
+import json
 import sys
+from functools import partial
 
+if "formulas" in sys.argv:
+    from stalloc import device
+
+    device.activate("virtual")
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 SEQUENCE, BATCH, WIDTH, HEADS, LAYERS = 1024, 2, 1024, 16, 4
+SHAPES = ((1024, 4, 2048, 16), (2048, 2, 4096, 32), (SEQUENCE, BATCH, WIDTH, HEADS))
+
+
+def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of each head: (b·a, s, h/a) three times -> (b·a, s, h/a)."""
+    return torch.bmm(F.dropout(torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1), 0.1), v)
 
 
 class Layer(nn.Module):
     """One layer of a transformer: (s, b, h) -> (s, b, h)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, core_again: bool = False) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads, self.core = heads, partial(checkpoint, core, use_reentrant=False) if core_again else core
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         s, b, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(s, b * HEADS, 3 * h // HEADS).transpose(0, 1).chunk(3, -1)
-        weights = F.dropout(torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1), 0.1)
-        x = x + F.dropout(self.out(torch.bmm(weights, v).transpose(0, 1).reshape(s, b, h)), 0.1)
+        q, k, v = self.qkv(self.norm1(x)).view(s, b * self.heads, 3 * h // self.heads).transpose(0, 1).chunk(3, -1)
+        x = x + F.dropout(self.out(self.core(q, k, v).transpose(0, 1).reshape(s, b, h)), 0.1)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
 
 
-with torch.device("cuda"):
-    model = nn.Sequential(*[Layer() for _ in range(LAYERS)]).half()
-    inputs = torch.zeros(SEQUENCE, BATCH, WIDTH, dtype=torch.float16, requires_grad=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(int(sys.argv[1])):
-    optimizer.zero_grad()
-    model(inputs).sum().backward()
-    optimizer.step()
+def train(num_steps: int) -> None:
+    """Forward, backward, update."""
+    with torch.device("cuda"):
+        model = nn.Sequential(*[Layer() for _ in range(LAYERS)]).half()
+        inputs = torch.zeros(SEQUENCE, BATCH, WIDTH, dtype=torch.float16, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+
+def formulas() -> None:
+    """A row for each shape, as it is and with the core computed again."""
+    from stalloc.fitting.korthikanti import compare_layer
+
+    rows = []
+    for sequence, batch, width, heads in SHAPES:
+        for again in (False, True):
+            with torch.device("cuda"):
+                layer = Layer(width, heads, again).half()
+                inputs = torch.zeros(sequence, batch, width, dtype=torch.float16, requires_grad=True)
+            found = compare_layer(layer, inputs, heads, selective=again)
+            rows.append([sequence, batch, width, heads, again, found.formula_bytes, found.measured_bytes, found.error])
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    formulas() if sys.argv[1] == "formulas" else train(int(sys.argv[1]))
