@@ -221,7 +221,8 @@ def test_each_term_of_a_report_is_in_the_glossary() -> None:
         assert f"**{term}**" in page, term
 
 
-def test_traces_and_plans_are_one_line_and_a_table_in_a_notebook(csv: str) -> None:
+def test_traces_plans_and_explanations_are_a_table_in_a_notebook(csv: str) -> None:
+    from stalloc.analysis import explain
     from stalloc.planner import plan
     from stalloc.trace import load_traces
 
@@ -232,6 +233,8 @@ def test_traces_and_plans_are_one_line_and_a_table_in_a_notebook(csv: str) -> No
     hostile = trace.replace(info={**trace.info, "source": "<script>\n"})
     for value in (trace, made, hostile):
         assert "\n" not in repr(value)
+    assert "<th style='text-align:left'>soft fragmentation</th>" in explain(trace)._repr_html_()
+    for value in (trace, made, hostile, explain(hostile)):
         shown = value._repr_html_()
         assert shown.startswith("<table>")
         assert "<script>" not in shown

@@ -61,8 +61,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, source: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that holds memory until the block ends."""
+def running(tmp_path: Path, source: str, *words: str, code: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A program that holds memory until the block ends, with this exit code."""
     program = tmp_path / "holds.py"
     program.write_text(source)
     command = [sys.executable, *words, str(program)]
@@ -77,7 +77,7 @@ def running(tmp_path: Path, source: str, *words: str) -> Iterator[subprocess.Pop
             yield process
         finally:
             process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
+    assert process.returncode == code
     assert process.pid not in running_programs()
 
 
@@ -122,14 +122,19 @@ def test_a_program_is_followed_until_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cupy_installed")
-def test_ctrl_c_ends_the_look_and_not_the_program(tmp_path: Path) -> None:
-    with running(tmp_path, CUPY, *UNDER_STALLOC) as process:
-        terminal = Terminal("live")
-        terminal.wait_for("96.00 MiB")
+def test_ctrl_c_ends_the_look_or_the_program_and_not_both(tmp_path: Path) -> None:
+    with running(tmp_path, CUPY, *UNDER_STALLOC, code=130) as process:
+        terminal, other = Terminal("live"), Terminal("live")
+        for one in (terminal, other):
+            one.wait_for("96.00 MiB")
         os.killpg(terminal.process.pid, signal.SIGINT)
         assert terminal.code() == 0
         assert "Traceback" not in terminal.shown
         assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        other.wait_for("the program has ended")
+    assert other.code() == 0
+    assert "Traceback" not in other.shown
 
 
 @pytest.mark.usefixtures("cupy_installed")

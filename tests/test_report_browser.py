@@ -211,7 +211,7 @@ def test_charts_of_copies_are_drawn_without_memory_and_at_every_width(browser: A
     assert not opened.maps.first.is_visible()
     titles = opened.tab.locator("#charts figcaption").all_text_contents()
     assert "Time of each phase" in titles
-    assert any(title.startswith("Traffic device to host: 4.00 MiB in 1 copy, used to 10.0%") for title in titles)
+    assert any(title.startswith("Traffic device to host: 4.00 MiB in 1 copy, link used to 10.0%") for title in titles)
     assert "Headroom of each phase" not in titles
     assert "headroom is not known" in opened.tab.locator("#missing").text_content()
     assert "stood still for 1 copy" in opened.tab.locator("#story").text_content()

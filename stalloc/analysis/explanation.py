@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.analysis.grouping import purposes, role_keys
-from stalloc.analysis.moments import event_at, is_oom
+from stalloc.analysis.moments import event_at, is_oom, moment_text
 from stalloc.analysis.out_of_memory_event import OutOfMemory, out_of_memory
 from stalloc.analysis.peaks import recorded, reserved_peak
 from stalloc.columns import Column
-from stalloc.figures import fragmentation
+from stalloc.figures import fragmentation, html_table, human_bytes
 from stalloc.lifespans import fullest
 from stalloc.replay.model_events import events_of
 from stalloc.replay.protocol import BlockMap
@@ -68,6 +68,18 @@ class Explanation:
     record_reserved_peak_bytes: int
     record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
+
+    def _repr_html_(self) -> str:
+        causes = sorted(self.causes.items(), key=lambda item: -item[1])
+        error = self.out_of_memory
+        failed = [] if error is None else [(f"out of memory by {error.verdict}", human_bytes(error.wanted_bytes))]
+        rows = [
+            *failed,
+            ("reserved", human_bytes(self.reserved_bytes)),
+            ("allocated", human_bytes(self.allocated_bytes)),
+            *((name.replace("_", " "), human_bytes(size)) for name, size in causes if size),
+        ]
+        return html_table(f"Memory of device {self.device} {moment_text(self.event)}", rows)
 
 
 def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool = True) -> Explanation:

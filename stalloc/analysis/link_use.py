@@ -6,9 +6,9 @@ The measured peak of a link is the highest rate of one of its copies of 1 MiB or
 import numpy as np
 
 from stalloc.analysis.busy_time import Busy
-from stalloc.analysis.phase_windows import top_phase
+from stalloc.analysis.phase_windows import Windows, top_phase
 from stalloc.analysis.study_record import Blocking, LinkUse, PartUse, SizeUse
-from stalloc.columns import Column
+from stalloc.columns import Column, Times
 from stalloc.trace.activity import Activity, Link
 
 LINKS = tuple(link for link in Link if link.moves)
@@ -72,8 +72,8 @@ def size_uses(activity: Activity) -> list[SizeUse]:
     return found
 
 
-def part_uses(activity: Activity, begin_ns: int) -> list[PartUse]:
-    """The parts of phases, in the order in which they first ran."""
+def part_uses(activity: Activity, windows: Windows) -> list[PartUse]:
+    """The parts of phases, in the order in which they first ran; each runs once in a run of its phase."""
     computes = np.isin(activity.link, (Link.COMPUTE, Link.HOST_COMPUTE))
     found = []
     for number, name in enumerate(activity.names):
@@ -83,7 +83,7 @@ def part_uses(activity: Activity, begin_ns: int) -> list[PartUse]:
             continue
         start, end = activity.phase_start[told], activity.phase_end[told]
         if not len(start):
-            start, end = activity.start[rows].min(keepdims=True), activity.end[rows].max(keepdims=True)
+            start, end = _runs(activity.start[rows], activity.end[rows], windows)
         computing = busy(activity, rows & computes)
         moved = {link.text: int(activity.num_bytes[rows & (activity.link == link)].sum()) for link in LINKS}
         found.append(
@@ -91,13 +91,21 @@ def part_uses(activity: Activity, begin_ns: int) -> list[PartUse]:
                 phase=top_phase(name),
                 name=name.partition("/")[2],
                 runs=len(start),
-                start_seconds=float(start.min() - begin_ns) / 1e9,
+                start_seconds=float(start.min() - windows.bounds[0]) / 1e9,
                 seconds=float((end - start).sum()) / 1e9,
                 compute_seconds=float((computing.end - computing.start).sum()) / 1e9,
                 moved_bytes={link: size for link, size in moved.items() if size},
             )
         )
     return sorted(found, key=lambda part: part.start_seconds)
+
+
+def _runs(start: Times, end: Times, windows: Windows) -> tuple[Times, Times]:
+    """When the work of a part began and ended in each stretch of the phases."""
+    order = np.argsort(start, kind="stable")
+    inside = np.searchsorted(windows.bounds, start[order], side="right")
+    first = np.flatnonzero(np.diff(inside, prepend=-1))
+    return start[order][first], np.maximum.reduceat(end[order], first)
 
 
 def blocking_copies(activity: Activity) -> Blocking | None:

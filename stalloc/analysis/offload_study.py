@@ -37,22 +37,25 @@ def study(record: DeviceRecord) -> Study:
     windows = phase_windows(activity, begin, end)
     total = record.info.get("total_bytes")
     total = total if isinstance(total, int) else None
+    is_estimated = record.info.get("estimated") is True
+    has_times = is_estimated or record.info.get("virtual") is not True
     phases = _phases(activity, windows, levels, total)
     return Study(
         device=record.device,
         device_name=str(record.info.get("device_name", "")),
         total_bytes=total,
-        is_estimated=bool(record.info.get("estimated", False)),
+        is_estimated=is_estimated,
+        has_times=has_times,
         begin_ns=begin,
         seconds=(end - begin) / 1e9,
         phases=phases,
         stretches=_stretches(windows, begin),
         links=link_uses(activity, end - begin),
         sizes=size_uses(activity),
-        parts=part_uses(activity, begin),
+        parts=part_uses(activity, windows),
         blocking=blocking_copies(activity),
         missed_overlap_seconds=sum(min(phase.copy_seconds, phase.compute_seconds) for phase in phases),
-        missing=_missing(activity, levels, total, windows),
+        missing=_missing(activity, levels, total, windows, has_times=has_times),
     )
 
 
@@ -151,7 +154,9 @@ def _stretches(windows: Windows, begin: int) -> list[tuple[str, float, float]]:
     return [(windows.names[name], moments[at], moments[at + 1]) for at, name in enumerate(windows.name.tolist())]
 
 
-def _missing(activity: Activity, levels: dict[MemoryKind, Level], total: int | None, windows: Windows) -> list[str]:
+def _missing(
+    activity: Activity, levels: dict[MemoryKind, Level], total: int | None, windows: Windows, *, has_times: bool
+) -> list[str]:
     """What cannot be said, a sentence each."""
     found = []
     host_links = np.isin(activity.link, (Link.TO_DEVICE, Link.TO_HOST))
@@ -161,6 +166,8 @@ def _missing(activity: Activity, levels: dict[MemoryKind, Level], total: int | N
         found.append("the file has no copies between host and device")
     elif not any(peak_rate(activity, link) for link in LINKS):
         found.append("no copy is of 1 MiB or more, so the peak of no link is measured")
+    if has_times and len(activity) and not np.any(activity.link == Link.COMPUTE):
+        found.append("the file does not say when the device computed, so neither overlap nor idle time is known")
     if MemoryKind.ALLOCATED not in levels:
         found.append("the file does not say what was allocated: profile with profile_memory=True")
     elif total is None:

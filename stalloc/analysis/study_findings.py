@@ -10,14 +10,21 @@ from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 
 _MATTERS, _NOTICED = 0.01, 0.001  # of all the time, from which seconds are worth half a sentence, and one
+_HOW = "no GPU ran, and a model says what each operation and copy costs"
+_NO_TIMES = (
+    "Times are not shown: a virtual GPU computes nothing, so that its own are not those of a GPU. stalloc record --ops "
+    "has them estimated."
+)
 _SMALL, _MANY = SIZE_CLASSES[0][0], 32
 
 
 def findings(found: Study) -> list[str]:
     """The sentences."""
-    estimated = f"Times are estimated, for one step on {printable(found.device_name)}." if found.is_estimated else ""
+    if not found.has_times:
+        return [_NO_TIMES, *_moved(found), *_headroom(found)]
+    estimated = f"Times are estimated, for one step on {printable(found.device_name)}: {_HOW}."
     return [
-        *([estimated] if estimated else []),
+        *([estimated] if found.is_estimated else []),
         *_blocking(found),
         *_overlap(found),
         *_idle(found),
@@ -30,6 +37,13 @@ def findings(found: Study) -> list[str]:
 def copies_text(count: int) -> str:
     """`1 copy`, `1,234 copies`."""
     return f"{count:,} {'copy' if count == 1 else 'copies'}"
+
+
+def _moved(found: Study) -> list[str]:
+    return [
+        f"The link {link.link} moved {human_bytes(link.num_bytes)} in {copies_text(link.copies)}."
+        for link in found.links
+    ]
 
 
 def _share(seconds: float, found: Study) -> str:
@@ -61,7 +75,7 @@ def _blocking(found: Study) -> list[str]:
 def _overlap(found: Study) -> list[str]:
     alone = sum(phase.copy_seconds for phase in found.phases)
     both = sum(phase.overlap_seconds for phase in found.phases)
-    if alone + both < _NOTICED * found.seconds:
+    if alone + both < _NOTICED * found.seconds or not found.knows_computing:
         return []
     share = f"{human_seconds(both)} ({both / (alone + both):.0%})" if both else "Nothing"
     text = f"{share} of {human_seconds(alone + both)} of copying ran beside computing"
@@ -75,7 +89,7 @@ def _overlap(found: Study) -> list[str]:
 
 def _idle(found: Study) -> list[str]:
     idle = sum(phase.idle_seconds for phase in found.phases)
-    if idle < 0.1 * found.seconds or not any(phase.compute_seconds for phase in found.phases):
+    if idle < 0.1 * found.seconds or not found.knows_computing:
         return []
     worst = max(found.phases, key=lambda phase: phase.idle_seconds)
     where = f", {human_seconds(worst.idle_seconds)} of it in {printable(worst.name)}" if len(found.phases) > 1 else ""

@@ -3,7 +3,9 @@
 Links are named as people read them: host to device, device to host, device to device, disk read, disk write.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class Study:
     device_name: str
     total_bytes: int | None
     is_estimated: bool  #: whether the times are those of a GPU that is not there
+    has_times: bool  #: whether seconds and rates say anything: those of a virtual GPU, which computes nothing, do not
     begin_ns: int
     seconds: float
     phases: list[PhaseUse]  #: in the order in which they first ran
@@ -92,3 +95,24 @@ class Study:
     blocking: Blocking | None
     missed_overlap_seconds: float  #: of copies that ran alone, and could have run while their phase computed alone
     missing: list[str]
+
+    @property
+    def knows_computing(self) -> bool:
+        """Whether it is known when the device computes: else neither overlap nor idle time is."""
+        return self.has_times and any(phase.compute_seconds + phase.overlap_seconds for phase in self.phases)
+
+
+def as_json(found: Study) -> dict[str, Any]:
+    """What is written of a study: as it is, with null for times that say nothing."""
+    entry = dataclasses.asdict(found)
+    return entry if found.has_times else _without_times(entry)
+
+
+def _without_times(value: Any, name: str = "") -> Any:
+    if name == "stretches":
+        return []
+    if isinstance(value, dict):
+        return {key: _without_times(one, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_times(one) for one in value]
+    return None if name.endswith(("seconds", "rate", "used", "_ns")) else value

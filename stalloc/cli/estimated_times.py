@@ -1,4 +1,7 @@
-"""`--gpu NAME`: a recording by `stalloc record --ops` as its last step would run on a GPU, with estimated times."""
+"""`--gpu NAME`: a recording by `stalloc record --ops` as its last step would run on a GPU, with estimated times.
+
+Without it a recording of the virtual GPU gets the times of the GPU that it stands for.
+"""
 
 import argparse
 
@@ -9,16 +12,14 @@ from stalloc.trace import DeviceRecord
 def add_gpu_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option."""
     parser.add_argument(
-        "--gpu", metavar="NAME", help="estimate when operations of a recording by record --ops run on this GPU"
+        "--gpu",
+        metavar="NAME",
+        help="estimate when operations of a recording by record --ops run on this GPU (of the virtual GPU: on its own)",
     )
 
 
 def as_on_gpu(args: argparse.Namespace, record: DeviceRecord) -> DeviceRecord:
-    """The record as `--gpu` asks for it, or as it is. Raises BadInputError if it has no whole step with operations."""
-    if not args.gpu:
-        return record
-    from stalloc.cost.estimated_activity import with_estimated_times
-    from stalloc.cost.gpu_rates import rates_of
+    """The record as `--gpu` asks for it. Raises BadInputError if it then has no whole step with operations."""
+    from stalloc.cost.estimated_activity import as_it_would_run, with_estimated_times
 
-    gpu = find_gpu(args.gpu)
-    return with_estimated_times(record, gpu, rates_of(gpu.name))
+    return with_estimated_times(record, find_gpu(args.gpu)) if args.gpu else as_it_would_run(record)

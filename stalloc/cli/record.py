@@ -134,8 +134,14 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
         traces = load_traces(f"{folder}/history.pickle")
     if operations:
         traces = operations.add_to(traces)
-    more = [known_release() | _work_spaces(kind, torch, trace, seen) for trace in traces]
+    more = [known_release() | _card(kind, torch, trace) | _work_spaces(kind, torch, trace, seen) for trace in traces]
     return code, [trace.replace(info=trace.info | info) for trace, info in zip(traces, more, strict=True)]
+
+
+def _card(kind: str, torch: Any, trace: Trace) -> dict[str, Any]:
+    """Which GPU it was, as a recording under stalloc says it."""
+    found = torch.cuda.get_device_properties(trace.device)
+    return {"device_name": found.name, "total_bytes": found.total_memory, "virtual": kind == "virtual"}
 
 
 def _work_spaces(kind: str, torch: Any, trace: Trace, seen: list["SeenConvolutions"]) -> dict[str, Any]:

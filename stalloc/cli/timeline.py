@@ -16,14 +16,13 @@ known is null.
 """
 
 import argparse
-import dataclasses
 
 from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis.offload_study import study
 from stalloc.analysis.study_findings import findings
-from stalloc.analysis.study_record import Study
+from stalloc.analysis.study_record import Study, as_json
 from stalloc.cli.convert import of_device
 from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
 from stalloc.cli.output import (
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         with working(f"reading {file_label(file)}"):
             records = of_device(file, load_devices(file), args.device)
             found += [(file, study(as_on_gpu(args, record))) for record in records]
-    devices = [{"file": file, **dataclasses.asdict(made), "findings": findings(made)} for file, made in found]
+    devices = [{"file": file, **as_json(made), "findings": findings(made)} for file, made in found]
     write_json(args, {"devices": devices})
     if wants_text(args):
         console = table_console()
@@ -70,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 def _print(console: Console, file: str, made: Study) -> None:
     name = f" ({printable(made.device_name)})" if made.device_name else ""
     memory = f", {human_bytes(made.total_bytes)} of memory" if made.total_bytes is not None else ""
-    story = f", device {made.device}{name}{memory}: {human_seconds(made.seconds)}"
+    seconds = f": {human_seconds(made.seconds)}" if made.has_times else ""
+    story = f", device {made.device}{name}{memory}{seconds}"
     print_prose(console, Text.assemble((file_label(file), "bold"), story))
     for sentence in findings(made):
         print_prose(console, sentence, indent="  ")
@@ -83,14 +83,14 @@ def _print(console: Console, file: str, made: Study) -> None:
 
 def _print_phases(console: Console, made: Study) -> None:
     names = ("by phase", "runs", "time", "computes", "copies", "both", "idle", "on the host", "allocated", "reserved")
-    works = any(phase.compute_seconds + phase.copy_seconds + phase.overlap_seconds for phase in made.phases)
     rows = []
     for phase in made.phases:
         parts = (phase.compute_seconds, phase.copy_seconds, phase.overlap_seconds, phase.idle_seconds)
         host = human_seconds(phase.host_compute_seconds) if phase.host_compute_seconds else ""
-        split = [*map(human_seconds, parts), host] if works else [""] * 5
+        split = [*map(human_seconds, parts), host] if made.knows_computing else [""] * 5
         held = (phase.allocated_bytes, phase.reserved_bytes, phase.headroom_bytes, phase.host_bytes)
-        rows.append([phase.name, f"{phase.runs:,}", human_seconds(phase.seconds), *split, *map(_bytes, held)])
+        lasted = _timed(made, human_seconds(phase.seconds))
+        rows.append([phase.name, f"{phase.runs:,}", *lasted, *split, *map(_bytes, held)])
     print_table(console, (*names, "headroom", "host memory"), rows)
 
 
@@ -100,10 +100,13 @@ def _print_links(console: Console, made: Study) -> None:
             link.link,
             f"{link.copies:,}",
             human_bytes(link.num_bytes),
-            human_seconds(link.busy_seconds),
-            _rate(link.rate),
-            "" if link.peak_rate is None else _rate(link.peak_rate),
-            "" if link.used is None else f"{link.used:.1%}",
+            *_timed(
+                made,
+                human_seconds(link.busy_seconds),
+                _rate(link.rate),
+                "" if link.peak_rate is None else _rate(link.peak_rate),
+                _percent(link.used),
+            ),
         ]
         for link in made.links
     ]
@@ -111,26 +114,36 @@ def _print_links(console: Console, made: Study) -> None:
         return
     print_table(console, ("by link", "copies", "moved", "busy", "rate", "peak", "used"), rows)
     rows = [
-        [phase.name, link, human_bytes(size), f"{phase.link_used[link]:.1%}" if link in phase.link_used else ""]
+        [phase.name, link, human_bytes(size), *_timed(made, _percent(phase.link_used.get(link)))]
         for phase in made.phases
         for link, size in phase.moved_bytes.items()
     ]
     print_table(console, ("by phase and link", "", "moved", "used"), rows, text_columns=2)
-    rows = [[one.link, one.size, f"{one.copies:,}", human_bytes(one.num_bytes), _rate(one.rate)] for one in made.sizes]
+    rows = [
+        [one.link, one.size, f"{one.copies:,}", human_bytes(one.num_bytes), *_timed(made, _rate(one.rate))]
+        for one in made.sizes
+    ]
     print_table(console, ("by size of copy", "", "copies", "moved", "rate"), rows, text_columns=2)
     parts = [
         [
             f"{part.phase}/{part.name}",
             f"{part.runs:,}",
-            human_seconds(part.start_seconds),
-            human_seconds(part.seconds),
-            human_seconds(part.compute_seconds),
+            *_timed(made, *map(human_seconds, (part.start_seconds, part.seconds, part.compute_seconds))),
             ", ".join(f"{human_bytes(size)} {link}" for link, size in part.moved_bytes.items()),
         ]
         for part in made.parts
     ]
     if parts:
         print_table(console, ("by part", "runs", "begins", "time", "computes", "moved"), parts)
+
+
+def _timed(made: Study, *cells: str) -> tuple[str, ...]:
+    """Cells that say how long something took; empty where that is not known."""
+    return cells if made.has_times else ("",) * len(cells)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def _bytes(size: int | None) -> str:

@@ -13,7 +13,7 @@ from stalloc.cost.operation_classes import class_of_call
 from stalloc.cost.queues import Queue, Schedule, Task, schedule
 from stalloc.lifespans import find_steady_step, operation_graph
 from stalloc.trace import Trace
-from stalloc.trace.operations import ACCESS_READ, Operations, read_operations
+from stalloc.trace.operations import ACCESS_READ, ACCESS_WRITTEN, Operations, read_operations
 
 LINK_SHARE, LINK_START = 0.8, 1e-5  #: of what the link promises, that copies of pinned memory reach; seconds to begin
 _COPIES = ("aten::_to_copy", "aten::copy_")
@@ -45,23 +45,24 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     if operations is None or step is None:
         return None
     graph = operation_graph(trace, operations, step.operations)
-    reads = {
-        int(op) for op, kind in zip(operations.access_op, operations.access_kind, strict=True) if kind == ACCESS_READ
-    }
+    queue_of = copy_queues(operations, step.operations)
     tasks: list[Task] = []
     number_of: dict[int, int] = {}
     by_class: dict[str, float] = {}
-    measured = 0.0
+    measured, computed = 0.0, -1  # the last task of the device's own
     for row in step.operations.tolist():
         after = tuple(sorted(number_of[one] for one in graph.predecessors(row)))
         if launch_seconds:
             tasks.append(Task("launch", Queue.PROCESSOR, launch_seconds))
             after += (len(tasks) - 1,)
-        name = operations.name_of(row)
-        from_host = name in _COPIES and row not in reads
-        kind, seconds, was_measured = operation_seconds(operations, row, rates, from_host=from_host)
+        queue = queue_of.get(row, Queue.COMPUTE)
+        kind, seconds, was_measured = operation_seconds(operations, row, rates, queue)
         number_of[row] = len(tasks)
-        tasks.append(Task(name, Queue.TO_DEVICE if from_host else Queue.COMPUTE, seconds, after))
+        if queue != Queue.COMPUTE and computed >= 0:
+            after += (computed,)  # a copy waits for what was asked for before it, on whichever stream it is
+        elif queue == Queue.COMPUTE:
+            computed = len(tasks)
+        tasks.append(Task(operations.name_of(row), queue, seconds, after))
         by_class[kind] = by_class.get(kind, 0.0) + seconds
         measured += seconds * was_measured
     total = sum(by_class.values())
@@ -72,16 +73,35 @@ def estimate_step(trace: Trace, rates: GpuRates, launch_seconds: float = 0.0) ->
     return StepEstimate(made.seconds, TOTAL_ERROR * (1 - share), share, most, made, step.operations, queues)
 
 
+def copy_queues(operations: Operations, rows: Rows) -> dict[int, Queue]:
+    """Which link each of some operations works on that copy between device and host.
+
+    One that reads nothing on the device copies from the host; one that only reads there, and makes nothing, to it.
+    """
+    of_kind: dict[int, set[int]] = {ACCESS_READ: set(), ACCESS_WRITTEN: set(operations.made_by.tolist())}
+    for row, kind in zip(operations.access_op.tolist(), operations.access_kind.tolist(), strict=True):
+        of_kind[kind].add(row)
+    found = {}
+    for row in rows.tolist():
+        if operations.name_of(row) in _COPIES:
+            if row not in of_kind[ACCESS_READ]:
+                found[row] = Queue.TO_DEVICE
+            elif row not in of_kind[ACCESS_WRITTEN]:
+                found[row] = Queue.TO_HOST
+    return found
+
+
 def operation_seconds(
-    operations: Operations, row: int, rates: GpuRates, *, from_host: bool = False
+    operations: Operations, row: int, rates: GpuRates, queue: Queue = Queue.COMPUTE
 ) -> tuple[str, float, bool]:
     """The class of an operation, its seconds, and whether they were measured."""
     shape = int(operations.shape[row])
     if shape < 0:
         return "unknown", 0.0, False
     written = int(operations.shape_written_bytes[shape])
-    if from_host:
-        return "copy from the host", LINK_START + written / (LINK_SHARE * rates.link_bytes_per_second), False
+    if queue != Queue.COMPUTE:
+        kind = "copy from the host" if queue == Queue.TO_DEVICE else "copy to the host"
+        return kind, LINK_START + written / (LINK_SHARE * rates.link_bytes_per_second), False
     call = operations.shapes[shape]
     kind = class_of_call(call)
     if operations.shape_ns[shape]:

@@ -5,10 +5,14 @@ notebook uses, stalloc's or the libraries' own. The page is in a frame of its ow
 """
 
 import html
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from stalloc.integrations.native_history import NativeHistory
 from stalloc.notices import say
+
+if TYPE_CHECKING:
+    from stalloc.trace import Trace
 
 _HEIGHT = 1000  # pixels of the frame
 
@@ -37,9 +41,13 @@ def show_cell(shell: Any, cell: str) -> None:
         return
     from IPython.display import display
 
+    display({"text/html": framed(traces), "text/plain": "\n".join(map(repr, traces))}, raw=True)
+
+
+def framed(traces: "Sequence[Trace]") -> str:
+    """The page of a cell's traces as HTML for a notebook. Raises BadInputError for a trace that cannot be explained."""
     from stalloc.trace import record_of
     from stalloc.writers.page import page_text
 
     page = html.escape(page_text([("this cell", record_of(trace)) for trace in traces]))
-    frame = f'<iframe sandbox="allow-scripts" srcdoc="{page}" style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
-    display({"text/html": frame, "text/plain": "\n".join(map(repr, traces))}, raw=True)
+    return f'<iframe sandbox="allow-scripts" srcdoc="{page}" style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'

@@ -35,6 +35,7 @@ class OperationRecording:
         """What the program's own objects hold: what it is, device, requests and frees until then, address."""
         self.steps: list[dict[int, int]] = []
         """Requests and frees of each device until the end of each step."""
+        self.host_bytes = 0  #: that techniques held after the last step
         self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules
         self._open = threading.local()
         self._first: weakref.ref[Any] | None = None  # the optimizer whose steps count
@@ -109,9 +110,8 @@ class OperationRecording:
             notes.append(
                 f"{placed.unmatched} memory events and {placed.unresolved} accesses of the profiler fit no request"
             )
-        return trace.replace(
-            names=names, **columns, extra=trace.extra | operations.columns(), info=trace.info | {"notes": notes}
-        )
+        told = {"notes": notes} | ({"host_bytes": self.host_bytes} if self.host_bytes else {})
+        return trace.replace(names=names, **columns, extra=trace.extra | operations.columns(), info=trace.info | told)
 
     def _called(self, module: Any, _: Any) -> None:
         if self._stopped:
@@ -172,6 +172,8 @@ class OperationRecording:
             self._look_at(Role.OPTIMIZER_STATE, held)
         if optimizer is self._first():
             self.steps.append(positions())
+            store = sys.modules.get("stalloc.techniques.host_store")  # unless no technique needs it
+            self.host_bytes = store.held_bytes() if store is not None else 0
 
     def _look_at(self, role: Role, tensors: Any) -> None:
         now, strided, looks = positions(), _torch().strided, self.looks

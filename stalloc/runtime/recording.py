@@ -238,6 +238,7 @@ class Recording:
             info={
                 "device_name": self._device.name,
                 "total_bytes": self._device.total_bytes,
+                "virtual": self._device.kind == "virtual",
                 **known_release(),
                 "notes": self._notes(),
             },

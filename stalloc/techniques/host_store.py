@@ -12,6 +12,13 @@ from stalloc.device.pinned_memory import pinned_memory
 from stalloc.errors import BadInputError
 from stalloc.techniques.parts import aligned
 
+_stores: "weakref.WeakSet[HostStore]" = weakref.WeakSet()
+
+
+def held_bytes() -> int:
+    """What all stores of this process hold together."""
+    return sum(store.used_bytes for store in _stores)
+
 
 class HostStore:
     """A budget of host memory; `limit_bytes` None: as much as there is."""
@@ -22,6 +29,7 @@ class HostStore:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        _stores.add(self)
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor | None:
         """So many bytes, as a flat tensor; None where that is more than is allowed, or the host gives no more."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """What is written, and what is read."""
@@ -35,11 +36,12 @@ _phase = ""
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What is copied in the block belongs to a phase of the program."""
+    """What is copied in the block belongs to a phase of the program; for a profiler it is a range of that name."""
     global _phase
     before, _phase = _phase, name
     try:
-        yield
+        with _RecordFunctionFast(name):
+            yield
     finally:
         _phase = before
 

@@ -89,9 +89,9 @@ class DividedStep:
                     if number + 1 < len(parts):
                         with phase(f"update/{number + 1}"):
                             flight.fetch_ahead(number + 1, parts[number + 1])
-                    flight.wait(number)
-                    update(part)
                     with phase(f"update/{number}"):
+                        flight.wait(number)
+                        update(part)
                         flight.store(number, part)
             finally:
                 flight.land()

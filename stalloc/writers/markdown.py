@@ -37,10 +37,11 @@ def _study(drawn: Drawn) -> list[str]:
         )
         for phase in drawn.found.phases
     ]
+    split = _table(("phase", "time", "computes", "copies", "both", "idle"), phases)
     return [
         *(f"- {_escaped(sentence)}" for sentence in drawn.findings),
         "",
-        *_table(("phase", "time", "computes", "copies", "both", "idle"), phases),
+        *(split if drawn.found.knows_computing else []),
         *(f"- {_escaped(sentence)}" for sentence in drawn.found.missing),
     ]
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from stalloc.cost.estimated_activity import as_it_would_run
 from stalloc.errors import BadInputError
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
@@ -33,7 +34,7 @@ def report(
     for source in sources:
         found = [record_of(source)] if isinstance(source, Trace) else load_devices(Path(source))
         name = f"trace of device {source.device}" if isinstance(source, Trace) else str(source)
-        records += [(name, record) for record in found]
+        records += [(name, as_it_would_run(record)) for record in found]
     path = Path(output)
     write_report(path, format_of(path, format), records, [Candidate.named(text) for text in allocators])
     return path

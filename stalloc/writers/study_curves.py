@@ -32,7 +32,7 @@ class Drawn:
     """A study with what is drawn and said of it."""
 
     found: Study
-    curves: Curves
+    curves: Curves | None  #: none where times say nothing
     findings: list[str]
 
 
@@ -41,7 +41,7 @@ def drawn_study(record: DeviceRecord) -> Drawn | None:
     if record.activity is None or not len(record.activity):
         return None
     found = study(record)
-    return Drawn(found=found, curves=_curves(record), findings=findings(found))
+    return Drawn(found=found, curves=_curves(record) if found.has_times else None, findings=findings(found))
 
 
 def _curves(record: DeviceRecord) -> Curves:

@@ -12,7 +12,7 @@ from stalloc.analysis.study_findings import copies_text
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.writers.palettes import HOLE, INK, OKABE_ITO
-from stalloc.writers.study_curves import Drawn
+from stalloc.writers.study_curves import Curves, Drawn
 
 _GIB = 1 << 30
 _SPLIT = (
@@ -28,6 +28,7 @@ _LINKS = {
     "disk read": OKABE_ITO[6],
     "disk write": OKABE_ITO[2],
 }
+_ALLOCATED, _HOST = OKABE_ITO[0], OKABE_ITO[3]
 _MIN_ROWS, _MAX_PARTS = 3, 30
 _DRAWN_BYTES = 1 << 20  # below which memory of the host and traffic over time would be an empty picture
 Panel = Callable[[Any], None]
@@ -37,12 +38,14 @@ def panels(drawn: Drawn) -> list[Panel]:
     """What to draw, each into axes of its own."""
     found, curves = drawn.found, drawn.curves
     chosen: list[Panel] = []
-    if any(phase.compute_seconds + phase.copy_seconds + phase.overlap_seconds for phase in found.phases):
+    if found.knows_computing:
         chosen.append(lambda axes: _time(axes, drawn))
-    if any(kind != "host" or max(values) >= _DRAWN_BYTES for kind, values in curves.memory.items()):
-        chosen.append(lambda axes: _memory(axes, drawn))
-    if any(link.num_bytes >= _DRAWN_BYTES for link in found.links):
-        chosen.append(lambda axes: _traffic(axes, drawn))
+    if curves is None:
+        chosen.append(lambda axes: _memory_by_phase(axes, drawn))
+    elif any(kind != "host" or max(values) >= _DRAWN_BYTES for kind, values in curves.memory.items()):
+        chosen.append(lambda axes: _memory(axes, drawn, curves))
+    if curves is not None and any(link.num_bytes >= _DRAWN_BYTES for link in found.links):
+        chosen.append(lambda axes: _traffic(axes, drawn, curves))
     if found.links:
         chosen += [
             lambda axes: _by_phase(axes, drawn),
@@ -51,7 +54,7 @@ def panels(drawn: Drawn) -> list[Panel]:
     if any(phase.headroom_bytes is not None for phase in found.phases):
         chosen.append(lambda axes: _headroom(axes, drawn))
     if found.parts:
-        chosen.append(lambda axes: _parts(axes, drawn))
+        chosen.append(lambda axes: _parts(axes, drawn) if found.has_times else _parts_moved(axes, drawn))
     return chosen
 
 
@@ -79,7 +82,7 @@ def _time(axes: Any, drawn: Drawn) -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def _over_time(axes: Any, drawn: Drawn, count: int) -> Any:
+def _over_time(axes: Any, drawn: Drawn, curves: Curves, count: int) -> Any:
     """The milliseconds at which each stretch begins, on axes with the phases as shades."""
     total = 1e3 * drawn.found.seconds
     names = list(dict.fromkeys(name for name, _, _ in drawn.found.stretches))
@@ -90,17 +93,15 @@ def _over_time(axes: Any, drawn: Drawn, count: int) -> Any:
             above = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 7}
             axes.text((left + right) / 2, 1.0, printable(name), **above)
     axes.set(xlim=(0, total), xlabel="ms")
-    return np.arange(count) * 1e3 * drawn.curves.seconds
+    return np.arange(count) * 1e3 * curves.seconds
 
 
-def _memory(axes: Any, drawn: Drawn) -> None:
-    known = {
-        kind: values for kind, values in drawn.curves.memory.items() if kind != "host" or max(values) >= _DRAWN_BYTES
-    }
+def _memory(axes: Any, drawn: Drawn, curves: Curves) -> None:
+    known = {kind: values for kind, values in curves.memory.items() if kind != "host" or max(values) >= _DRAWN_BYTES}
     most = max(max(values) for values in known.values())
     unit, name = (_GIB, "GiB") if most >= 0.1 * _GIB else (1 << 20, "MiB")
-    looks = {"allocated": OKABE_ITO[0], "reserved": INK, "host": OKABE_ITO[3]}
-    moments = _over_time(axes, drawn, len(next(iter(known.values()))))
+    looks = {"allocated": _ALLOCATED, "reserved": INK, "host": _HOST}
+    moments = _over_time(axes, drawn, curves, len(next(iter(known.values()))))
     for kind, counted in known.items():
         values = np.array(counted, float)
         values[values < 0] = np.nan
@@ -113,38 +114,57 @@ def _memory(axes: Any, drawn: Drawn) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _traffic(axes: Any, drawn: Drawn) -> None:
+def _memory_by_phase(axes: Any, drawn: Drawn) -> None:
+    rows = [
+        (phase.name, name, size, color)
+        for phase in drawn.found.phases
+        for name, size, color in (("allocated", phase.allocated_bytes, _ALLOCATED), ("host", phase.host_bytes, _HOST))
+        if size
+    ]
+    axes.barh(range(len(rows)), [size for *_, size, _ in rows], color=[color for *_, color in rows], height=0.6)
+    said = [f"{human_bytes(size)} {name}" for _, name, size, _ in rows]
+    _rows(axes, [phase for phase, *_ in rows], said, [float(size) for *_, size, _ in rows])
+    axes.set_title("memory of each phase, at the most", fontsize=10)
+
+
+def _traffic(axes: Any, drawn: Drawn, curves: Curves) -> None:
     shown = [link for link in drawn.found.links if link.num_bytes >= _DRAWN_BYTES]
-    moments = _over_time(axes, drawn, len(drawn.curves.traffic[shown[0].link]))
+    moments = _over_time(axes, drawn, curves, len(curves.traffic[shown[0].link]))
     for link in shown:
         color = _LINKS[link.link]
-        rate = np.array(drawn.curves.traffic[link.link]) / _GIB
+        rate = np.array(curves.traffic[link.link]) / _GIB
         used = "" if link.used is None else f", used to {link.used:.1%}"
         axes.fill_between(moments, rate, step="post", color=color, alpha=0.8, linewidth=0, label=f"{link.link}{used}")
         if link.peak_rate is not None:
             axes.axhline(link.peak_rate / _GIB, color=color, linestyle="--", linewidth=1)
     axes.set(ylim=(0, None), ylabel="GiB/s")
-    axes.set_title("traffic; dashed: the measured peak", fontsize=10, pad=14)
+    kind = "estimated" if drawn.found.is_estimated else "measured"
+    axes.set_title(f"traffic; dashed: the {kind} peak", fontsize=10, pad=14)
     axes.legend(frameon=False, fontsize=8)
 
 
 def _by_phase(axes: Any, drawn: Drawn) -> None:
+    timed = drawn.found.has_times
     rows = [(phase, link, size) for phase in drawn.found.phases for link, size in phase.moved_bytes.items()]
     axes.barh(range(len(rows)), [size for _, _, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
     said = [
-        f"{human_bytes(size)} {link}" + (f", {phase.link_used[link]:.1%}" if link in phase.link_used else "")
+        f"{human_bytes(size)} {link}" + (f", {phase.link_used[link]:.1%}" if timed and link in phase.link_used else "")
         for phase, link, size in rows
     ]
     _rows(axes, [phase.name for phase, _, _ in rows], said, [float(size) for _, _, size in rows])
-    axes.set_title("traffic by phase, and how far the link is used", fontsize=10)
+    axes.set_title("traffic by phase" + (", and how far the link is used" if timed else ""), fontsize=10)
 
 
 def _sizes(axes: Any, drawn: Drawn) -> None:
-    sizes = drawn.found.sizes
-    axes.barh(range(len(sizes)), [one.rate for one in sizes], color=[_LINKS[one.link] for one in sizes], height=0.6)
-    said = [f"{human_bytes(round(one.rate))}/s: {copies_text(one.copies)} {one.link}" for one in sizes]
-    _rows(axes, [one.size for one in sizes], said, [one.rate for one in sizes])
-    axes.set_title("copies by size, and the rate that they reach", fontsize=10)
+    sizes, timed = drawn.found.sizes, drawn.found.has_times
+    length = [one.rate if timed else float(one.num_bytes) for one in sizes]
+    axes.barh(range(len(sizes)), length, color=[_LINKS[one.link] for one in sizes], height=0.6)
+    said = [
+        f"{human_bytes(round(value))}{'/s' if timed else ''}: {copies_text(one.copies)} {one.link}"
+        for one, value in zip(sizes, length, strict=True)
+    ]
+    _rows(axes, [one.size for one in sizes], said, length)
+    axes.set_title("copies by size" + (", and the rate that they reach" if timed else ""), fontsize=10)
 
 
 def _headroom(axes: Any, drawn: Drawn) -> None:
@@ -167,3 +187,11 @@ def _parts(axes: Any, drawn: Drawn) -> None:
     axes.set_yticks(range(len(parts)), [printable(f"{part.phase}/{part.name}", 28) for part in parts])
     axes.set(xlabel="ms", ylim=(max(len(parts), _MIN_ROWS) - 0.5, -0.5))
     axes.set_title("subgroups; blue: computes", fontsize=10)
+
+
+def _parts_moved(axes: Any, drawn: Drawn) -> None:
+    rows = [(part, *moved) for part in drawn.found.parts[:_MAX_PARTS] for moved in part.moved_bytes.items()]
+    axes.barh(range(len(rows)), [size for *_, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
+    said = [f"{human_bytes(size)} {link}" for _, link, size in rows]
+    _rows(axes, [f"{part.phase}/{part.name}" for part, *_ in rows], said, [float(size) for *_, size in rows])
+    axes.set_title("what subgroups move", fontsize=10)

@@ -16,8 +16,10 @@ import numpy as np
 from stalloc.analysis import Explanation, explain, holders, summarize
 from stalloc.analysis.grouping import class_keys, module_keys, purposes, role_keys, site_keys, site_text, stack_names
 from stalloc.analysis.moments import last_oom
+from stalloc.analysis.study_record import as_json
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.lifespans.named_phases import named_phases
 from stalloc.printable import printable
 from stalloc.replay.simulation import Candidate
 from stalloc.trace import MARK_STEP, Action, DeviceRecord, Trace
@@ -51,7 +53,7 @@ def device_data(record: DeviceRecord, allocators: Sequence[Candidate] = ()) -> D
     drawn = drawn_study(record)
     shown = {
         "device": record.device,
-        "study": drawn and dataclasses.asdict(drawn),
+        "study": drawn and dataclasses.asdict(drawn) | {"found": as_json(drawn.found)},
         "has_memory": record.trace is not None,
     }
     if record.trace is not None:
@@ -102,11 +104,13 @@ def _memory(trace: Trace, shown: dict[str, Any], allocators: Sequence[Candidate]
         "num_events": max(trace.num_events, 1),
         "levels": [[int(one), int(count)] for one, count in zip(levels[::-1], counts[::-1], strict=True)],
         "kinds": kinds,
+        "sites_are": _sites_are(trace),
         "streams": [str(stream) for stream in trace.streams],
         "sites": sites,
         "stacks": stacks,
         "groups": {name: names for name, (names, _) in groups.items()},
-        "marks": _marks(trace),
+        "steps": trace.mark_event[trace.mark_kind == MARK_STEP][:_MAX_MARKS].tolist(),
+        "phases": [[begin, end, printable(name)] for begin, end, name in named_phases(trace)[:_MAX_MARKS]],
         "errors": np.flatnonzero(trace.action == Action.OOM)[:_MAX_MARKS].tolist(),
         "reserved": _reserved(trace),
         "maps": [_map_header(made) for made in maps],
@@ -165,18 +169,11 @@ def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:
     return names, [[int(one), *stack] for one, stack in zip(site, frames, strict=True)], column
 
 
-def _marks(trace: Trace) -> list[list[Any]]:
-    """Event, whether it is a step, and name of each mark; few enough to be drawn."""
-    every = max(1, -(-len(trace.mark_event) // _MAX_MARKS))
-    rows = range(0, len(trace.mark_event), every)
-    return [
-        [
-            int(trace.mark_event[row]),
-            bool(trace.mark_kind[row] == MARK_STEP),
-            printable(trace.names[int(trace.mark_name[row])]),
-        ]
-        for row in rows
-    ]
+def _sites_are(trace: Trace) -> str:
+    """What the names of call sites are; empty where all of them are unknown."""
+    if read_sites(trace) is not None:
+        return "call site"
+    return "purpose" if read_operations(trace) is not None else ""
 
 
 def _reserved(trace: Trace) -> list[list[int]]:

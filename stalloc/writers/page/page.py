@@ -20,7 +20,17 @@ from stalloc.writers.page.device_data import DeviceData, device_data
 from stalloc.writers.writing import write_chunks
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "data.js", "colors.js", "holders.js", "map.js", "chart.js", "study.js", "page.js")
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "data.js",
+    "colors.js",
+    "holders.js",
+    "map.js",
+    "chart.js",
+    "study.js",
+    "devices.js",
+    "page.js",
+)
 
 
 def write_page(path: Path, records: Sequence[tuple[str, DeviceRecord]], allocators: Sequence[Candidate] = ()) -> None:

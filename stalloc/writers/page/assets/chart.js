@@ -2,7 +2,7 @@
 // Load over time: what is allocated, stacked by group, and what is reserved. uPlot draws it: it is small, quick with
 // many points, and needs nothing else.
 
-const POINTS = 900;
+const POINTS = 900, MAX_MARKS = 200, FONT = "12px system-ui, sans-serif";
 
 class LoadChart {
   constructor(element, device) {
@@ -39,15 +39,16 @@ class LoadChart {
     const reserved = { label: "reserved", stroke: theme.ink, width: 2, points: { show: false } };
     return {
       ...this.room(),
+      padding: [20, 22, 0, 0], // room for the names of phases
       legend: { show: false },
       cursor: { drag: { x: false, y: false }, points: { show: false } },
-      scales: { x: { time: false }, y: { range: (plot, low, high) => [0, high * 1.05 || 1] } },
+      scales: { x: { time: false }, y: { range: (plot, low, high) => [0, high * 1.1 || 1] } },
       series: [{}, ...areas, ...(hasReserved ? [reserved] : [])],
       axes: [
-        { ...axis, values: (plot, splits) => splits.map((value) => (Number.isInteger(value) ? count(value) : "")) },
+        { ...axis, label: "events", size: 30, labelSize: 18, labelFont: FONT, values: (plot, splits) => splits.map((value) => (Number.isInteger(value) ? count(value) : "")) },
         { ...axis, size: 84, values: (plot, splits) => splits.map(humanBytes), incrs: [...Array(40).keys()].flatMap((power) => [2 ** power]) },
       ],
-      hooks: { draw: [(plot) => this.overlay(plot)] },
+      hooks: { drawAxes: [(plot) => this.shadePhases(plot)], draw: [(plot) => this.overlay(plot)] },
     };
   }
 
@@ -60,7 +61,7 @@ class LoadChart {
   }
 
   overlay(plot) {
-    const { view, theme } = this.marks, { ctx, bbox } = plot;
+    const { view, theme } = this.marks, { ctx, bbox } = plot, { header } = this.device;
     const line = (event, color, dash) => {
       const x = plot.valToPos(event, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) return;
@@ -73,11 +74,46 @@ class LoadChart {
       ctx.stroke();
       ctx.restore();
     };
-    const steps = this.device.header.marks.filter((mark) => mark[1]);
-    if (steps.length < 200) steps.forEach(([event]) => line(event + 0.5, theme.grid, [2, 3]));
-    this.device.header.errors.forEach((event) => line(event + 1, theme.error, []));
+    if (header.steps.length < MAX_MARKS) header.steps.forEach((event) => line(event + 0.5, theme.ink, [2, 4]));
+    header.errors.forEach((event) => line(event + 1, theme.error, []));
     line(view.moment, theme.ink, []);
     if (view.other !== null) line(view.other, theme.ink, [4, 4]);
+    this.markPeak(plot, theme);
+  }
+
+  // Phases as shades, those of one name alike, with the name above where there is room.
+  shadePhases(plot) {
+    const { theme } = this.marks, { ctx, bbox } = plot, { phases } = this.device.header, ratio = window.devicePixelRatio || 1;
+    const names = [...new Set(phases.map(([, , name]) => name))], x = (event) => Math.min(Math.max(plot.valToPos(event + 1, "x", true), bbox.left), bbox.left + bbox.width);
+    const seen = phases.map(([begin, end, name]) => [x(begin), x(end), name]).filter(([left, right]) => right > left);
+    if (seen.length > MAX_MARKS) return;
+    ctx.save();
+    Object.assign(ctx, { fillStyle: theme.ink, font: `${11 * ratio}px system-ui, sans-serif`, textAlign: "center", textBaseline: "bottom" });
+    for (const [left, right, name] of seen) {
+      ctx.globalAlpha = names.indexOf(name) % 2 ? 0.16 : 0.05;
+      ctx.fillRect(left, bbox.top, right - left, bbox.height);
+      ctx.globalAlpha = 0.75;
+      if (ctx.measureText(name).width < right - left) ctx.fillText(name, (left + right) / 2, bbox.top - 3 * ratio);
+    }
+    ctx.restore();
+  }
+
+  // The highest moment of what is allocated, by a triangle with its bytes.
+  markPeak(plot, theme) {
+    const { ctx, bbox } = plot, { allocated_peak_bytes: bytes, allocated_peak_event: event } = this.device.header.summary, ratio = window.devicePixelRatio || 1;
+    const x = plot.valToPos(event + 1, "x", true), y = plot.valToPos(bytes, "y", true), side = 5 * ratio, words = "peak " + humanBytes(bytes);
+    if (event === null || x < bbox.left || x > bbox.left + bbox.width) return;
+    ctx.save();
+    Object.assign(ctx, { fillStyle: theme.ink, strokeStyle: theme.halo, lineWidth: 3 * ratio, font: `600 ${11 * ratio}px system-ui, sans-serif`, textBaseline: "bottom", textAlign: "left" });
+    ctx.beginPath();
+    ctx.moveTo(x, y);
+    ctx.lineTo(x - side, y - 1.6 * side);
+    ctx.lineTo(x + side, y - 1.6 * side);
+    ctx.fill();
+    const width = ctx.measureText(words).width, left = x + width + 3 * side > bbox.left + bbox.width ? x - width - 1.6 * side : x + 1.6 * side;
+    ctx.strokeText(words, left, y - 2);
+    ctx.fillText(words, left, y - 2);
+    ctx.restore();
   }
 
   // The moment under a pointer.

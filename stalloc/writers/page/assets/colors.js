@@ -4,7 +4,7 @@
 const { OKABE_ITO, TOL_MUTED, REST, SIZES } = PALETTES;
 
 // What a device can be coloured by, and what holds memory listed by: modules and roles where operations are known.
-const groupings = (header) => ["class", "call site", ...Object.keys(header.groups), "size", "stream"];
+const groupings = (header) => ["class", ...(header.sites_are ? [header.sites_are] : []), ...Object.keys(header.groups), "size", "stream"];
 
 // The group of each row, and names and colours of the groups; what holds most at the chosen moment gets a colour.
 function groupRows(device, by, moment) {

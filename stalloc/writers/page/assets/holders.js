@@ -62,6 +62,8 @@ function flame(element, device, view, choose) {
     }
   });
   element.replaceChildren();
+  element.style.height = 0;
+  if (!device.header.sites_are) return; // one frame, which nobody knows
   const add = (branch, left, depth) => {
     const share = branch.bytes / (root.bytes || 1);
     if (share < 0.004 || depth > 40) return;

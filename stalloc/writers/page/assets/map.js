@@ -71,11 +71,27 @@ class AddressView {
     line(view.moment, theme.ink, []);
     if (view.other !== null) line(view.other, theme.ink, [4, 4]);
     context.setLineDash([]);
+    this.labels(context, view, theme);
     if (this.hovered === undefined) return;
     const row = this.hovered, place = this.map.place[row], { start, duration, size } = this.device;
     context.strokeStyle = theme.ink;
     context.lineWidth = 2;
     context.strokeRect(x(start[row]), y(place + size[row]), Math.max(2, x(start[row] + duration[row]) - x(start[row])), Math.max(2, y(place) - y(place + size[row])));
+  }
+
+  // Which addresses and events the picture reaches over, in its corners.
+  labels(context, view, theme) {
+    const { width, height } = this.canvas, ratio = window.devicePixelRatio || 1, edge = 5 * ratio;
+    Object.assign(context, { font: `${11 * ratio}px system-ui, sans-serif`, fillStyle: theme.ink, strokeStyle: theme.halo, lineWidth: 3 * ratio, lineJoin: "round" });
+    const write = (words, right, bottom) => {
+      Object.assign(context, { textAlign: right ? "right" : "left", textBaseline: bottom ? "bottom" : "top" });
+      context.strokeText(words, right ? width - edge : edge, bottom ? height - edge : edge);
+      context.fillText(words, right ? width - edge : edge, bottom ? height - edge : edge);
+    };
+    write(humanBytes(Math.round(this.high) * UNIT), false, false);
+    write(`${humanBytes(Math.round(this.low) * UNIT)}, event ${count(Math.max(0, Math.round(view.begin) - 1))}`, false, true);
+    write(`event ${count(Math.round(view.end) - 1)}`, true, true);
+    context.lineWidth = 1;
   }
 
   // The row whose rectangle holds an event and a unit of addresses; undefined if none does.

@@ -8,8 +8,8 @@ let devices = [], device = null, chart = null, maps = [], coloring, asked = fals
 function theme() {
   const dark = document.documentElement.dataset.theme === "dark";
   return dark
-    ? { name: "dark", ink: "#ececec", grid: "#3a3f45", error: "#ff8a5c", nothing: word("#15181c"), hole: word("#4a4f55"), frame: word("#7a8087"), faded: word("#30353a") }
-    : { name: "light", ink: PALETTES.INK, grid: "#d8d8d8", error: "#c23b00", nothing: word("#ffffff"), hole: word(PALETTES.HOLE), frame: word(PALETTES.FRAME), faded: word("#ececec") };
+    ? { name: "dark", ink: "#ececec", grid: "#3a3f45", error: "#ff8a5c", halo: "#15181c", nothing: word("#15181c"), hole: word("#4a4f55"), frame: word("#7a8087"), faded: word("#30353a") }
+    : { name: "light", ink: PALETTES.INK, grid: "#d8d8d8", error: "#c23b00", halo: "#ffffff", nothing: word("#ffffff"), hole: word(PALETTES.HOLE), frame: word(PALETTES.FRAME), faded: word("#ececec") };
 }
 
 function draw() { // at most once a frame
@@ -68,7 +68,7 @@ async function choose(number) {
     return shown;
   });
   options("grouping", groupings(header), view.by);
-  options("holders", groupings(header), "call site");
+  options("holders", groupings(header), header.sites_are);
   view.by = byId("grouping").value;
   tellMemory(header);
 }
@@ -115,12 +115,14 @@ function tellMemory(header) {
 function recolor() {
   if (!device) return draw();
   coloring = groupRows(device, view.by, view.moment);
-  byId("legend").replaceChildren(...coloring.names.map((name, number) => {
-    const line = document.createElement("li"), patch = document.createElement("i");
-    patch.style.background = coloring.colors[number];
-    line.append(patch, name);
-    return line;
-  }));
+  const { header } = device, lines = [
+    ...(header.reserved.length ? [["reserved", "line"]] : []), ...(header.steps.length && header.steps.length < MAX_MARKS ? [["end of a step", "dotted line"]] : []),
+    ...(header.errors.length ? [["out of memory", "error line"]] : []), ["the chosen moment", "thin line"],
+  ];
+  byId("legend").replaceChildren(
+    ...coloring.names.map((name, number) => legendLine(name, coloring.colors[number])),
+    ...lines.map(([name, look]) => legendLine(name, "", look)),
+  );
   hold();
 }
 
@@ -168,7 +170,12 @@ function reset() {
 }
 
 function point(map, pointer) {
-  const { event, unit } = map.at(pointer, view), row = map.rowAt(event, unit);
+  const { event, unit } = map.at(pointer, view);
+  pointAt(map, event, unit);
+}
+
+function pointAt(map, event, unit) {
+  const row = map.rowAt(event, unit);
   maps.forEach((other) => (other.hovered = row));
   byId("pointed").textContent = row === undefined ? `${eventName(event)}: nothing lives there` : describe(row, map);
   draw();
@@ -228,48 +235,25 @@ function listen(map) {
   canvas.addEventListener("keydown", (key) => press(key, map));
 }
 
+// With the keys alone: the middle of the view is the moment, and the block there is the one that is pointed at.
+function chooseMiddle(map, moment, isCompared) {
+  moveTo(moment, isCompared ? view.moment : view.other);
+  pointAt(map, moment, (map.low + map.high) / 2);
+}
+
 function press(key, map) {
   const middle = (view.begin + view.end) / 2, step = (view.end - view.begin) / 10, tall = (map.high - map.low) / 10;
   const actions = {
     "+": () => zoom(0.8, middle), "-": () => zoom(1.25, middle),
     PageUp: () => map.zoomAddresses(0.8, (map.low + map.high) / 2), PageDown: () => map.zoomAddresses(1.25, (map.low + map.high) / 2),
     ArrowLeft: () => pan(-step), ArrowRight: () => pan(step), ArrowUp: () => map.panAddresses(tall), ArrowDown: () => map.panAddresses(-tall),
-    Enter: () => moveTo(Math.floor(middle)), Escape: () => moveTo(view.moment, null), "[": () => moveTo(view.moment - 1), "]": () => moveTo(view.moment + 1), 0: reset,
+    Enter: () => chooseMiddle(map, Math.floor(middle), key.shiftKey), Escape: () => moveTo(view.moment, null), "[": () => moveTo(view.moment - 1), "]": () => moveTo(view.moment + 1), 0: reset,
   };
   const action = actions[key.key === "=" ? "+" : key.key];
   if (!action || key.ctrlKey || key.metaKey) return;
   key.preventDefault();
   action();
   draw();
-}
-
-function showDevices() {
-  const worst = (header) => (header.has_memory ? header.explanation.reserved_bytes - header.explanation.allocated_bytes : -1);
-  const failed = (header) => Number(header.has_memory && header.errors.length > 0);
-  const figures = (header) => (header.has_memory ? `${humanBytes(header.explanation.allocated_bytes)} allocated, ${humanBytes(worst(header))} more reserved` : humanSeconds(header.study.found.seconds));
-  const badness = (one, other) => failed(other) - failed(one) || worst(other) - worst(one);
-  devices.order = [...devices.keys()].sort((one, other) => badness(devices[one].header, devices[other].header));
-  if (devices.length < 2) return;
-  byId("devices").hidden = false;
-  byId("devices").replaceChildren(...devices.order.map((number) => {
-    const { header } = devices[number], button = document.createElement("button"), canvas = document.createElement("canvas");
-    const said = document.createElement("span");
-    said.textContent = `${devices.some(({ header: other }) => other.file !== header.file) ? header.file + ", " : ""}device ${header.device}${failed(header) ? ", out of memory" : ""}: ${figures(header)}`;
-    button.append(canvas, said);
-    button.addEventListener("click", () => choose(number).then(recolor));
-    if (header.has_memory) requestAnimationFrame(() => sparkline(canvas, header.reserved, header.num_events));
-    return button;
-  }));
-}
-
-function sparkline(canvas, steps, events) {
-  const ratio = window.devicePixelRatio || 1, width = (canvas.width = canvas.clientWidth * ratio), height = (canvas.height = canvas.clientHeight * ratio);
-  const most = Math.max(1, ...steps.map((step) => step[1])), context = canvas.getContext("2d");
-  context.fillStyle = "#7aa7c7";
-  steps.forEach(([event, bytes], at) => {
-    const end = at + 1 < steps.length ? steps[at + 1][0] : events + 1;
-    context.fillRect((event / events) * width, height * (1 - bytes / most), Math.max(1, ((end - event) / events) * width), (height * bytes) / most);
-  });
 }
 
 async function begin() {

@@ -4,7 +4,7 @@
 const SPLIT = [["computes", "compute_seconds", OKABE_ITO[0]], ["copies", "copy_seconds", OKABE_ITO[1]], ["both", "overlap_seconds", OKABE_ITO[2]], ["idle", "idle_seconds", "var(--hole)"]];
 const LINK_COLORS = { "host to device": OKABE_ITO[5], "device to host": OKABE_ITO[4], "device to device": OKABE_ITO[3], "disk read": OKABE_ITO[6], "disk write": OKABE_ITO[2] };
 const MEMORY = [["allocated", OKABE_ITO[0]], ["reserved", null], ["host", OKABE_ITO[3]]];
-const ROW = 30, LEFT = 132, RIGHT = 16, TOP = 20, TALL = 150;
+const MAX_PARTS = 40, ROW = 30, LEFT = 132, RIGHT = 16, TOP = 20, TALL = 150;
 const DRAWN_BYTES = 2 ** 20; // below which memory of the host and traffic over time would be an empty picture
 
 function humanSeconds(seconds) {
@@ -30,7 +30,7 @@ class Panel {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), keys = document.createElement("ul");
     caption.textContent = title;
     keys.className = "legend";
-    keys.append(...legend.map(([name, color]) => legendLine(name, color)));
+    keys.append(...legend.map((line) => legendLine(...line)));
     figure.append(caption, keys);
     element.append(figure);
     this.width = Math.max(260, figure.clientWidth);
@@ -63,9 +63,10 @@ class Panel {
   }
 }
 
-function legendLine(name, color) {
+function legendLine(name, color, look = "") {
   const line = document.createElement("li"), patch = document.createElement("i");
-  patch.style.background = color || "var(--ink)";
+  patch.className = look;
+  if (!look) patch.style.background = color || "var(--ink)";
   line.append(patch, name);
   return line;
 }
@@ -73,7 +74,9 @@ function legendLine(name, color) {
 // Values over time above shaded phases; the axis upwards has the highest value, the one below the seconds.
 function overTime(element, title, study, series, shown, limit = null) {
   const { seconds, stretches } = study.found, every = study.curves.seconds;
-  const panel = new Panel(element, title, TOP + TALL + 24, series.map(([name, , color]) => [name, color]));
+  const panel = new Panel(element, title, TOP + TALL + 24, [
+    ...series.map(([name, , color, filled]) => [name, color, filled || color ? "" : "line"]), ...(limit ? [[limit[0], "", "dashed line"]] : []),
+  ]);
   const most = Math.max(limit ? limit[1] : 0, ...series.flatMap(([, values]) => values)) || 1;
   const x = (moment) => panel.left + (moment / seconds) * (panel.right - panel.left), y = (value) => TOP + TALL * (1 - value / (1.04 * most));
   const names = [...new Set(stretches.map(([name]) => name))];
@@ -89,7 +92,6 @@ function overTime(element, title, study, series, shown, limit = null) {
   }
   if (limit) {
     panel.line([[panel.left, y(limit[1])], [panel.right, y(limit[1])]], "var(--ink)", { "stroke-dasharray": "5 4", "stroke-width": 1 });
-    panel.text(panel.right - 4, y(limit[1]) + 14, limit[0], "end", "quiet");
   }
   panel.line([[panel.left, y(0)], [panel.right, y(0)]], "var(--line)", { "stroke-width": 1 });
   for (const share of [0, 0.5, 1]) panel.text(panel.left - 8, y(share * most) + 4, shown(share * most), "end");
@@ -113,7 +115,7 @@ function bars(element, title, rows, legend, most) {
   });
 }
 
-// `told` are sentences that stand elsewhere in the page.
+// `told` are sentences that stand elsewhere in the page. What the file lacks is said below, and not drawn.
 function drawStudy(study, told = []) {
   const charts = byId("charts");
   byId("study").hidden = !study;
@@ -122,47 +124,88 @@ function drawStudy(study, told = []) {
   const { found, curves } = study, items = (id, texts) => byId(id).replaceChildren(...texts.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
   items("findings", study.findings.filter((text) => !told.includes(text)));
   items("missing", found.missing.map((text) => "Not drawn: " + text + "."));
-  const computes = found.phases.some((phase) => phase.compute_seconds + phase.copy_seconds + phase.overlap_seconds > 0);
-  if (computes) {
-    const rows = found.phases.map((phase) => ({
-      name: phase.name, said: humanSeconds(phase.seconds) + (phase.runs > 1 ? ` in ${count(phase.runs)} runs` : ""),
-      parts: SPLIT.map(([name, part, color]) => [`${phase.name}: ${name} ${humanSeconds(phase[part])}, ${percent(phase[part] / (phase.seconds || 1))}`, phase[part], color]),
-    }));
-    bars(charts, "Time of each phase", rows, SPLIT.map(([name, , color]) => [name, color]), Math.max(...found.phases.map((phase) => phase.seconds)));
+  const kind = found.is_estimated ? "estimated" : "measured";
+  if (found.phases.some((phase) => phase.compute_seconds + phase.overlap_seconds > 0)) drawSplit(charts, found.phases, found.is_estimated ? ", estimated" : "");
+  if (curves) drawMemory(charts, study);
+  else drawMemoryByPhase(charts, found.phases);
+  if (curves) drawTraffic(charts, study, kind);
+  if (found.links.length) drawLinks(charts, found, found.is_estimated ? ", estimated" : "");
+  if (found.phases.some((phase) => phase.headroom_bytes !== null)) drawHeadroom(charts, found);
+  for (const phase of new Set(found.parts.map((part) => part.phase))) {
+    const parts = found.parts.filter((part) => part.phase === phase).slice(0, MAX_PARTS);
+    if (found.has_times) drawParts(charts, parts, found.is_estimated ? ", estimated" : "");
+    else drawPartsMoved(charts, parts, found.links);
   }
-  const device = MEMORY.filter(([kind]) => kind !== "host" && curves.memory[kind]).map(([kind, color]) => [kind, curves.memory[kind], color, kind === "allocated"]);
-  const held = Math.max(0, ...device.flatMap(([, values]) => values)), total = found.total_bytes;
-  const full = total !== null && held > total / 4 ? ["all that the device has", total] : null;
-  if (device.length) overTime(charts, `Memory of the device: at most ${humanBytes(held)}${total === null ? "" : " of " + humanBytes(total)}`, study, device, humanBytes, full);
-  if (curves.memory.host && Math.max(...curves.memory.host) >= DRAWN_BYTES) overTime(charts, "Memory of the host", study, [["host", curves.memory.host, MEMORY[2][1], true]], humanBytes);
-  for (const link of found.links.filter((one) => one.num_bytes >= DRAWN_BYTES)) {
-    const peak = link.peak_rate === null ? null : ["measured peak", link.peak_rate];
-    const used = link.used === null ? "" : `, used to ${percent(link.used)}`;
-    overTime(charts, `Traffic ${link.link}: ${humanBytes(link.num_bytes)} in ${copiesText(link.copies)}${used}`, study, [[link.link, curves.traffic[link.link], LINK_COLORS[link.link], true]], rateText, peak);
-  }
-  if (found.links.length) {
-    const moved = found.phases.flatMap((phase) => Object.entries(phase.moved_bytes).map(([link, bytes]) => ({ phase, link, bytes })));
-    bars(charts, "Traffic by phase, and how far the link is used", moved.map(({ phase, link, bytes }) => ({
-      name: phase.name, said: humanBytes(bytes) + (link in phase.link_used ? `, ${percent(phase.link_used[link])}` : ""), parts: [[`${phase.name}, ${link}: ${humanBytes(bytes)}`, bytes, LINK_COLORS[link]]],
-    })), found.links.map((link) => [link.link, LINK_COLORS[link.link]]), Math.max(...moved.map((row) => row.bytes)));
-    bars(charts, "Copies by size, and the rate that they reach", found.sizes.map((one) => ({
-      name: one.size, said: `${rateText(one.rate)}: ${copiesText(one.copies)}, ${humanBytes(one.num_bytes)}`, parts: [[`${one.link}, ${one.size}: ${rateText(one.rate)}`, one.rate, LINK_COLORS[one.link]]],
-    })), found.links.map((link) => [link.link, LINK_COLORS[link.link]]), Math.max(...found.sizes.map((one) => one.rate)));
-  }
-  const headroom = found.phases.filter((phase) => phase.headroom_bytes !== null);
-  if (headroom.length) {
-    bars(charts, "Headroom of each phase", headroom.map((phase) => ({
-      name: phase.name, said: `${humanBytes(phase.headroom_bytes)} left`,
-      parts: [[`${phase.name}: held at most ${humanBytes(found.total_bytes - phase.headroom_bytes)}`, found.total_bytes - phase.headroom_bytes, OKABE_ITO[0]], [`${phase.name}: ${humanBytes(phase.headroom_bytes)} left`, phase.headroom_bytes, "var(--hole)"]],
-    })), [["held at most", OKABE_ITO[0]], ["left", "var(--hole)"]], found.total_bytes);
-  }
-  if (found.parts.length) drawParts(charts, found.parts.slice(0, 40));
 }
 
-// When each subgroup ran, the part of it that computes, and what it moved.
-function drawParts(element, parts) {
+function drawSplit(charts, phases, how) {
+  const rows = phases.map((phase) => ({
+    name: phase.name, said: humanSeconds(phase.seconds) + (phase.runs > 1 ? ` in ${count(phase.runs)} runs` : ""),
+    parts: SPLIT.map(([name, part, color]) => [`${phase.name}: ${name} ${humanSeconds(phase[part])}, ${percent(phase[part] / (phase.seconds || 1))}`, phase[part], color]),
+  }));
+  bars(charts, "Time of each phase" + how, rows, SPLIT.map(([name, , color]) => [name, color]), Math.max(...phases.map((phase) => phase.seconds)));
+}
+
+function drawMemory(charts, study) {
+  const { memory } = study.curves, total = study.found.total_bytes;
+  const device = MEMORY.filter(([kind]) => kind !== "host" && memory[kind]).map(([kind, color]) => [kind, memory[kind], color, kind === "allocated"]);
+  const held = Math.max(0, ...device.flatMap(([, values]) => values));
+  const full = total !== null && held > total / 4 ? ["all that the device has", total] : null;
+  if (device.length) overTime(charts, `Memory of the device: at most ${humanBytes(held)}${total === null ? "" : " of " + humanBytes(total)}`, study, device, humanBytes, full);
+  const host = memory.host ? Math.max(...memory.host) : 0;
+  if (host >= DRAWN_BYTES) overTime(charts, `Memory of the host: at most ${humanBytes(host)}`, study, [["host", memory.host, MEMORY[2][1], true]], humanBytes);
+}
+
+function drawMemoryByPhase(charts, phases) {
+  const kinds = [["allocated", "allocated_bytes", MEMORY[0][1]], ["host", "host_bytes", MEMORY[2][1]]].filter(([, part]) => phases.some((phase) => phase[part]));
+  const rows = phases.flatMap((phase) => kinds.filter(([, part]) => phase[part]).map(([name, part, color]) => ({
+    name: phase.name, said: `${humanBytes(phase[part])} ${name}`, parts: [[`${phase.name}: ${humanBytes(phase[part])} ${name}`, phase[part], color]],
+  })));
+  if (rows.length) bars(charts, "Memory of each phase, at the most", rows, kinds.map(([name, , color]) => [name, color]), Math.max(...rows.map((row) => row.parts[0][1])));
+}
+
+function drawTraffic(charts, study, kind) {
+  for (const link of study.found.links.filter((one) => one.num_bytes >= DRAWN_BYTES)) {
+    const peak = link.peak_rate === null ? null : [kind + " peak", link.peak_rate];
+    const used = link.used === null ? "" : `, link used to ${percent(link.used)}`;
+    overTime(charts, `Traffic ${link.link}: ${humanBytes(link.num_bytes)} in ${copiesText(link.copies)}${used}`, study, [[link.link, study.curves.traffic[link.link], LINK_COLORS[link.link], true]], rateText, peak);
+  }
+}
+
+// Bytes by phase and by size of copy; and how quick they were, where that is known.
+function drawLinks(charts, found, how) {
+  const timed = found.has_times, keys = found.links.map((link) => [link.link, LINK_COLORS[link.link]]);
+  const moved = found.phases.flatMap((phase) => Object.entries(phase.moved_bytes).map(([link, bytes]) => ({ phase, link, bytes })));
+  bars(charts, timed ? "Traffic by phase, and how far the link is used" + how : "Traffic by phase", moved.map(({ phase, link, bytes }) => ({
+    name: phase.name, said: humanBytes(bytes) + (timed && link in phase.link_used ? `, ${percent(phase.link_used[link])}` : ""), parts: [[`${phase.name}, ${link}: ${humanBytes(bytes)}`, bytes, LINK_COLORS[link]]],
+  })), keys, Math.max(...moved.map((row) => row.bytes)));
+  bars(charts, timed ? "Copies by size, and the rate that they reach" + how : "Copies by size", found.sizes.map((one) => {
+    const copies = `${copiesText(one.copies)}, ${humanBytes(one.num_bytes)}`, said = timed ? `${rateText(one.rate)}: ${copies}` : copies;
+    return { name: one.size, said, parts: [[`${one.link}, ${one.size}: ${said}`, timed ? one.rate : one.num_bytes, LINK_COLORS[one.link]]] };
+  }), keys, Math.max(...found.sizes.map((one) => (timed ? one.rate : one.num_bytes))));
+}
+
+function drawHeadroom(charts, found) {
+  const total = found.total_bytes, rows = found.phases.filter((phase) => phase.headroom_bytes !== null).map((phase) => ({
+    name: phase.name, said: `${humanBytes(phase.headroom_bytes)} left`,
+    parts: [[`${phase.name}: held at most ${humanBytes(total - phase.headroom_bytes)}`, total - phase.headroom_bytes, OKABE_ITO[0]], [`${phase.name}: ${humanBytes(phase.headroom_bytes)} left`, phase.headroom_bytes, "var(--hole)"]],
+  }));
+  bars(charts, `Headroom of each phase, of ${humanBytes(total)}`, rows, [["held at most", OKABE_ITO[0]], ["left", "var(--hole)"]], total);
+}
+
+// What each subgroup moves on each link.
+function drawPartsMoved(charts, parts, links) {
+  const rows = parts.map((part) => ({
+    name: `${part.phase}/${part.name}`, said: humanBytes(Object.values(part.moved_bytes).reduce((so, bytes) => so + bytes, 0)),
+    parts: Object.entries(part.moved_bytes).map(([link, bytes]) => [`${part.phase}/${part.name}: ${humanBytes(bytes)} ${link}`, bytes, LINK_COLORS[link]]),
+  }));
+  bars(charts, `What subgroups of ${parts[0].phase} move`, rows, links.map((link) => [link.link, LINK_COLORS[link.link]]), Math.max(...rows.map((row) => row.parts.reduce((so, [, bytes]) => so + bytes, 0))));
+}
+
+// When each part of a phase ran, such as a subgroup of the update: what of it computes, and what it moved.
+function drawParts(element, parts, how) {
   const begin = Math.min(...parts.map((part) => part.start_seconds)), end = Math.max(...parts.map((part) => part.start_seconds + part.seconds));
-  const panel = new Panel(element, `Subgroups: ${parts[0].phase}`, parts.length * ROW + 26, [["time", "var(--hole)"], ["computes", OKABE_ITO[0]]]);
+  const panel = new Panel(element, `Subgroups of ${parts[0].phase}${how}`, parts.length * ROW + 26, [["when it runs", "var(--hole)"], ["share that computes", OKABE_ITO[0]]]);
   const room = (panel.right - panel.left) * 0.55, x = (moment) => panel.left + ((moment - begin) / (end - begin || 1)) * room;
   parts.forEach((part, number) => {
     const y = 4 + number * ROW, width = (part.seconds / (end - begin || 1)) * room;
