@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_every_public_name_can_be_used() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = stalloc.nonsense
+
+
+def test_every_package_is_installed() -> None:
+    root = Path(__file__).parents[1]
+    named = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {".".join(file.parent.relative_to(root).parts) for file in (root / "stalloc").rglob("__init__.py")}
+    assert sorted(named) == sorted({*there, "stalloc.kernels", "stalloc.writers.page.assets"})
 
 
 def test_kernels_are_installed_below_stalloc() -> None:

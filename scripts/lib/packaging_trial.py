@@ -10,6 +10,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 _CSV = "id,lower,upper,size\n" + "".join(f"{row},{row},{row + 20},{512 * row + 512}\n" for row in range(300))
 
+_IMPORT_ALL = """
+import importlib, pkgutil, stalloc.cli
+for module in pkgutil.iter_modules(stalloc.cli.__path__, "stalloc.cli."):
+    importlib.import_module(module.name)
+"""
+
 
 def try_python(python: str) -> dict[str, Any]:
     """What became of the build and of the two installations; bytes and seconds, or why it failed."""
@@ -52,6 +58,7 @@ def _install(python: str, folder: Path, distribution: Path, options: list[str]) 
     seconds["first plan"] = time.perf_counter() - began
     _run(programs / "stalloc", "report", table, "-o", folder / "p.html")  # has files that are no Python
     _run(programs / "stalloc", "policies")
+    _run(programs / "python", "-c", _IMPORT_ALL)
     hook = _run(
         programs / "python", "-c", "import sys; print('stalloc.integrations.startup' in sys.modules)", STALLOC="1"
     )
