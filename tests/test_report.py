@@ -194,6 +194,18 @@ def test_it_begins_with_what_is_wrong(tmp_path: Path) -> None:
     assert any("grows 32.00 MiB a step at leak.py:6 step" in sentence for sentence in device["headline"])
 
 
+def test_phases_and_where_names_come_from_are_told(shared_traces: Path, tmp_path: Path) -> None:
+    """The update that torch annotates is a phase; a recording without stacks has no call sites to choose."""
+    _, (steady, without) = page_of(
+        tmp_path, str(shared_traces / "lm_step_steady.pickle.gz"), str(shared_traces / "somas_resnet50.csv.gz")
+    )
+    ((begin, end, name),) = steady["phases"]
+    assert name == "update"
+    assert 0 < begin < end <= steady["num_events"]
+    assert steady["sites_are"] == "call site"
+    assert (without["sites_are"], without["phases"]) == ("", [])
+
+
 def test_levels_of_detail_keep_what_can_be_seen() -> None:
     rng = np.random.default_rng(3)
     start = np.sort(rng.integers(-1, 50_000, 20_000))

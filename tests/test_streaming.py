@@ -1,12 +1,14 @@
 """Layers whose parameters are in host memory: the program's own numbers, and a budget that nothing else keeps."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from warm_programs import run_stalloc, told_by_file
 
+import stalloc
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, Stay, stays
 from stalloc.trace import load_traces
 from stalloc.trace.activity import Link, read_activity
@@ -117,4 +119,41 @@ def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
         assert update.count((Link.TO_HOST, state_bytes)) == 3
         assert update.count((Link.TO_DEVICE, state_bytes)) == 2, "the first step makes it"
     done = run_stalloc("timeline", "--json", "-", "copies.trace.npz", folder=tmp_path)
-    assert [link["link"] for link in json.loads(done.stdout)["devices"][0]["links"]]
+    (study,) = json.loads(done.stdout)["devices"]
+    assert not study["has_times"]
+    assert study["findings"][0].startswith("Times are not shown: a virtual GPU computes nothing")
+    moved = {link["link"]: link["num_bytes"] for link in study["links"]}
+    assert moved["host to device"] == sum(size for _, link, size in rows if link == Link.TO_DEVICE)
+    assert [link[part] for link in study["links"] for part in ("rate", "peak_rate", "used")] == [None] * 6
+    assert [phase["seconds"] for phase in study["phases"]] == [None] * len(study["phases"])
+    assert {part["runs"] for part in study["parts"]} == {3}
+    assert study["phases"][-1]["host_bytes"] >= 3 * (layer_bytes + state_bytes)
+
+
+def test_a_step_with_copies_is_drawn_with_estimated_times(tmp_path: Path) -> None:
+    (tmp_path / "copies.py").write_text(COPIES)
+    words = ("--ops", "-o", "copies.trace.npz", "--device", "virtual", "copies.py")
+    assert run_stalloc("record", *words, folder=tmp_path).returncode == 0
+    (study,) = json.loads(run_stalloc("timeline", "--json", "-", "copies.trace.npz", folder=tmp_path).stdout)["devices"]
+    assert study["is_estimated"]
+    assert study["device_name"] == "NVIDIA H200"
+    layer_bytes = 4 * (2 * 256 * 512 + 256 + 512)
+    update_bytes = 3 * (layer_bytes + 2 * 2 * 256 * 512 * 4)  # the layer, and the state of its weights
+    phases = {phase["name"]: phase for phase in study["phases"]}
+    assert phases["update"]["moved_bytes"]["device to host"] == update_bytes
+    moved = {link["link"]: link["num_bytes"] for link in study["links"]}
+    assert moved == {"device to host": update_bytes, "host to device": update_bytes + 2 * 3 * layer_bytes}
+    updates = [part for part in study["parts"] if part["phase"] == "update"]
+    assert [part["name"] for part in updates] == ["0", "1", "2"]
+    assert all(part["compute_seconds"] > 0 for part in updates)
+    for phase in study["phases"]:
+        assert phase["headroom_bytes"] > 0
+        assert phase["host_bytes"] == pytest.approx(update_bytes, rel=0.01)
+    done = run_stalloc("report", "copies.trace.npz", "-o", "copies.html", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = stalloc.report(tmp_path / "copies.trace.npz", tmp_path / "code.html")
+    assert page.read_bytes() == (tmp_path / "copies.html").read_bytes()
+    (headers,) = re.findall(r'id="headers">(.*?)</script>', page.read_text(encoding="utf-8"))
+    (device,) = json.loads(headers)
+    assert device["study"]["found"]["links"] == study["links"]
+    assert {name for _, _, name in device["phases"]} == {"forward", "backward", "update"}

@@ -42,7 +42,7 @@ def write_picture(path: Path, record: DeviceRecord, form: str) -> None:
         raise BadInputError(
             f"device {record.device} has neither memory nor kernels nor copies: there is nothing to draw."
         )
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    figure: Any = Figure(figsize=(11, sum(heights)), layout="constrained")
     parts = list(np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights)))
     if record.trace is not None:
         _memory(parts[0], record.trace)
@@ -91,7 +91,7 @@ def _highest(total: Column) -> Column:
 def _map(axes: Any, trace: Trace, made: AddressMap, kind: Column) -> None:
     from matplotlib.collections import PolyCollection
 
-    def boxes(left: Column, right: Column, bottom: Column, top: Column) -> Column:
+    def boxes(left: Column, right: Column, bottom: Column, top: Column) -> Any:
         corners = [(left, bottom), (left, top), (right, top), (right, bottom)]
         return np.stack([np.stack([x, y * UNIT_BYTES / _GIB], axis=1) for x, y in corners], axis=1)
 

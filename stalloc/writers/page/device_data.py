@@ -18,6 +18,7 @@ from stalloc.analysis.grouping import class_keys, module_keys, purposes, role_ke
 from stalloc.analysis.moments import last_oom
 from stalloc.analysis.study_record import as_json
 from stalloc.columns import Column
+from stalloc.device.known_gpus import shown_name
 from stalloc.errors import BadInputError
 from stalloc.lifespans.named_phases import named_phases
 from stalloc.printable import printable
@@ -33,6 +34,7 @@ from stalloc.writers.study_curves import drawn_study
 
 _ALIGNMENT = 512
 _MAX_MARKS = 2000
+_MAX_NAME = 60  # characters of the name of a GPU
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def device_data(record: DeviceRecord, allocators: Sequence[Candidate] = ()) -> D
     drawn = drawn_study(record)
     shown = {
         "device": record.device,
+        "device_name": _device_name(record),
         "study": drawn and dataclasses.asdict(drawn) | {"found": as_json(drawn.found)},
         "has_memory": record.trace is not None,
     }
@@ -167,6 +170,13 @@ def _sites(trace: Trace) -> tuple[list[str], list[list[Any]], Column]:
     names, site = _numbered([site_text(key) for key in site_keys(trace, rows)])
     frames = [[printable(name) for name in stack] for stack in stack_names(trace, rows)]
     return names, [[int(one), *stack] for one, stack in zip(site, frames, strict=True)], column
+
+
+def _device_name(record: DeviceRecord) -> str:
+    """Which GPU it was; empty where the file does not say."""
+    name = record.info.get("device_name")
+    kind = "virtual" if record.info.get("virtual") is True else "cuda"
+    return printable(shown_name(kind, name), _MAX_NAME) if name and isinstance(name, str) else ""
 
 
 def _sites_are(trace: Trace) -> str:

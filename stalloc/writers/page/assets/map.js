@@ -94,12 +94,13 @@ class AddressView {
     context.lineWidth = 1;
   }
 
-  // The row whose rectangle holds an event and a unit of addresses; undefined if none does.
-  rowAt(event, unit) {
+  // The row whose rectangle holds an event and a unit of addresses, or is at most so many units away; else undefined.
+  rowAt(event, unit, reach = 0) {
     const { start, duration, size } = this.device, place = this.map.place;
-    let found;
+    let found, nearest = Infinity;
     visitRows(this.device, event, event + 1, 0, (row) => {
-      if (place[row] <= unit && unit < place[row] + size[row] && start[row] <= event && event < start[row] + duration[row]) found = row;
+      const away = Math.max(0, place[row] - unit, unit - place[row] - size[row]);
+      if (away <= reach && away < nearest && start[row] <= event && event < start[row] + duration[row]) [found, nearest] = [row, away];
     });
     return found;
   }

@@ -84,7 +84,7 @@ function options(id, names, value) {
 }
 
 function tell(header) {
-  byId("title").textContent = `${header.file}, device ${header.device}`;
+  byId("title").textContent = `${header.file}, device ${header.device}${header.device_name ? `: ${header.device_name}` : ""}`;
   byId("story").replaceChildren(...header.headline.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
 }
 
@@ -174,8 +174,8 @@ function point(map, pointer) {
   pointAt(map, event, unit);
 }
 
-function pointAt(map, event, unit) {
-  const row = map.rowAt(event, unit);
+function pointAt(map, event, unit, reach = 0) {
+  const row = map.rowAt(event, unit, reach);
   maps.forEach((other) => (other.hovered = row));
   byId("pointed").textContent = row === undefined ? `${eventName(event)}: nothing lives there` : describe(row, map);
   draw();
@@ -235,10 +235,10 @@ function listen(map) {
   canvas.addEventListener("keydown", (key) => press(key, map));
 }
 
-// With the keys alone: the middle of the view is the moment, and the block there is the one that is pointed at.
+// With the keys alone: the middle of the view is the moment, and the block nearest to it is the one that is pointed at.
 function chooseMiddle(map, moment, isCompared) {
   moveTo(moment, isCompared ? view.moment : view.other);
-  pointAt(map, moment, (map.low + map.high) / 2);
+  pointAt(map, moment, (map.low + map.high) / 2, map.map.height);
 }
 
 function press(key, map) {
