@@ -2,8 +2,9 @@
 // classic functions hand back.  Nothing is computed.
 //
 // Contract: every graph of operations has two engines, each with one plan: one whose work space virtual_workspaces.c
-// knows, and one that needs none, to which PyTorch turns if there is no memory for the first's.  A descriptor keeps by value what is set in it (callers destroy the parts of a graph before the graph), and what is asked
-// of it without having been set has no elements.
+// knows, and one that needs none, to which PyTorch turns if there is no memory for the first's.  A descriptor keeps by
+// value what is set in it (callers destroy the parts of a graph before the graph), and what is asked of it without having
+// been set has no elements.
 #define _GNU_SOURCE
 #include "virtual_convolution.h"
 
@@ -144,8 +145,8 @@ Status cudnnBackendGetAttribute(Descriptor *d, int name, int type, int64_t wante
     bool fill = wanted >= 1 && array;
     switch (name) {
     case HEURISTIC_RESULTS:
-        found = 2;
-        for (int64_t i = 0; fill && i < found && i < wanted; i++) {
+        found = fill && wanted < 2 ? wanted : 2; // who asks for fewer takes the number for that of those written
+        for (int64_t i = 0; fill && i < found; i++) {
             ((Descriptor **)array)[i]->convolution = d->convolution;
             ((Descriptor **)array)[i]->is_spare = i == 1;
         }
