@@ -130,7 +130,7 @@ def main() -> int:
         command = program_command(args)
         from stalloc import device
         from stalloc.device.virtual import after_torch_import, findings, guess_workspaces
-        from stalloc.integrations.imports import after_import
+        from stalloc.imports import after_import
 
         kind = device.activate(args.device, chosen_gpu(args))
         if kind == "virtual":

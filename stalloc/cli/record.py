@@ -101,8 +101,8 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     """The same under PyTorch's allocator, by its own history, and with operations where they are asked for."""
     from stalloc import device
     from stalloc.device.virtual import after_torch_import
+    from stalloc.imports import after_import
     from stalloc.integrations.convolutions import SeenConvolutions
-    from stalloc.integrations.imports import after_import
     from stalloc.integrations.operation_recording import OperationRecording
     from stalloc.trace import load_traces
 

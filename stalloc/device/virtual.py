@@ -6,14 +6,11 @@ sizes and addresses are exact; kernels do nothing, so values are not: what is re
 """
 
 import ctypes
-import importlib.abc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
@@ -25,6 +22,7 @@ from stalloc.device.values import Values
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
 from stalloc.errors import BadInputError, SetupError
+from stalloc.imports import after_import, before_import
 
 __all__ = [
     "DEFAULT_GPU",
@@ -82,7 +80,11 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # kernels compiled to nothing must not reach the cache on disk
-    sys.meta_path.insert(0, _OnImport(library))
+    # CuPy is prepared before, and torch after, its first import: a program pays only for what it imports
+    before_import(("cupy", "cupy_backends"), lambda: redirect(library))
+    after_import("cupy", _after_cupy_import)
+    after_import("torch", after_torch_import)
+    after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
 
 
@@ -117,51 +119,15 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     return library
 
 
-class _OnImport(importlib.abc.MetaPathFinder):
-    """Prepares CuPy before, and torch after, its first import: a program pays only for what it imports."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self._cupy_is_ready = False
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == "torch":
-            return self._adapted(name, path, target, lambda _: after_torch_import())
-        if name == "torch._dynamo":
-            return self._adapted(name, path, target, leave_uncompiled)
-        if name in ("cupy", "cupy_backends") and not self._cupy_is_ready:
-            self._cupy_is_ready = True
-            redirect(self._library)
-        if name == "cupy":
-            return self._adapted(name, path, target, _after_cupy_import)
-        return None  # the usual finders go on from here
-
-    def _adapted(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None, adapt: Callable[[ModuleType], None]
-    ) -> ModuleSpec | None:
-        """What the finders behind this one find, with something to do once it is imported."""
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_adapt(module: ModuleType) -> None:
-                execute(module)
-                adapt(module)
-
-            spec.loader.exec_module = execute_and_adapt  # type: ignore[method-assign]
-        return spec
-
-
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
     return _gpu
 
 
-def _after_cupy_import(cupy: ModuleType) -> None:
+def _after_cupy_import() -> None:
     global _cupy_decisions
     if _library is not None and _cupy_decisions is None:
-        _cupy_decisions = count_reads(cupy, _library)
+        _cupy_decisions = count_reads(sys.modules["cupy"], _library)
 
 
 def after_torch_import() -> None:

@@ -194,7 +194,7 @@ def gpu_of_this_process() -> VirtualGPU:
 
 def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
     """Hold this process to a budget, with the settings of a fit; its plan is in force by now."""
-    from stalloc.integrations.imports import after_import
+    from stalloc.imports import after_import
 
     for controller in runtime.controllers:
         controller.memory.keep_within(budget_bytes)

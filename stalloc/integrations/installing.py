@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 from stalloc.errors import SetupError
-from stalloc.integrations.imports import after_import
+from stalloc.imports import after_import
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.torch_release import other_release, release_installed

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from stalloc.imports import after_import
 from stalloc.integrations.cupy_requests import CupyRequests, Event
-from stalloc.integrations.imports import after_import
 from stalloc.torch_release import known_release
 from stalloc.trace import Trace
 from stalloc.trace.sources.torch_snapshot import read_torch_snapshot

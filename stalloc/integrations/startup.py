@@ -20,7 +20,7 @@ from _thread import RLock
 from collections.abc import Callable
 
 from stalloc.errors import BadInputError, StallocError
-from stalloc.integrations.imports import after_import, before_import
+from stalloc.imports import after_import, before_import
 from stalloc.notices import say
 
 TYPE_CHECKING = False

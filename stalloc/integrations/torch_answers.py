@@ -8,7 +8,7 @@ state of torch's own allocator.
 import sys
 from typing import Any
 
-from stalloc.integrations.imports import after_import
+from stalloc.imports import after_import
 from stalloc.integrations.memory_snapshot import History
 from stalloc.runtime import Controller, Runtime
 from stalloc.runtime.statistics import torch_statistics

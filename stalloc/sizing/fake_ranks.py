@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stalloc.errors import MissingRankError
-from stalloc.integrations.imports import after_import
+from stalloc.imports import after_import
 
 RANKS_A_NODE = 8  #: GPUs of a machine, at the most
 

@@ -73,7 +73,7 @@ class _Run:
         self._num_steps = 0
 
     def perform(self, program: Callable[[], int]) -> None:
-        from stalloc.integrations.imports import after_import
+        from stalloc.imports import after_import
 
         work = self._work
         if work.is_rank:

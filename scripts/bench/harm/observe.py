@@ -86,7 +86,7 @@ def _reports() -> list[Any]:
 
 def _watch_optimizers(observer: Observer) -> None:
     """For programs that are not ours and say nothing: a step is over when an optimizer's is."""
-    from stalloc.integrations.imports import after_import
+    from stalloc.imports import after_import
 
     def register() -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -13,9 +13,14 @@ if TYPE_CHECKING:  # both are loaded at every start of Python under STALLOC=1, w
 class _Loader:
     """The module's own loader, followed by one call."""
 
-    def __init__(self, loader: "Any", action: Callable[[], None]) -> None:
+    def __init__(self, loader: "Any", action: Callable[[], object]) -> None:
         self._loader = loader
         self._action = action
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(
+            self._loader, name
+        )  # whoever asks before the import, such as for the source, asks the module's own
 
     def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         return self._loader.create_module(spec)
@@ -32,7 +37,7 @@ class _Loader:
 class _After:
     """Stays until the module has been imported: others may only ask whether it could be."""
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name = name
         self._action = action
 
@@ -56,7 +61,7 @@ class _After:
 class _Before:
     """Acts as soon as anybody looks for one of the modules, then is gone."""
 
-    def __init__(self, names: Collection[str], action: Callable[[], None]) -> None:
+    def __init__(self, names: Collection[str], action: Callable[[], object]) -> None:
         self._names = names
         self._action = action
 
@@ -70,7 +75,7 @@ class _Before:
         return next((spec for spec in found if spec is not None), None)
 
 
-def after_import(name: str, action: Callable[[], None]) -> None:
+def after_import(name: str, action: Callable[[], object]) -> None:
     """Call `action` once `name` has been imported: now, if it has been already."""
     if name in sys.modules:
         action()
@@ -78,7 +83,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _After(name, action))
 
 
-def before_import(names: Collection[str], action: Callable[[], None]) -> None:
+def before_import(names: Collection[str], action: Callable[[], object]) -> None:
     """Call `action` once, when the first of the modules `names` is looked for; now, if one is imported already."""
     if any(name in sys.modules for name in names):
         action()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stalloc.integrations.imports import after_import
+from stalloc.imports import after_import
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def test_asking_whether_the_module_is_there_does_not_use_the_action_up(module: s
     seen: list[str] = []
     after_import(module, lambda: seen.append("imported"))
     for _ in range(3):
-        assert importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.loader.get_source(module) == "value = 1\n"  # type: ignore[union-attr]
     assert seen == []
     importlib.import_module(module)
     assert seen == ["imported"]
