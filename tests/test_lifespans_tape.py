@@ -104,6 +104,28 @@ def test_a_lifespan_that_varies_is_not_planned():
     assert tape.planned[ring_rows(tape, WORK)].all()
 
 
+def test_a_lifespan_that_varies_is_planned_where_its_longest_adds_nothing_to_the_load():
+    """A collector of garbage frees a block now here, now there, while little else is live."""
+    program = Program()
+    for step in range(9):
+        program.mark()
+        program.alloc("big", 100 * MIB)
+        program.free("big")
+        program.alloc("varies", HELD)
+        program.alloc("work", WORK)
+        if step % 2:
+            program.free("varies")
+        for _ in range(5):
+            program.alloc("work", WORK)
+        if not step % 2:
+            program.free("varies")
+        program.free("work")
+    tape = fold(program.trace())
+    assert tape is not None
+    assert tape.planned.all()
+    assert lived(tape, HELD) == {7}
+
+
 def test_the_ring_begins_where_the_fewest_bytes_are_live():
     program = Program()
     for _ in range(6):  # the memory is full at the step boundary and empty in its middle

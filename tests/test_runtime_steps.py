@@ -241,7 +241,7 @@ def test_a_program_that_goes_on_with_another_step_is_planned_anew() -> None:
     program = Program()
     for number in range(60):
         served = program.step(lambda width=(2000, 3000, 2000)[number // 20]: program.train(width))
-        if number % 20 > 6:
+        if number % 20 > 6 or number > 40:  # what it goes back to is known
             assert served == (37, 0)
 
 
@@ -330,6 +330,58 @@ def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatc
         served = program.step(lambda width=(2000, 2500, 3000)[number % 3]: program.train(width))
         if number > 15:
             assert served == (37, 0)
+
+
+def test_a_plan_stays_while_one_is_made_for_what_the_program_does_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def plan_late(*arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return plan_steps(*arguments)
+
+    program = Program()
+    for _ in range(10):
+        program.step(lambda: program.train(2000))
+    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    for _ in range(60):  # so many misses would end the plan
+        program.step(lambda: program.train(2500), waits=False)
+    go_on.set()
+    program.step(lambda: program.train(2500))
+    program.step(lambda: program.train(2500))
+    assert program.step(lambda: program.train(2500)) == (37, 0)
+    assert program.controller.status.num_plans == 2
+
+
+def test_what_is_kept_until_a_step_ten_later_has_made_another_has_places() -> None:
+    """Plans of kinds of steps know none for it: the cycle of ten steps does."""
+    program, kept = Program(), [0]
+
+    def keep() -> None:
+        made = [program.allocate(3 * MIB + 512 * i) for i in range(12)]
+        for address in filter(None, kept):
+            program.free(address)
+        kept[:] = made
+
+    for number in range(60):
+        parts = [lambda number=number: program.train(2000 + 500 * (number % 2))]
+        if number % 10 == 9:
+            parts.append(keep)
+        served = program.step(*parts)
+        if number > 30:
+            assert served == (49 if number % 10 == 9 else 37, 0)
+
+
+def test_a_step_that_is_another_every_fourth_time_is_planned_although_nothing_marks_it() -> None:
+    """The plan of the usual one serves until the record shows the four."""
+    program = Program()
+    program.controller.watching.expects_marks = False
+    for number in range(40):
+        before = program.counts()
+        program.evaluate(1500 if number % 4 else 2600)
+        if 14 <= number < 16:
+            assert program.counts() == (before[0] + 13, before[1])
+        if number > 25:
+            assert program.counts() == (before[0] + 13, before[1])
 
 
 def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:

@@ -18,6 +18,7 @@ from stalloc.trace import Trace
 _MAX_UNROLL = 4
 _PASSES_LOOKED_AT = _MAX_UNROLL + 1
 _JITTER = 0.01  # of a period: lifespans that differ by no more are the same, and the longest counts
+_MORE_LOAD = 1 / 128  # that the longest of lifespans which differ by more may add to what is live at most
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +35,7 @@ class Tape:
     """(n,) tape event. Ring: in (start, start + ring_length], beyond ring_end it wraps round to ring_start.
     Prologue: at most ring_end if it dies before the end of the first pass, else ring_end + ring_length: persistent."""
     planned: Column
-    """(n,) bool; False: the lifespan is unknown, longer than the ring, or varies: serve it dynamically."""
+    """(n,) bool; False: the lifespan is unknown, longer than the ring, or varies by much: serve it dynamically."""
     row: Column
     """(n,) row of the request in the trace that the tape was folded from."""
     num_prologue: int
@@ -77,9 +78,10 @@ def fold(
 
     Requests below `minimum_size` bytes stay off the tape. `period` overrides what `find_step_period` finds in
     `sequence_rows(trace, minimum_size)`. The ring is unrolled up to four periods so that every lifespan fits into it
-    once; what lives longer, is never freed, or lives differently from step to step is not planned. With `rotate` the
-    ring starts where the fewest planned bytes are live. The prologue is what the trace shows before that: everything
-    if trace.info["complete"], else what was allocated since recording began.
+    once; what lives longer or is never freed is not planned. What lives differently from step to step is planned with
+    its longest life where that adds next to nothing to the most that is live. With `rotate` the ring starts where the
+    fewest planned bytes are live. The prologue is what the trace shows before that: everything if
+    trace.info["complete"], else what was allocated since recording began.
     """
     rows = sequence_rows(trace, minimum_size)
     if period is None:
@@ -89,9 +91,9 @@ def fold(
     births, size = trace.start[rows], trace.size[rows]
     # how many requests were allocated before each one was freed; the end of the record counts as no free
     deaths = np.where(trace.end[rows] < trace.num_events, np.searchsorted(births, trace.end[rows]), -1)
-    lasts = _lasting(period, deaths)
-    planned = lasts > 0
     size_of_class = size[period.first : period.first + period.length]
+    lasts = _lasting(period, deaths, size_of_class)
+    planned = lasts > 0
     turn = _quietest_turn(np.where(planned, lasts, 0), size_of_class) if rotate else 0
     unroll = max(1, -(-int(lasts.max(initial=0)) // period.length))
 
@@ -178,12 +180,13 @@ def expand(tape: Tape, offsets: Column, trace: Trace) -> Column:
     return result
 
 
-def _lasting(period: Period, deaths: Column) -> Column:
-    """(period.length,) lifespans in tape events, 0 for classes that are not to be planned.
+def _lasting(period: Period, deaths: Column, size: Column) -> Column:
+    """(period.length,) lifespans in tape events, 0 for classes that are not to be planned; `size` is in bytes.
 
     Looks at the last few passes and compares what it sees of each class: passes in which it was freed must agree, and
     a pass in which it was not freed up to the end of the stretch must not have lived longer than that. The first
-    pass is left out when there are others enough: what precedes it differs.
+    pass is left out when there are others enough: what precedes it differs. Where passes do not agree, as if Python's
+    collector of garbage frees a block, the longest counts, for as many classes as add next to nothing to the load.
     """
     length, stretch_end = period.length, period.first + period.covered
     passes = range(-(-period.covered // length))
@@ -202,9 +205,19 @@ def _lasting(period: Period, deaths: Column) -> Column:
         age[i, :count] = np.where(freed, -1, stretch_end - position)
     longest = lived.max(axis=0)
     shortest = np.where(lived < 0, np.iinfo(np.int64).max, lived).min(axis=0)
+    known = (longest > 0) & (age.max(axis=0) <= longest) & (longest <= _MAX_UNROLL * length)
     agree = longest - shortest <= int(_JITTER * length)
-    regular = (longest > 0) & agree & (age.max(axis=0) <= longest)
-    return np.where(regular & (longest <= _MAX_UNROLL * length), longest, 0)
+    lasts = np.where(known & agree, longest, 0)
+    varying = np.flatnonzero(known & ~agree & (longest <= max(length, int(lasts.max(initial=0)))))
+    varying = varying[np.argsort(size[varying], kind="stable")]
+    limit = (1 + _MORE_LOAD) * _load(lasts, size)
+    while len(varying):
+        more = lasts.copy()
+        more[varying] = longest[varying]
+        if _load(more, size) <= limit:
+            return more
+        varying = varying[: len(varying) // 2]
+    return lasts
 
 
 def _first_regular_pass(period: Period, turn: int, deaths: Column, lasts: Column) -> int:
@@ -228,6 +241,16 @@ def _first_regular_pass(period: Period, turn: int, deaths: Column, lasts: Column
 
 def _quietest_turn(lasts: Column, size: Column) -> int:
     """The first position in the ring before which the fewest bytes are live."""
+    return int(np.argmin(_live(lasts, size)))
+
+
+def _load(lasts: Column, size: Column) -> int:
+    """The most bytes that are live at once."""
+    return int((_live(lasts, size) + np.where(lasts > 0, size, 0)).max())
+
+
+def _live(lasts: Column, size: Column) -> Column:
+    """(n,) bytes that are live before each position of a ring of classes that live so long; 0: not counted."""
     length = len(lasts)
     change = np.zeros(length + 1, np.int64)
     crossed = np.maximum(lasts - 1, 0)  # boundaries that lie inside the lifespan, from the next position on
@@ -239,5 +262,4 @@ def _quietest_turn(lasts: Column, size: Column) -> int:
     wraps = end > length
     change[0] += size[wraps].sum()
     np.subtract.at(change, end[wraps] - length, size[wraps])
-    live = np.cumsum(change[:length]) + int((whole * size).sum())
-    return int(np.argmin(live))
+    return np.cumsum(change[:length]) + int((whole * size).sum())

@@ -62,8 +62,9 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
     ends: list[Column] = []
     for steps in places.values():
         begin, length = int(bounds[steps[0]]), int(bounds[steps[0] + 1] - bounds[steps[0]])
-        told = _told(bounds, steps)
-        ends.append(_ends(bounds, deaths, told, length))
+        whole, told = _told(bounds, steps)
+        end = _ends(bounds, deaths, told, length)
+        ends.append(np.where(end > 0, end, _ends(bounds, deaths, whole, length)))
         own_stream = stream[begin : begin + length]
         for name in np.unique(own_stream).tolist():
             ranked = _ranked(size[begin : begin + length], ends[-1], own_stream == name)
@@ -85,10 +86,13 @@ def _ranked(size: Column, end: Column, chosen: NDArray[np.bool_]) -> Column:
     return rows[np.argsort(-size[rows], kind="stable")]
 
 
-def _told(bounds: Column, steps: list[int]) -> list[int]:
-    """Occurrences that tell how long requests live: the step after them is whole; the first may be special."""
+def _told(bounds: Column, steps: list[int]) -> tuple[list[int], list[int]]:
+    """Occurrences that tell how long requests live: the step after them is whole; and those without the first.
+
+    The first may be special. It counts where only it is so long ago that what it made is gone.
+    """
     whole = [step for step in steps if step + 2 < len(bounds)]
-    return whole[-_LOOKED_AT:] if len(whole) < 2 else whole[1:][-_LOOKED_AT:]
+    return whole[-_LOOKED_AT:], (whole if len(whole) < 2 else whole[1:])[-_LOOKED_AT:]
 
 
 def _step_of(bounds: Column, death: Column) -> Column:

@@ -12,7 +12,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, ACTION_FREE_REQUESTED, TINY
-from stalloc.runtime.kind_search import name_of
+from stalloc.runtime.kind_names import name_of
 
 
 def strands_of(events: np.ndarray, threads: Sequence[int]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from stalloc.device import Device
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.captures import Captures
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.interruptions import is_interruption, is_passing
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.paged_arena import back
@@ -134,8 +134,7 @@ class Controller:
 
     def _give_up(self, error: BaseException) -> None:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
-        passes = is_interruption(error) or isinstance(error, RecursionError)
-        goes_on = passes and self.status.phase is not Phase.RESTING
+        goes_on = self.status.phase is not Phase.RESTING and is_passing(error)
         self.state.arena.drop_tape()
         self.watching.job = None
         self.steps.forget()
@@ -164,6 +163,7 @@ class Controller:
                 try:
                     if not self.strands.end_step(self.serving.serve_strands):
                         self._heed(self.serving.end_step())
+                        self.watching.follow_cycle(self.serving.full_device)
                 except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                     if is_interruption(error):
                         raise
@@ -252,17 +252,17 @@ class Controller:
         """Requests were not served from the plan, ever more of them or after so many passes that it is to be judged."""
         if self.state.record.ask_after_misses and not self.recording.step_times_ns:  # it was to be judged now
             self._judge_plan()
-            return
-        self.watching.expects_marks &= not self.recording.marks_are_overdue
-        self._drop_plan("the program left the plan and did not return to it")
+        elif not self.watching.is_patient(self.serving.full_device):
+            self.watching.expects_marks &= not self.recording.marks_are_overdue
+            self._drop_plan("the program left the plan and did not return to it")
 
     def _judge_plan(self) -> bool:
         """A plan that was found without marks was in force for some passes; whether it goes."""
-        if is_part := self.serving.is_of_a_part():
+        if is_part := self.watching.is_part(self.serving.probation, seems=self.serving.is_of_a_part()):
             self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
-        else:
+        elif is_part is not None:
             self.serving.probation.end()
-        return is_part
+        return bool(is_part)
 
     def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
         """Go back to the heap and, unless there were too many plans, watch anew; `is_part`: what repeats is longer."""

@@ -40,7 +40,7 @@ class FullDevice:
 
     def may_begin(self, arena_bytes: int) -> bool:
         """Whether a plan is of the steps that need most, and fits beside what lives as its first step begins."""
-        if not self._may_fill() or arena_bytes > self._memory.paging.device_bytes:
+        if not self.may_fill() or arena_bytes > self._memory.paging.device_bytes:
             return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
@@ -51,12 +51,13 @@ class FullDevice:
         What a step has and the plan does not know lies scattered over its arena; as long as it is little that does not
         matter to the rest of the step.
         """
-        return min(elsewhere, _LOST) if self._may_fill() else elsewhere
+        return min(elsewhere, _LOST) if self.may_fill() else elsewhere
 
     def _is_full(self) -> bool:
         return self._memory.source.paged and self._memory.paging.fills_device()
 
-    def _may_fill(self) -> bool:
+    def may_fill(self) -> bool:
+        """Whether the program has needed so much that it may come to fill the device."""
         return self._memory.source.paged and self._memory.paging.fills_half()
 
     def _covers(self, arena_bytes: int) -> bool:

@@ -22,6 +22,11 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
+def is_passing(error: BaseException) -> bool:
+    """Whether what failed may be tried again: it was interrupted, or called where the stack was nearly used up."""
+    return is_interruption(error) or isinstance(error, RecursionError)
+
+
 def driver_status(error: BaseException) -> int:
     """What the driver says, if the error is one of it, else 0."""
     import cupy

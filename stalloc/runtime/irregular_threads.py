@@ -11,7 +11,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.core.constants import ACTION_ALLOC
-from stalloc.runtime.kind_search import name_of
+from stalloc.runtime.kind_names import name_of
 
 
 def irregular_threads(steps: Sequence[tuple[Column, Column, Column]]) -> set[int]:

@@ -3,59 +3,50 @@
 Contract: nothing that goes wrong in a search reaches the program; it ends with plans that were admitted, or with none.
 """
 
-import hashlib
-import itertools
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import TINY
 from stalloc.core.host_memory import trim
 from stalloc.runtime.effort import Effort
+from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from stalloc.lifespans.units import StepKind
     from stalloc.planner import Layout, Plan
+    from stalloc.runtime.step_cycle import Cycle
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
-    from stalloc.trace.record import Column
+    from stalloc.trace.packing import KeptTrace
 
 _MAX_KINDS = 32  # that are planned together; those seen most often
 _SECONDS_A_REQUEST = 20e-6  # of processor time, that planning takes
-
-
-def name_of(size: "Column", stream: "Column") -> bytes:
-    """A short name for the kind of step that asks for these sizes on these streams."""
-    name = hashlib.blake2b(np.ascontiguousarray(size, np.int64).data, digest_size=16)
-    name.update(np.ascontiguousarray(stream, np.int64).data)
-    return name.digest()
-
-
-def recurring_names(trace: "Trace") -> set[bytes]:
-    """The names of the steps between a trace's marks that come twice."""
-    rows = np.flatnonzero(trace.size > TINY)
-    bounds = np.searchsorted(trace.start[rows], trace.mark_event).tolist()
-    size, stream = trace.size[rows], trace.stream[rows]
-    names = Counter(name_of(size[begin:end], stream[begin:end]) for begin, end in itertools.pairwise(bounds))
-    return {name for name, count in names.items() if count > 1}
+_MUCH = 64  # one request in so many
 
 
 @dataclass
 class KindSearch:
     """A search for kinds of steps, and their plans; `done` is set at its end, `admitted` is None if nothing is new."""
 
-    known: "list[StepKind]"
+    before: "Tapes | None"  # of the kinds that are known
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     effort: Effort  # what is left of it bounds how many kinds are planned that are not known; one at least
+    ring: "KeptTrace | None" = None  # what the ring in force was found in: its steps are known kinds too
+    of_ring: set[bytes] = field(default_factory=set)  # their names
+    in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
+    record: int | None = None  # the number of the record; None: no cycle of steps is looked for
+    may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
     admitted: ArenaTape | None = None  # the plans, as they are served
+    put_off: set[bytes] = field(default_factory=set)  # kinds whose requests outlive the record: it may tell later
+    cycle: "Cycle | None" = None  # that the steps of the record make, if its plan has places for more of them
+    awaits_cycle: bool = False  # its plan is to be made one step later
 
     @property
     def served(self) -> ArenaTape:
@@ -79,10 +70,18 @@ class KindSearch:
         """Begin, in a thread."""
         start_thread(self._run, trace)
 
+    @property
+    def lacks_places(self) -> bool:
+        """Whether the plans have no places for much that the steps ask for."""
+        tapes = self.tapes or self.before
+        return tapes is not None and _MUCH * int((tapes.offset < 0).sum()) > len(tapes.offset)
+
     def _run(self, trace: "Trace") -> None:
         try:
             with self.effort.counted():
                 self.search(trace)
+                if self.lacks_places and self.record is not None:
+                    self._look_for_cycle(trace, self.record)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
         finally:
@@ -96,16 +95,40 @@ class KindSearch:
         from stalloc.runtime.tapes import plan_steps
 
         found = recurring_steps(trace)
-        wanted = [name_of(kind.size, kind.stream) in self.wanted for kind in found]
-        usable = [kind for kind, chosen in zip(found, wanted, strict=True) if chosen and (kind.end > 0).any()]
-        known = {kind.key for kind in self.known}
+        usable = [kind for kind in found if self._name(kind) in self.wanted and (kind.end > 0).any()]
+        before = self.before.kinds if self.before is not None else self._kinds_of_ring()
+        known = {kind.key for kind in before}
         fresh = [kind for kind in usable if kind.key not in known]
+        late = {self._name(kind) for kind in fresh if _MUCH * int((kind.end == 0).sum()) > len(kind.end)}
+        self.put_off = late - self.in_time
+        fresh = [kind for kind in fresh if self._name(kind) not in self.put_off]
         if fresh:
             again = {kind.key: kind for kind in usable}
-            kinds = [again.get(kind.key, kind) for kind in self.known] + self._most_frequent(fresh)
+            kinds = [again.get(kind.key, kind) for kind in before] + self._most_frequent(fresh)
             kinds.sort(key=lambda kind: -kind.times_seen)
             self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device)
             self.admitted = admit(self.tapes.plans, ring_only=True)
+
+    def _name(self, kind: "StepKind") -> bytes:
+        return name_of(kind.size, kind.stream)
+
+    def _kinds_of_ring(self) -> "list[StepKind]":
+        """The steps of the ring in force."""
+        from stalloc.lifespans.units import recurring_steps
+
+        if self.ring is None:
+            return []
+        found = recurring_steps(self.ring.trace())
+        return [kind for kind in found if self._name(kind) in self.of_ring and (kind.end > 0).any()]
+
+    def _look_for_cycle(self, trace: "Trace", record: int) -> None:
+        from stalloc.runtime.step_cycle import Cycle, find_cycle
+
+        tapes = self.tapes or self.before
+        found = find_cycle(trace, tapes) if tapes is not None else None
+        if found is not None and found.tape is not None:
+            self.awaits_cycle = self.may_wait and not found.tape.planned.all()
+            self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
 
     def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
         """As many as there is time for."""

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
 
+_REPEATS = 3  # of a step, at least, where the program sets no marks
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
+_KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
 _TOLD = 4  # periods without marks, in which lifespans are known if they ever are
@@ -66,10 +68,28 @@ class Looking:
 
     def was_misled(self, *, is_part: bool) -> None:
         """The ring that is followed is no step: only a longer one can be, with `is_part` one that holds it."""
-        length = self._state.record.ring_end - self._state.record.ring_start
+        length = self._ring_length
         self._min_period = max(_MIN_PERIOD, length + 1)
         if is_part:
-            self._min_record, self._coverage = _WHOLE_RINGS * length, _WHOLE
+            self._min_record = min(_WHOLE_RINGS * length, self._state.record.num_sizable)
+            self._coverage = _WHOLE
+
+    def shows_longer_ring(self) -> bool:
+        """Whether the record shows a ring that is longer than the one in force, which was found without marks."""
+        from stalloc.lifespans.periods import find_period
+
+        size, stream = self._recording.requests(0, self._state.record.num_events)
+        period = find_period(size * constants.MAX_STREAMS + stream, _REPEATS, self._ring_length + 1)
+        return period is not None and period.covered >= _WHOLE * len(size)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the record beside such a ring is long enough for kinds of steps."""
+        return self._state.record.num_sizable >= _KINDS * _WHOLE_RINGS * self._ring_length
+
+    @property
+    def _ring_length(self) -> int:
+        return int(self._state.record.ring_end - self._state.record.ring_start)
 
     def look_for_cycle(self, longest: int) -> None:
         """The kinds of steps that are planned, of at most so many requests, get in one another's way: look for more."""
@@ -78,7 +98,7 @@ class Looking:
     @property
     def shows_kinds(self) -> bool:
         """Whether the record is long enough for kinds of steps that no mark tells apart."""
-        return self._state.record.num_sizable >= 2 * self._min_record
+        return self._state.record.num_sizable >= _KINDS * self._min_record
 
     @property
     def awaits_cycle(self) -> bool:
@@ -119,7 +139,7 @@ class Looking:
         if self._recording.marks:
             period = find_step_period(trace, min_length=self._min_cycle)
         else:
-            repeats = max(3, settings.observe_steps)
+            repeats = max(_REPEATS, settings.observe_steps)
             period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
         if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):

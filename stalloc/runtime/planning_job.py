@@ -57,7 +57,7 @@ class PlanJob:
     def _run(self, planner: "Planner | None", observed: KeptTrace | None, effort: Effort) -> None:
         try:
             with effort.counted():
-                self._make(planner)
+                self.make(planner)
         except Exception as error:
             self.error = f"planning failed: {type(error).__name__}: {error}"
         finally:
@@ -67,7 +67,8 @@ class PlanJob:
             finally:
                 self.done.set()
 
-    def _make(self, planner: "Planner | None") -> None:
+    def make(self, planner: "Planner | None") -> None:
+        """Make the plan, in this thread. Raises what planning raises."""
         from stalloc.planner import plan_tape
 
         make = planner or plan_tape

@@ -17,14 +17,22 @@ class Probation:
     def __init__(self, status: Status, state: DeviceState, recording: Recording) -> None:
         self._status, self._state, self._recording = status, state, recording
         self.is_on = False
+        self.went_on = False  #: since its ring seemed to be of a part
 
     def begin(self, ring_length: int) -> None:
         """A plan of a ring of so many requests has come into force."""
         self._state.record.doubt_at = self._state.record.total.num_allocs + _PASSES * ring_length
+        self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True
             self._recording.begin_beside()
             self._state.record.ask_at_boundary = 1
+
+    def go_on(self) -> None:
+        """What was recorded does not show yet what the program repeats: a quarter more of it may."""
+        record = self._state.record
+        record.doubt_at = record.total.num_allocs + record.num_sizable // 4
+        record.ask_at_boundary, self.went_on = 1, True
 
     @property
     def is_over(self) -> bool:

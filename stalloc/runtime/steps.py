@@ -7,14 +7,15 @@ background, as soon as the step after it is over too and shows what it hands on;
 """
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.kind_search import KindSearch, name_of, recurring_names
+from stalloc.runtime.kind_names import name_of, recurring_names
+from stalloc.runtime.kind_search import KindSearch
+from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP
@@ -22,6 +23,7 @@ from stalloc.trace import MARK_STEP
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Layout
+    from stalloc.runtime.step_cycle import Cycle
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
@@ -31,16 +33,8 @@ _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes 
 _SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
+_PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
-_MAX_REMEMBERED = 4096  # kinds of steps that were seen
-
-
-@dataclass
-class _Recorded:
-    """One kind of step in the record."""
-
-    first: int  # whole steps before its first
-    count: int = 0
 
 
 class Steps:
@@ -55,26 +49,23 @@ class Steps:
         self._waits = 0  # steps that went by meanwhile
         self._made: dict[bytes, Layout] = {}
         self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
-        self._times_seen: dict[bytes, int] = {}  # by the name of the kind
+        self._recorded = RecordedSteps(state, recording)
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
-        self._recorded: dict[bytes, _Recorded] = {}  # what the record shows of each kind, by its name
-        self._num_recorded = 0  # whole steps in the record
-        self._num_allocs = self._last_allocs = 0  # when the last step ended, and of that step
-        self._missed_allocs = 0  # of the step that was not on the plan, nor recorded, but began the record; 0: none
+        self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
+        self._search_again_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
+        self._patience = _PATIENCE
+        self._cycle: Cycle | None = None  # a plan of one, which takes the place of those of kinds
         self._watched = self._pause = 0  # steps of this watch, and until the next one
         self._next_pause = _WATCH_STEPS
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self.waiting, self._watched = None, None, None, 0
+        self._search_again_at, self._patience, self._cycle = 0, _PATIENCE, None
         self.places.forget()
         self._planned.clear()
-        self._forget_record()
-
-    def _forget_record(self) -> None:
-        self._recorded.clear()
-        self._num_recorded = 0
+        self._recorded.forget()
 
     def follow_marks(self, trace: "Trace", tape: "Tape", sizable: "Column", first: int) -> None:
         """The ring of a tape, folded from a trace, is followed: know where the program's marks are on it.
@@ -85,6 +76,7 @@ class Steps:
         at = np.searchsorted(trace.start[sizable], marks)
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
+        self._planned.clear()
         period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
             name = name_of(size[begin:end], stream[begin:end])
@@ -100,18 +92,30 @@ class Steps:
         """The ring that is followed has got more periods than the record showed."""
         self.places.unroll(tape.ring_length, tape.period_requests)
 
-    # --- at a mark
-
     def take_ready(self) -> KindSearch | None:
         """The search that has ended since with plans that were admitted; None if there is none."""
         search = self.search
         if search is None or not search.done.is_set():
             return None
         self.search = None
+        self._waited_for |= {name: self._recorded.times_seen(name) for name in search.put_off}
+        if search.lacks_places:
+            self._search_again_at = 2 * self._recorded.count
+        if search.awaits_cycle:
+            self._search_again_at, self._patience = self._recorded.count + 1, self._patience - 1
+            return None
+        if search.cycle is not None and search.cycle.record == self._recorded.num_records:
+            self._cycle = search.cycle
+            return None
         if search.admitted is None:
-            self._refused |= search.wanted
+            self._refused |= search.wanted - search.put_off - self._planned
             return None
         return search
+
+    def take_cycle(self) -> "Cycle | None":
+        """The plan of a cycle of steps that is to take the place of those in force, once."""
+        cycle, self._cycle = self._cycle, None
+        return cycle
 
     def search_ends(self, seconds: float) -> bool:
         """Whether the search that was started ends so soon."""
@@ -131,7 +135,7 @@ class Steps:
 
         `records`: steps that are not known may be recorded.
         """
-        missed, share = self._missed(num_plans)
+        missed, share = self._count_missed(num_plans)
         is_unknown = share * _UNKNOWN_SHARE > 1
         if records:
             self._watch(missed > 0, is_unknown)
@@ -139,41 +143,9 @@ class Steps:
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
-        num_allocs, self._num_allocs = self._num_allocs, self._state.record.total.num_allocs
-        self._last_allocs = self._num_allocs - num_allocs
-        step = self._recording.last_step() if self._state.record.recording else None
-        if step is None:
-            return
-        name = self.places.name_of_followed() or self._name_recorded(*step)
-        self._recorded.setdefault(name, _Recorded(self._num_recorded)).count += 1
-        self._num_recorded += 1
-        self._times_seen[name] = self._times_seen.get(name, 0) + 1
+        self._recorded.note(self.places.name_of_followed())
 
-    def _name_recorded(self, begin: int, end: int) -> bytes:
-        """The name of the step of the recorded events [begin, end)."""
-        size, stream = self._recording.requests(begin, end)
-        name = name_of(size, stream)
-        if len(self._times_seen) >= _MAX_REMEMBERED:
-            self._times_seen.clear()
-        if name not in self._times_seen:
-            self._times_seen[name] = int(self._was_seen_before(size, stream))
-        return name
-
-    def _was_seen_before(self, size: "Column", stream: "Column") -> bool:
-        """Whether a step that is recorded for the first time has occurred before.
-
-        It may have occurred before there were marks; or, to judge by its number of requests, recording began after it.
-        """
-        if self._last_allocs == self._missed_allocs:
-            self._missed_allocs = 0
-            return True
-        early_size, early_stream = self._recording.requests(0, self._recording.first_step)
-        tail = slice(len(early_size) - len(size), None)
-        if not len(size) or len(early_size) < len(size):
-            return False
-        return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
-
-    def _missed(self, num_plans: int) -> tuple[int, float]:
+    def _count_missed(self, num_plans: int) -> tuple[int, float]:
         """Requests of the step that just ended which the plan did not serve, and their share."""
         counts = self._state.record.hits, self._state.record.misses + self._state.record.conflicts
         fresh = self._plans == num_plans
@@ -181,11 +153,9 @@ class Steps:
         self._counts, self._plans = counts, num_plans
         return missed, missed / max(hits + missed, 1)
 
-    # --- kinds
-
     def look_for_kinds(self, trace: "Trace") -> None:
         """No cycle of steps was found while observing: see whether kinds of steps recur in any order."""
-        if self._num_recorded + 1 >= _MIN_STEPS and self._fresh():
+        if self._recorded.count + 1 >= _MIN_STEPS and self._fresh():
             self._start_search(trace)
 
     def look_for_unmarked_kinds(self, trace: "Trace") -> bool:
@@ -197,13 +167,13 @@ class Steps:
             return False
         wanted = recurring_names(parted) - self._refused
         if wanted:
-            self.search = KindSearch([], wanted, self._made, self._effort)
+            self.search = KindSearch(None, wanted, self._made, self._effort)
             self.search.start(parted)
         return bool(wanted)
 
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
-        more = bool(self._recorded.keys() - self._planned - self._refused)
+        more = bool(self._recorded.names - self._planned - self._refused)
         self._watched = int(more)
         return more
 
@@ -211,38 +181,48 @@ class Steps:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
         if self.search is not None or self.waiting is not None:
             return set()
-        recurring = self.recurring()
-        if self.tapes is None and 2 * sum(self._recorded[name].count for name in recurring) < self._num_recorded:
+        recorded = self._recorded
+        if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different
-        fresh = {name for name in recurring - self._planned - self._refused if self._is_shown(name)}
+        fresh = {name for name in recorded.recurring - self._planned - self._refused if recorded.is_shown(name)}
+        fresh = {name for name in fresh if recorded.times_seen(name) > self._waited_for.get(name, 0)}
         return set() if fresh and self._effort.is_spent else fresh
-
-    def _is_shown(self, name: bytes) -> bool:
-        """Whether the record shows how long the requests of a kind of step live, up to the next step."""
-        recorded = self._recorded.get(name)
-        return recorded is not None and recorded.first + 1 < self._num_recorded
 
     @property
     def recur(self) -> bool:
         """Whether half of the recorded steps, or more, are of kinds that were seen twice."""
-        return 2 * sum(self._recorded[name].count for name in self.recurring()) >= max(1, self._num_recorded)
+        return 2 * self._recorded.num_recurring >= max(1, self._recorded.count)
 
     def recurring(self) -> set[bytes]:
         """Names of the kinds in the record that were seen twice, there or before."""
-        return {name for name in self._recorded if self._times_seen.get(name, 0) > 1}
+        return self._recorded.recurring
 
     def search_for_more(self) -> bool:
         """Plan the kinds of steps that recur, and that the plan in force does not know; whether there are any."""
-        fresh = self._fresh()
-        if not fresh:
+        fresh, recorded = self._fresh(), self._recorded
+        again = 0 < self._search_again_at <= recorded.count and self.search is None
+        if self._cycle is not None or not (fresh or (again and not self._effort.is_spent)):
             return False
-        # the plan of a ring says nothing of its single steps: they have to be in the record, or to be over
-        is_over = self._planned.isdisjoint(self._recorded) and any(self._recorded[name].count > 1 for name in fresh)
-        if self.tapes is None and not is_over and not all(map(self._is_shown, self._planned)):
+        # the plan of a ring says nothing of its single steps: what it was found in has to tell, or the record, or they
+        # have to be over
+        is_over = self._planned.isdisjoint(recorded.names) and any(map(recorded.comes_twice, fresh))
+        is_told = (
+            self.tapes is not None or self._recording.kept is not None or all(map(recorded.is_shown, self._planned))
+        )
+        if not is_over and not is_told:
             return False
+        self._search_again_at = 0
         with self._effort.counted():
             self._start_search(self._recording.regular_trace())
         return True
+
+    @property
+    def _ring_tells(self) -> bool:
+        """Whether the steps of the ring in force are planned with other kinds, by what it was found in.
+
+        Where memory does not come by pages the arena would be as large as kinds need that may never come again.
+        """
+        return self.tapes is None and self._recording.kept is not None and self._state.record.arena_pages != 0
 
     def _watch(self, missed: bool, is_unknown: bool) -> None:
         """Record while there are steps that the plan does not know, be it in a few requests or altogether."""
@@ -250,7 +230,7 @@ class Steps:
             self._pause -= _SOONER if is_unknown else 1
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
-                self._missed_allocs = self._last_allocs
+                self._recorded.expect_last()
                 self._begin_record()
             return
         self._watched += 1
@@ -258,18 +238,23 @@ class Steps:
             self._watched, self._pause = 0, self._next_pause
             self._next_pause *= 2
             self._state.forget_record()
-            self._forget_record()
+            self._recorded.forget()
         elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
             self._begin_record()
 
     def _begin_record(self) -> None:
         self._recording.begin_at_step()
-        self._forget_record()
+        self._recorded.forget()
 
     def _start_search(self, trace: "Trace") -> None:
-        known = self.tapes.kinds if self.tapes is not None else []
-        self.search = KindSearch(known, self.recurring() - self._refused, self._made, self._effort)
-        self.search.start(trace)
+        search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort)
+        search.in_time = {*self._waited_for}
+        if self._ring_tells:
+            search.ring, search.of_ring = self._recording.kept, {*self._planned}
+        if not self._recording.left_out:
+            search.record, search.may_wait = self._recorded.num_records, self._patience > 0
+        self.search = search
+        search.start(trace)
 
     def are_planned(self, search: KindSearch) -> None:
         """The plans of a search are about to be put in force: what they are of is known from here on."""

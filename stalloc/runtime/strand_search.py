@@ -15,7 +15,8 @@ import numpy as np
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.host_memory import trim
 from stalloc.runtime.effort import Effort
-from stalloc.runtime.kind_search import KindSearch, recurring_names
+from stalloc.runtime.kind_names import recurring_names
+from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.threads import start_thread
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class StrandSearch:
     def _run(self, traces: "list[Trace]") -> None:
         try:
             with self.effort.counted():
-                self.found = [KindSearch([], recurring_names(trace), self.made, self.effort) for trace in traces]
+                self.found = [KindSearch(None, recurring_names(trace), self.made, self.effort) for trace in traces]
                 for search, trace in zip(self.found, traces, strict=True):
                     search.search(trace)
                 if all(search.admitted is not None for search in self.found):

@@ -12,10 +12,12 @@ from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
-from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.full_device import FullDevice
+from stalloc.runtime.interruptions import is_passing
 from stalloc.runtime.lasting import Lasting
-from stalloc.runtime.looking import Looking
+from stalloc.runtime.looking import Found, Looking
 from stalloc.runtime.planning_job import PlanJob
+from stalloc.runtime.probation import Probation
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
@@ -76,6 +78,21 @@ class Watching:
         if found and (is_part or 4 * record.misses > record.hits) and not self._recording.marks:
             self._looking.was_misled(is_part=is_part)
 
+    def is_part(self, probation: Probation, *, seems: bool) -> bool | None:
+        """Whether a ring found without marks is a part of what repeats, as it seems to be or not; None: go on with it.
+
+        The record beside it has to show a longer one, or to be long enough for kinds of steps.
+        """
+        if not probation.is_on or not (seems or probation.went_on):
+            return seems
+        with self._status.effort.counted():
+            if self._looking.shows_longer_ring():
+                return True
+        if self._looking.is_long:
+            return seems
+        probation.go_on()
+        return None
+
     def leave_unmarked(self) -> bool:
         """At a mark: leave a plan in the making that was found before there were any; whether one in force is to go."""
         status, record = self._status, self._state.record
@@ -112,7 +129,7 @@ class Watching:
             with self._status.effort.counted():
                 self._start_planning()
         except Exception as error:  # whatever it is, the program must not see it: it only marked a step
-            if is_interruption(error) or isinstance(error, RecursionError):
+            if is_passing(error):
                 raise
             return f"looking for a repeating step failed: {type(error).__name__}: {error}"
         return None
@@ -134,14 +151,37 @@ class Watching:
                 self._settle()
             return
         self._arenas.give_back()
-        self._status.phase = Phase.PLANNING
-        self._status.observed_steps = found.tape.covered_requests // found.tape.period_requests
-        self._recording.kept = KeptTrace(found.trace)
         streams = self._status.settings.streams if ordering() is not None else "separate"
-        self.plan(PlanJob(found.tape, streams, self._status.settings.handover_bytes), found.cursor)
+        self._follow(found, PlanJob(found.tape, streams, self._status.settings.handover_bytes), found.cursor)
+
+    def _follow(self, found: Found, job: PlanJob, cursor: int) -> None:
+        """Follow a ring that was found, whose plan a job is to make or has made."""
+        self._status.phase = Phase.PLANNING
+        self._status.observed_steps = job.tape.covered_requests // job.tape.period_requests
+        self._recording.kept = KeptTrace(found.trace)
+        self.plan(job, cursor)
         if self._recording.marks:
-            self._steps.follow_marks(found.trace, found.tape, found.sizable, found.first)
+            self._steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
             self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
+
+    def follow_cycle(self, full_device: FullDevice) -> None:
+        """At a mark: if the steps in force were found to make a cycle, serve it from the next request on."""
+        cycle, state = self._steps.take_cycle(), self._state
+        tape = cycle.job.admitted if cycle is not None else None
+        if cycle is None or tape is None or self._status.phase is not Phase.PLANNED or state.record.has_handovers:
+            return
+        if self._arenas.memory.source.paged and full_device.may_begin(tape.arena_bytes):
+            self._arenas.drop_tape()
+            cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.tape.ring_length
+            self._follow(cycle.found, cycle.job, cursor)
+
+    def is_patient(self, full_device: FullDevice) -> bool:
+        """Whether the plan stays although much is not served from it: one for what the program does is being made."""
+        record = self._state.record
+        if record.ask_after_misses or self._steps.search is None or full_device.may_fill():
+            return False
+        record.ask_after_misses = 2 * record.excess_misses
+        return True
 
     def _look_for_unmarked_kinds(self, trace: "Trace") -> None:
         """See whether the record consists of steps of several kinds; their plan needs memory by pages."""
@@ -177,7 +217,8 @@ class Watching:
     def plan(self, job: PlanJob, cursor: int) -> None:
         """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known."""
         self.job, self._wait_seconds = job, self._status.settings.plan_wait_seconds
-        job.start(self._planner, self._recording.kept, self._status.effort)
+        if not job.done.is_set():
+            job.start(self._planner, self._recording.kept, self._status.effort)
         tape, ring = job.tape, slice(job.tape.num_prologue, None)
         nowhere = np.full(tape.ring_length, -1, np.int64)
         self._state.write(check_at=0)

@@ -1,0 +1,58 @@
+"""A cycle of several marked steps, whose order repeats: a ring of them has places for what their kinds cannot place.
+
+Plans of kinds have none for a request that replaces one of an earlier step before that is gone, nor for what lives
+through many steps; the plan of a ring has. Contract: a cycle is at the end of the record, and too long to be chance.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stalloc.core.constants import TINY
+from stalloc.runtime.looking import Found
+from stalloc.runtime.planning_job import PlanJob
+from stalloc.trace import MARK_STEP
+
+if TYPE_CHECKING:
+    from stalloc.runtime.tapes import Tapes
+    from stalloc.trace import Trace
+
+_LEAST_STEPS = 16  # in which the order repeats
+
+
+@dataclass(frozen=True, eq=False)
+class Cycle:
+    """A cycle, and its plan."""
+
+    found: Found
+    job: PlanJob
+    record: int  #: the number of the record that it was found in
+
+    @classmethod
+    def planned(cls, found: Found, record: int) -> "Cycle":
+        """Make the plan, in this thread. Raises what planning raises."""
+        assert found.tape is not None
+        job = PlanJob(found.tape)
+        job.make(None)
+        job.done.set()
+        return cls(found, job, record)
+
+
+def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
+    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds."""
+    from stalloc.lifespans.periods import find_step_period, sequence_rows
+    from stalloc.lifespans.tape import fold
+
+    longest = max(len(kind.size) for kind in tapes.kinds)
+    period = find_step_period(trace, min_length=longest + 1)
+    sizable = sequence_rows(trace, TINY + 1)
+    if period is None or period.first + period.covered < len(sizable):
+        return None
+    marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
+    if int((marks >= period.first).sum()) <= _LEAST_STEPS:
+        return None
+    tape = fold(trace, with_prologue=False, period=period)
+    if tape is None or 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
+        return None
+    return Found(trace, tape, sizable)
