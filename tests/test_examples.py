@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from warm_programs import run_warm
+from warm_programs import run_stalloc, run_warm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -114,3 +114,19 @@ def test_cupy_and_torch_hand_arrays_to_each_other() -> None:
     assert pool is not None, printed
     assert float(reserved[1]) > 0
     assert float(pool[1]) > 0
+
+
+@pytest.mark.slow
+@needs("torch", "cupy")
+def test_layers_and_state_in_host_memory_are_recorded_with_their_copies(tmp_path: Path) -> None:
+    trace = tmp_path / "offloaded.trace.npz"
+    program = EXAMPLES / "offloaded.py"
+    words = ("record", "--ops", "--device", "virtual", "--gpu", "RTX-4090", "-o", trace, program)
+    done = run_stalloc(*words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (study,) = json.loads(run_stalloc("timeline", "--json", "-", trace, folder=tmp_path).stdout)["devices"]
+    assert study["device_name"] == "NVIDIA GeForce RTX 4090"
+    assert {part["phase"] for part in study["parts"]} == {"forward", "backward", "update"}
+    assert study["phases"][0]["overlap_seconds"] > 10 * study["phases"][0]["copy_seconds"], (
+        "layers come while others compute"
+    )

@@ -1,4 +1,4 @@
-"""Phases by name: forward, backward and update where operations are known, else what the program or torch named.
+"""Phases by name: forward, backward and update where operations are known, else the update that torch annotates.
 
 Contract: ranges of events [begin, end) in their order, none inside another; nothing is inferred from the load.
 """
@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 from stalloc.columns import Rows
-from stalloc.lifespans.phases import find_phases
 from stalloc.lifespans.roles import within
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Trace
@@ -36,10 +35,6 @@ def named_phases(trace: Trace) -> list[NamedPhase]:
             inside = [row for row, _ in group]
             found.append(NamedPhase(int(operations.begin[inside[0]]), int(operations.end[inside].max()), name))
         return [phase for phase in found if phase.name != UNNAMED]
-    if trace.info.get("source") == "stalloc recorder" and (trace.mark_kind != MARK_STEP).any():
-        phases = find_phases(trace)
-        ends = [*phases.begin[1:].tolist(), trace.num_events]
-        return [NamedPhase(*one) for one in zip(phases.begin.tolist(), ends, phases.name, strict=True) if one[2]]
     return _updates(trace)
 
 

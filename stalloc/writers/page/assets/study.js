@@ -205,7 +205,7 @@ function drawPartsMoved(charts, parts, links) {
 // When each part of a phase ran, such as a subgroup of the update: what of it computes, and what it moved.
 function drawParts(element, parts, how) {
   const begin = Math.min(...parts.map((part) => part.start_seconds)), end = Math.max(...parts.map((part) => part.start_seconds + part.seconds));
-  const panel = new Panel(element, `Subgroups of ${parts[0].phase}${how}`, parts.length * ROW + 26, [["when it runs", "var(--hole)"], ["share that computes", OKABE_ITO[0]]]);
+  const panel = new Panel(element, `Subgroups of ${parts[0].phase}${how}`, parts.length * ROW + 26, [["copies or computes", "var(--hole)"], ["share that computes", OKABE_ITO[0]]]);
   const room = (panel.right - panel.left) * 0.55, x = (moment) => panel.left + ((moment - begin) / (end - begin || 1)) * room;
   parts.forEach((part, number) => {
     const y = 4 + number * ROW, width = (part.seconds / (end - begin || 1)) * room;
