@@ -127,6 +127,9 @@ def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
     assert [link[part] for link in study["links"] for part in ("rate", "peak_rate", "used")] == [None] * 6
     assert [phase["seconds"] for phase in study["phases"]] == [None] * len(study["phases"])
     assert {part["runs"] for part in study["parts"]} == {3}
+    summary = stalloc.report(tmp_path / "copies.trace.npz", tmp_path / "copies.md").read_text(encoding="utf-8")
+    assert "Times are not shown" in summary
+    assert "| phase | time |" not in summary
     assert study["phases"][-1]["host_bytes"] >= 3 * (layer_bytes + state_bytes)
 
 

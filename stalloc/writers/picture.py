@@ -46,7 +46,9 @@ def write_picture(path: Path, record: DeviceRecord, form: str) -> None:
     parts = list(np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights)))
     if record.trace is not None:
         _memory(parts[0], record.trace)
-    if charts:
+    if charts and drawn is not None:
+        if drawn.found.is_estimated or not drawn.found.has_times:
+            parts[-1].suptitle(drawn.findings[0], fontsize=9)
         for axes, chart in zip_longest(parts[-1].subplots(-(-len(charts) // 2), 2, squeeze=False).flat, charts):
             if chart is None:
                 axes.remove()

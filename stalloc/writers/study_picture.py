@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from stalloc.analysis.study_findings import copies_text
+from stalloc.analysis.study_record import PartUse
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.printable import printable
 from stalloc.writers.palettes import HOLE, INK, OKABE_ITO
@@ -96,6 +97,10 @@ def _over_time(axes: Any, drawn: Drawn, curves: Curves, count: int) -> Any:
     return np.arange(count) * 1e3 * curves.seconds
 
 
+def _legend_below(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+
+
 def _memory(axes: Any, drawn: Drawn, curves: Curves) -> None:
     known = {kind: values for kind, values in curves.memory.items() if kind != "host" or max(values) >= _DRAWN_BYTES}
     most = max(max(values) for values in known.values())
@@ -111,7 +116,7 @@ def _memory(axes: Any, drawn: Drawn, curves: Curves) -> None:
             axes.step(moments, values / unit, where="post", color=looks[kind], linewidth=1, label=kind)
     axes.set(ylim=(0, None), ylabel=name)
     axes.set_title("memory", fontsize=10, pad=14)
-    axes.legend(frameon=False, fontsize=8)
+    _legend_below(axes)
 
 
 def _memory_by_phase(axes: Any, drawn: Drawn) -> None:
@@ -140,7 +145,7 @@ def _traffic(axes: Any, drawn: Drawn, curves: Curves) -> None:
     axes.set(ylim=(0, None), ylabel="GiB/s")
     kind = "estimated" if drawn.found.is_estimated else "measured"
     axes.set_title(f"traffic; dashed: the {kind} peak", fontsize=10, pad=14)
-    axes.legend(frameon=False, fontsize=8)
+    _legend_below(axes)
 
 
 def _by_phase(axes: Any, drawn: Drawn) -> None:
@@ -179,18 +184,25 @@ def _headroom(axes: Any, drawn: Drawn) -> None:
 
 
 def _parts(axes: Any, drawn: Drawn) -> None:
-    parts = drawn.found.parts[:_MAX_PARTS]
+    parts = _last_phase(drawn)
     start = [1e3 * part.start_seconds for part in parts]
     axes.barh(range(len(parts)), [1e3 * part.seconds for part in parts], left=start, color=HOLE, height=0.6)
     computes = [1e3 * part.compute_seconds for part in parts]
     axes.barh(range(len(parts)), computes, left=start, color=OKABE_ITO[0], height=0.6)
-    axes.set_yticks(range(len(parts)), [printable(f"{part.phase}/{part.name}", 28) for part in parts])
+    names = [printable(f"{part.phase}/{part.name}", 28) for part in parts]
+    axes.set_yticks(range(len(parts)), names, fontsize=min(9, 100 / len(parts)))
     axes.set(xlabel="ms", ylim=(max(len(parts), _MIN_ROWS) - 0.5, -0.5))
-    axes.set_title("subgroups; blue: computes", fontsize=10)
+    axes.set_title(f"subgroups of {printable(parts[0].phase)}; blue: computes", fontsize=10)
+
+
+def _last_phase(drawn: Drawn) -> list[PartUse]:
+    """The subgroups of the phase that has them last, which is the update where there is one; as many as can be read."""
+    phase = drawn.found.parts[-1].phase
+    return [part for part in drawn.found.parts if part.phase == phase][:_MAX_PARTS]
 
 
 def _parts_moved(axes: Any, drawn: Drawn) -> None:
-    rows = [(part, *moved) for part in drawn.found.parts[:_MAX_PARTS] for moved in part.moved_bytes.items()]
+    rows = [(part, *moved) for part in _last_phase(drawn) for moved in part.moved_bytes.items()][:_MAX_PARTS]
     axes.barh(range(len(rows)), [size for *_, size in rows], color=[_LINKS[link] for _, link, _ in rows], height=0.6)
     said = [f"{human_bytes(size)} {link}" for _, link, size in rows]
     _rows(axes, [f"{part.phase}/{part.name}" for part, *_ in rows], said, [float(size) for *_, size in rows])
