@@ -100,6 +100,13 @@ starts = F.pad(lengths.cumsum(0), (1, 0))
 kept = torch.empty(3, dtype=torch.long, device="cuda")
 kept.copy_(torch.tensor([4, 5, 6]))
 cleared = torch.empty(2, dtype=torch.long, device="cuda").zero_()
+weight, scaler = torch.ones(4, device="cuda", requires_grad=True), torch.cuda.amp.GradScaler(growth_interval=2)
+scales = []
+for _ in range(4):
+    scaler.scale(weight.sum()).backward()
+    scaler.step(torch.optim.SGD([weight], lr=0.1))
+    scaler.update()
+    scales.append(scaler.get_scale())
 print(json.dumps({
     "numbers of Python": [float(lengths.sum()), complex(lengths.max()).real],
     "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
@@ -109,6 +116,7 @@ print(json.dumps({
     "copies": copy.deepcopy(lengths).tolist(),
     "arguments by name": [torch.cat(tensors=[lengths, lengths]).tolist(), torch.sum(input=lengths).item()],
     "all that was overwritten": [kept.tolist(), cleared.tolist(), kept.copy_(lengths).tolist()],
+    "scales of gradients": scales,
     "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
     "few floating-point numbers": [
         (torch.tensor([[1.0, 2.0]]).cuda() * torch.tensor(1.5).cuda()).tolist(),
@@ -136,6 +144,7 @@ def more_values(run_checks: Any) -> Any:
         ("runs of columns", [2, 4]),
         ("entries of a sparse matrix", 4),
         ("copies", [3, 9, 4]),
+        ("scales of gradients", [65536.0, 131072.0, 131072.0, 262144.0]),
         ("arguments by name", [[3, 9, 4, 3, 9, 4], 16]),
         ("all that was overwritten", [[4, 5, 6], [0, 0], [3, 9, 4]]),
         ("equal", [True, False]),

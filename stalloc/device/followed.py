@@ -25,6 +25,7 @@ from stalloc.device.value_reads import (
     reader,
     reader_of_lengths,
     sampler,
+    scale_updater,
 )
 from stalloc.device.values import MAX_ELEMENTS, Values
 
@@ -232,6 +233,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     replace(tensor, "coalesce", functools.partial(coalescer, values))
     replace(tensor, "copy_", functools.partial(copier, values))
     replace(torch, "ctc_loss", functools.partial(reader_of_lengths, values))
+    replace(torch, "_amp_update_scale_", functools.partial(scale_updater, values))
     for owner in (torch, tensor):
         replace(owner, "multinomial", functools.partial(sampler, values))
     count_nonzero_on_read(values, torch)

@@ -141,6 +141,23 @@ def sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
+def scale_updater(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of a step of GradScaler: no kernel computed an infinity, so the scale is that of a step without one."""
+
+    @functools.wraps(function)
+    def update(scale: Any, tracker: Any, found_inf: Any, *factors: Any) -> Any:
+        if not values.knows(scale):
+            return function(scale, tracker, found_inf, *factors)
+        none = found_inf if values.knows(found_inf) else found_inf.new_zeros((), device="cpu")
+        computed = values.compute(function, (scale, tracker, none, *factors), {})
+        result = function(scale, tracker, found_inf, *factors)
+        for changed in (scale, tracker):
+            values.learn(changed, None if computed is None else (changed, computed[1]))
+        return result
+
+    return update
+
+
 def count_nonzero_on_read(values: Values, torch: Any) -> None:
     """`nonzero`, which indexing by masks calls inside, forward and backward, reads the true count."""
     operator = torch.ops.aten.nonzero.default
