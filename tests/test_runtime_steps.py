@@ -384,6 +384,27 @@ def test_a_step_that_is_another_every_fourth_time_is_planned_although_nothing_ma
             assert program.counts() == (before[0] + 13, before[1])
 
 
+def test_what_is_known_to_outlive_a_step_stands_in_no_way_of_the_next() -> None:
+    """Pages that are idle at the end of a step move to a copy that is kept, before more than was needed is held."""
+    program = Program()
+    program.controller.watching.expects_marks = False
+    sizes = 16 * MIB, 15 * MIB, 14 * MIB, 13 * MIB
+    state = program.allocate(sizes[0])
+    for number in range(100):
+        before = program.counts()
+        made = [program.allocate(size) for size in sizes[1:]]
+        program.free(state)
+        state = program.allocate(sizes[0])
+        for address in made:
+            program.free(address)
+        if number in (19, 39, 62, 80):
+            program.weights.append(program.allocate(sizes[0]))
+        if number > 21:
+            assert program.counts() == (before[0] + 4, before[1] + (number in (39, 62, 80)))
+    record = program.state.record
+    assert record.reserved_bytes <= record.total.allocated_peak + 6 * MIB
+
+
 def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:
     """The batch lives a little longer than a step, so the ring has two: the marks of both count."""
     program = Program(keeps_batch=True)

@@ -49,7 +49,7 @@ from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
 from stalloc.core.leases import lend, lifespan_row, note_birth, revoke
-from stalloc.core.records import entry_at, slot_at, state_at
+from stalloc.core.records import entry_at, lifespan_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step
 from stalloc.core.strand_cursors import choose_strand
@@ -205,13 +205,20 @@ def _serve_unplanned(state, stream, size, requested):
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif exceeds_peak(state, size):
-        # what the plan needs again soon comes before more than the program ever used: it costs this step some hits
+    elif exceeds_peak(state, size) and not (state.arena_pages != 0 and _outlives_pass(state, row)):
+        # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
+        # for what lives on through it pages move instead
         address = lend(state, stream, size, requested, row, True)
         if address != 0:
             state.num_lent += 1
             return Outcome(address, 0, 0)
     return outcome
+
+
+@inner()
+def _outlives_pass(state, row):
+    """Whether requests like this one are known to live for longer than a pass."""
+    return lifespan_at(state, row).value > state.ring_end - state.ring_start
 
 
 @inner()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stalloc.trace import Trace
 
 _DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
+_MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
 _POLL_REQUESTS = 64  # from one look at a search that is not over to the next
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
 
@@ -81,7 +82,7 @@ class Watching:
     def is_part(self, probation: Probation, *, seems: bool) -> bool | None:
         """Whether a ring found without marks is a part of what repeats, as it seems to be or not; None: go on with it.
 
-        The record beside it has to show a longer one, or to be long enough for kinds of steps.
+        The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         """
         if not probation.is_on or not (seems or probation.went_on):
             return seems
@@ -89,7 +90,7 @@ class Watching:
             if self._looking.shows_longer_ring():
                 return True
         if self._looking.is_long:
-            return seems
+            return seems and _MISSED * self._state.record.misses > self._state.record.hits
         probation.go_on()
         return None
 
