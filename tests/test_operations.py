@@ -76,6 +76,33 @@ def test_another_order_keeps_every_dependency_and_needs_no_more(trace: Trace, op
     assert found.program_peak_bytes == pytest.approx(np.cumsum(events).max(), rel=0.001)
 
 
+def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "step.trace.npz"
+    save_traces(path, [trace])
+    assert main(["swap", str(path), "--budget", "1MiB", "--gpu", "H100", "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    sizes = told["data"]["sizes"]
+    assert sum(sizes) == 4 * PARAMETERS
+    assert len(sizes) == 3 * 6 + 2
+    chunks = told["patrickstar"]
+    assert chunks["belady"]["to_device"] <= chunks["lru"]["to_device"]
+    assert chunks["count"] * chunks["chunk_bytes"] >= sum(size for size in sizes if size <= chunks["chunk_bytes"])
+    for packs in (told["harmony"]["forward"], told["harmony"]["backward"]):
+        assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2]
+    assert told["stronghold"]["num_layers"] == 3
+    assert main(["swap", str(path), "--budget", "1KiB"]) == 0
+    said = capsys.readouterr().out
+    assert "PatrickStar: no size of chunks has room for what is needed at once" in said
+    assert "Harmony: not even packs of one layer fit" in said
+
+
+def test_what_shows_no_operations_cannot_be_swapped(recordings: dict[str, Trace], tmp_path: Path, capsys) -> None:
+    path = tmp_path / "step.trace.npz"
+    save_traces(path, [recordings["stacks"]])
+    assert main(["swap", str(path), "--budget", "1GiB"]) == 2
+    assert "no whole step with operations: record it with stalloc record --ops" in capsys.readouterr().err
+
+
 def bytes_of(trace: Trace, rows: np.ndarray) -> int:
     return int(trace.size[rows].sum())
 

@@ -38,6 +38,7 @@ VERBS = (
     "explain",
     "report",
     "timeline",
+    "swap",
     "live",
     "info",
     "bench",

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
 from stalloc.fitting.block_graph import optimal_blocks
-from stalloc.fitting.checkmate import find_solver
 from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
 from stalloc.fitting.frontier import (
@@ -32,6 +31,7 @@ from stalloc.fitting.step_search import try_step_in_backward
 from stalloc.fitting.tier_search import try_tiers, with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
+from stalloc.integer_program import find_solver
 from stalloc.techniques.technique_settings import Settings
 
 ROUNDS = 3

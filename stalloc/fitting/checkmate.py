@@ -3,21 +3,18 @@
 Contract: nodes are computed one by one in a topological order, stage t ends with the first computation of node t. In a
 stage a node is there because it was held since the stage before, or because it is computed (again) in it; what a node
 needs is there when it is computed; what is held at any moment fits. A schedule that is called optimal costs least of
-all that keep to this. HiGHS comes with SciPy, which is looked for only when a program is solved.
+all that keep to this.
 """
 
-import importlib
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.errors import BadInputError, SetupError
-
-_Terms = list[tuple[int, float]]
+from stalloc.errors import BadInputError
+from stalloc.integer_program import IntegerProgram, Terms, find_solver
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ def optimal_schedule(graph: nx.DiGraph, budget_bytes: int, *, limit_seconds: flo
     schedule within the budget, or none was found in time. Raises SetupError without SciPy, BadInputError for a graph
     with a cycle.
     """
-    optimize = find_solver()
+    find_solver()
     if not nx.is_directed_acyclic_graph(graph):
         raise BadInputError("the graph of operations has a cycle: nothing can be computed in any order.")
     rank = {node: row for row, node in enumerate(graph)}
@@ -50,22 +47,12 @@ def optimal_schedule(graph: nx.DiGraph, budget_bytes: int, *, limit_seconds: flo
     if not nodes:
         return Schedule((), np.zeros((0, 0), bool), np.zeros((0, 0), bool), 0.0, is_optimal=True)
     program = _Program(nx.relabel_nodes(graph, {node: row for row, node in enumerate(nodes)}), budget_bytes)
-    found = program.solve(optimize, limit_seconds)
-    if found.x is None:
+    values, is_optimal = program.program.solve(limit_seconds)
+    if values is None:
         return None
-    computed, held = ((found.x[rows] > 0.5) & (rows >= 0) for rows in (program.computed, program.held))
+    computed, held = ((values[rows] > 0.5) & (rows >= 0) for rows in (program.computed, program.held))
     seconds = np.array([graph.nodes[node]["seconds"] for node in nodes], float)
-    return Schedule(nodes, computed, held, float(computed.sum(0) @ seconds), is_optimal=found.status == 0)
-
-
-def find_solver() -> Any:
-    """SciPy's optimize. Raises SetupError where it is not installed."""
-    try:
-        return importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        raise SetupError(
-            "Checkmate's program is solved by HiGHS, which comes with SciPy: pip install 'stalloc[solver]'"
-        ) from error
+    return Schedule(nodes, computed, held, float(computed.sum(0) @ seconds), is_optimal=is_optimal)
 
 
 class _Program:
@@ -82,83 +69,61 @@ class _Program:
         self._work = [graph.nodes[node].get("work_bytes", 0) / unit for node in range(num)]
         self._last = [max(nx.descendants(graph, node), default=node) for node in range(num)]
         self._budget = float(budget_bytes > 0)
-        self._columns: list[tuple[float, bool, float, float]] = []  # cost, whether it is an integer, lowest, highest
-        self._rows: list[tuple[_Terms, float, float]] = []
+        self.program = IntegerProgram()
         self.computed, self.held = np.full((num, num), -1), np.full((num, num), -1)
         total = sum(graph.nodes[node]["seconds"] for node in range(num)) or 1.0
         for stage in range(num):
             for node in range(stage + 1):
                 cost = graph.nodes[node]["seconds"] / total
-                self.computed[stage, node] = self._variable(cost, lowest=float(node == stage))
+                self.computed[stage, node] = self.program.variable(cost, lowest=float(node == stage))
                 if node < stage <= self._last[node]:
-                    self.held[stage, node] = self._variable(0.0)
+                    self.held[stage, node] = self.program.variable(0.0)
         for stage in range(num):
             self._presence(stage)
             self._memory(stage)
-
-    def solve(self, optimize: Any, limit_seconds: float) -> Any:
-        """What HiGHS finds."""
-        sparse = importlib.import_module("scipy.sparse")
-        entries = [(row, column, factor) for row, (terms, *_) in enumerate(self._rows) for column, factor in terms]
-        rows, columns, factors = zip(*entries, strict=True)
-        matrix = sparse.csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._columns)))
-        cost, is_integer, lowest, highest = (np.array(column, float) for column in zip(*self._columns, strict=True))
-        low, high = (np.array([row[side] for row in self._rows]) for side in (1, 2))
-        return optimize.milp(
-            cost,
-            constraints=optimize.LinearConstraint(matrix, low, high),
-            bounds=optimize.Bounds(lowest, highest),
-            integrality=is_integer,
-            options={"time_limit": limit_seconds},
-        )
-
-    def _variable(self, cost: float, *, is_integer: bool = True, lowest: float = 0.0, highest: float = 1.0) -> int:
-        self._columns.append((cost, is_integer, lowest, highest))
-        return len(self._columns) - 1
-
-    def _limit(self, terms: _Terms, low: float, high: float) -> None:
-        self._rows.append(([(column, factor) for column, factor in terms if column >= 0], low, high))
 
     def _presence(self, stage: int) -> None:
         """What is needed is there, and what is held was there."""
         computed, held = self.computed[stage], self.held[stage]
         for node in range(stage + 1):
             for needed in self._needs[node]:
-                self._limit([(computed[node], 1), (computed[needed], -1), (held[needed], -1)], -np.inf, 0)
+                self.program.limit([(computed[node], 1), (computed[needed], -1), (held[needed], -1)], -np.inf, 0)
             if node < stage:  # what nobody uses is neither computed nor held in an optimal schedule
                 uses = [(computed[user], -1.0) for user in self._users[node] if user <= stage]
                 uses += [(self.held[stage + 1, node], -1.0)] if stage + 1 < len(self.held) else []
-                self._limit([(computed[node], 1), *uses], -np.inf, 0)
-                self._limit([(held[node], 1), *uses], -np.inf, 0)
+                self.program.limit([(computed[node], 1), *uses], -np.inf, 0)
+                self.program.limit([(held[node], 1), *uses], -np.inf, 0)
             if held[node] >= 0:
-                self._limit([(held[node], 1), (computed[node], 1)], -np.inf, 1)  # one that is held is not computed
+                self.program.limit(
+                    [(held[node], 1), (computed[node], 1)], -np.inf, 1
+                )  # one that is held is not computed
                 before = [(self.computed[stage - 1, node], -1), (self.held[stage - 1, node], -1)]
-                self._limit([(held[node], 1), *before], -np.inf, 0)
+                self.program.limit([(held[node], 1), *before], -np.inf, 0)
 
     def _memory(self, stage: int) -> None:
         """What is there after each node of a stage: a node goes when none that is computed later in it needs it."""
         computed, held = self.computed[stage], self.held[stage]
         later = self.held[stage + 1] if stage + 1 < len(self.held) else np.full(len(held), -1)
-        there: _Terms = [(held[node], self._size[node]) for node in range(stage)]
+        there: Terms = [(held[node], self._size[node]) for node in range(stage)]
         before, freed = -1, list[tuple[int, float]]()
         for node in range(stage + 1):
             work = self._work[node]
-            now = self._variable(0.0, is_integer=False, highest=self._budget)
+            now = self.program.variable(0.0, is_integer=False, highest=self._budget)
             gained = [(computed[node], -self._size[node])]
             if before < 0:
-                self._limit([(now, 1), *gained, *((column, -size) for column, size in there)], 0, 0)
+                self.program.limit([(now, 1), *gained, *((column, -size) for column, size in there)], 0, 0)
             else:
-                self._limit([(now, 1), (before, -1), *gained, *freed], 0, 0)
+                self.program.limit([(now, 1), (before, -1), *gained, *freed], 0, 0)
             if work:
-                self._limit([(now, 1), (computed[node], work)], -np.inf, self._budget)
+                self.program.limit([(now, 1), (computed[node], work)], -np.inf, self._budget)
             freed = []
             for gone in (*self._needs[node], node):
-                column = self._variable(0.0, is_integer=False)  # an integer where the others are
+                column = self.program.variable(0.0, is_integer=False)  # an integer where the others are
                 keeps = [held_on for held_on in (later[gone],) if held_on >= 0]
                 keeps += [computed[user] for user in self._users[gone] if node < user <= stage]
-                self._limit([(column, 1), (computed[node], -1)], -np.inf, 0)
+                self.program.limit([(column, 1), (computed[node], -1)], -np.inf, 0)
                 for kept in keeps:
-                    self._limit([(column, 1), (kept, 1)], -np.inf, 1)
-                self._limit([(column, 1), (computed[node], -1), *((kept, 1) for kept in keeps)], 0, np.inf)
+                    self.program.limit([(column, 1), (kept, 1)], -np.inf, 1)
+                self.program.limit([(column, 1), (computed[node], -1), *((kept, 1) for kept in keeps)], 0, np.inf)
                 freed.append((column, self._size[gone]))
             before = now

@@ -91,6 +91,11 @@ class Foresight:
         """The calls of the run in which every block is computed again."""
         return self._run.calls
 
+    @property
+    def layer_bytes(self) -> dict[int, int]:
+        """The parameters of each block that could be streamed, by its row."""
+        return {one.block: int(self._run.size[one.requests].sum()) for one in self._run.layers if one.requests}
+
     def peak_bytes(self, kept: Mapping[int, Collection[int]]) -> int:
         """The most that would be allocated, where the blocks of these rows are computed again with operations kept."""
         return int(self.load(kept).max(initial=0))

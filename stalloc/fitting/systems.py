@@ -21,7 +21,7 @@ class System:
     where: str = ""  #: what to type
 
 
-_FIT = "stalloc fit --policy"
+_FIT, _SWAP = "stalloc fit --policy", "stalloc swap"
 SYSTEMS: tuple[System, ...] = (
     System("recompute", "stalloc", "operations and blocks, most bytes for a second first", "executes", "stalloc fit"),
     System("blocks:N", "Chen et al. 2016", "the first N blocks as a whole", "executes", f"{_FIT} blocks:N"),
@@ -55,11 +55,11 @@ SYSTEMS: tuple[System, ...] = (
     System("zero-offload", "ZeRO-Offload", "the optimizer on the host", "not yet"),
     System("twin-flow", "DeepSpeed", "a share of the optimizer on the host", "not yet"),
     System("l2l", "L2L", "one layer on the device at a time", "executes", "stalloc.stream_layers(model, window=1)"),
-    System("stronghold", "STRONGHOLD", "a window of layers on the device", "not yet"),
-    System("harmony", "Harmony", "packs of layers, swapped", "not yet"),
-    System("mobius", "Mobius", "stages swapped over one root", "not yet"),
-    System("patrickstar", "PatrickStar", "parameters in chunks", "not yet"),
-    System("elixir", "Elixir", "the size of chunks, searched", "not yet"),
+    System("stronghold", "STRONGHOLD", "a window of layers on the device", "executes", "stalloc fit --host SIZE"),
+    System("harmony", "Harmony", "packs of layers, swapped", "replays", _SWAP),
+    System("mobius", "Mobius", "stages swapped over one root", "replays", _SWAP),
+    System("patrickstar", "PatrickStar", "parameters in chunks", "replays", _SWAP),
+    System("elixir", "Elixir", "the size of chunks, searched", "replays", _SWAP),
     System("zero-infinity", "ZeRO-Infinity", "weights and state on disk", "not yet"),
     System("angel", "Angel-PTM", "pages between tiers", "not yet"),
     System("smart-infinity", "Smart-Infinity", "the optimizer beside the disk", "not yet"),

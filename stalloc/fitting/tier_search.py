@@ -7,6 +7,8 @@ on the device at once as the budget leaves room for.
 import dataclasses
 from typing import TYPE_CHECKING
 
+from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.stream_window import smallest_window
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks
 from stalloc.techniques.technique_settings import Settings
@@ -30,7 +32,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None") -> None:
         fitting.notes.append("nothing is kept in host memory without --host SIZE")
         return
     fitting.foresight = plain
-    for windows in ((0, 2, 1), (0,)):  # what cannot stream its layers may page its state
+    for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
         fitting.base = Settings(tiers=_widest(fitting, windows))
         first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), "page")
@@ -56,6 +58,18 @@ def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...]) -> TierSettin
         if 0 < needed[-1] <= fitting.budget_bytes:
             return tiers
     return ways[needed.index(min(needed))]
+
+
+def _windows(fitting: "Fitting") -> list[int]:
+    """Numbers of layers on the device at once: as STRONGHOLD has it, the least that are never waited for; 2, and 1.
+
+    Of a block its forward pass is estimated; its backward pass is taken to be twice that at the least.
+    """
+    sizes = fitting.foresight.layer_bytes if fitting.foresight else {}
+    seconds = {row: sum(one.seconds for one in fitting.step.blocks[row].operations) for row in sizes}
+    layers = [LayerCost(sizes[row], 0, 0, seconds[row], seconds[row]) for row in sorted(sizes)]
+    unstalled = smallest_window(layers, LinkCost(fitting.link_bytes_per_second))
+    return sorted({unstalled, 2, 1} - {0}, reverse=True)
 
 
 def _what(tiers: TierSettings) -> str:

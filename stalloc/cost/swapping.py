@@ -1,0 +1,133 @@
+"""Published ways to keep parameters in host memory, replayed on the last step of a recording, side by side.
+
+Contract: nothing is run; what a system cannot do with the step is left out, and a note says why.
+"""
+
+from dataclasses import dataclass, replace
+
+from stalloc.cost.chunk_cache import Moved, least_capacity, replay_chunks
+from stalloc.cost.chunk_search import ChunkSearch, search_chunks, usual_sizes
+from stalloc.cost.chunk_uses import ModelData, in_chunks, model_data
+from stalloc.cost.gpu_rates import rates_of
+from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs
+from stalloc.cost.layer_packs import PackPlan, pack_layers
+from stalloc.cost.pipeline_stages import Pipeline, StagePlan, cross_mapping, partition_stages
+from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
+from stalloc.errors import BadInputError, SetupError
+from stalloc.trace import Trace
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the step is to run on."""
+
+    gpu: str
+    budget_bytes: int  #: of each GPU
+    num_gpus: int
+    num_roots: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class ChunkReplay:
+    """One size of chunks under two policies."""
+
+    chunk_bytes: int
+    count: int  #: of parameters; the state has as many for each of its lists
+    capacity: int
+    belady: Moved
+    lru: Moved
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers that are streamed."""
+
+    layers: int  #: on the device at once
+    num_layers: int
+    num_bytes: int  #: of their parameters, at the most
+    moved_bytes: int
+    seconds: float  #: estimated
+
+
+@dataclass(frozen=True)
+class MobiusPlan:
+    """Stages, and the root of the bus for each GPU in the order of stages."""
+
+    plan: StagePlan
+    roots: tuple[int, ...]
+    contention: float
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """What each system makes of a step."""
+
+    data: ModelData
+    patrickstar: ChunkReplay | None
+    elixir: ChunkSearch
+    harmony: PackPlan | None = None
+    stronghold: Window | None = None
+    mobius: MobiusPlan | None = None
+    notes: tuple[str, ...] = ()
+
+
+def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
+    """All of them. Raises BadInputError for a trace without operations, or without parameters."""
+    data = model_data(trace)
+    sizes = usual_sizes(data)
+    replays = [one for size in sizes if (one := _in_chunks(data, size, machine.budget_bytes))]
+    best = min(replays, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)
+    notes = [] if best else ["PatrickStar: no size of chunks has room for what is needed at once"]
+    made = Swapping(data, best, search_chunks(data, machine.budget_bytes, sizes), notes=tuple(notes))
+    try:
+        layers = layer_costs(trace, rates_of(machine.gpu))
+    except BadInputError as error:
+        return replace(made, notes=(*notes, str(error)))
+    return _with_layers(made, layers, machine)
+
+
+def _in_chunks(data: ModelData, chunk_bytes: int, budget_bytes: int) -> ChunkReplay | None:
+    chunks = in_chunks(data, chunk_bytes)
+    moments = chunks.with_update
+    capacity = (budget_bytes - chunks.outside_bytes) // chunk_bytes
+    if not moments or capacity < least_capacity(moments):
+        return None
+    belady, lru = (replay_chunks(moments, capacity, policy) for policy in ("belady", "lru"))
+    return ChunkReplay(chunk_bytes, chunks.count, capacity, belady, lru)
+
+
+def _with_layers(made: Swapping, layers: list[LayerCost], machine: Machine) -> Swapping:
+    link = LinkCost(rates_of(machine.gpu).link_bytes_per_second)
+    notes = list(made.notes)
+    packs = pack_layers(layers, machine.budget_bytes, link)
+    if packs is None:
+        notes.append("Harmony: not even packs of one layer fit")
+    pipeline = Pipeline(
+        num_gpus=machine.num_gpus,
+        num_microbatches=machine.num_microbatches,
+        budget_bytes=machine.budget_bytes,
+        link=link,
+    )
+    mobius = None
+    try:
+        stages = partition_stages(layers, pipeline)
+    except SetupError as error:
+        notes.append(f"Mobius: {error}")
+    else:
+        if stages is None:
+            notes.append("Mobius: not even stages of one layer fit")
+        else:
+            mobius = MobiusPlan(stages, *cross_mapping(machine.num_gpus, machine.num_roots))
+    return replace(made, harmony=packs, stronghold=_window(layers, link), mobius=mobius, notes=tuple(notes))
+
+
+def _window(layers: list[LayerCost], link: LinkCost) -> Window:
+    """The smallest window that is never waited for."""
+    count = smallest_window(layers, link)
+    sizes = [one.parameter_bytes for one in layers]
+    at_once = max(sum(sizes[first : first + count]) for first in range(len(sizes) - count + 1))
+    passes = pass_turns(layers)
+    moved = sum(num_bytes for turns in passes for num_bytes, _ in turns[count:])
+    seconds = sum(taken for turns in passes for _, taken in turns) + stall_seconds(layers, count, link)
+    return Window(count, len(layers), at_once, moved, seconds)

@@ -1,0 +1,196 @@
+"""Parameters that come and go: what published ways choose is the best of all there is, tried one by one."""
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from stalloc.cost.chunk_cache import least_capacity, replay_chunks
+from stalloc.cost.chunk_search import replayed, search_chunks, usual_sizes
+from stalloc.cost.chunk_uses import ModelData, Moment, in_chunks
+from stalloc.cost.layer_costs import LayerCost, LinkCost
+from stalloc.cost.layer_packs import pack_layers, pass_cost
+from stalloc.cost.pipeline_stages import Pipeline, contention, cross_mapping, partition_stages, step_seconds
+from stalloc.cost.stream_window import smallest_window, stall_seconds
+from stalloc.errors import BadInputError
+
+MIB = 1 << 20
+LINK = LinkCost(16e9)
+
+
+def fewest_moves(moments: tuple[Moment, ...], capacity: int) -> int:
+    """The least that any order of evictions moves, both ways: everything that can go is tried."""
+
+    @functools.cache
+    def rest(now: int, here: frozenset[int]) -> int:
+        if now == len(moments):
+            return 0
+        needed = frozenset(moments[now])
+        missing, surplus = needed - here, max(0, len(here | needed) - capacity)
+        ways = itertools.combinations(sorted(here - needed), surplus)
+        return len(missing) + surplus + min(rest(now + 1, (here - set(gone)) | needed) for gone in ways)
+
+    return rest(0, frozenset())
+
+
+def random_moments(seed: int, chunks: int, count: int) -> tuple[Moment, ...]:
+    rng = random.Random(seed)
+    return tuple(tuple(sorted(rng.sample(range(chunks), rng.choice((1, 1, 2, 3))))) for _ in range(count))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_belady_moves_as_little_as_any_order_of_evictions(seed: int) -> None:
+    moments = random_moments(seed, 6, 14)
+    for capacity in range(least_capacity(moments), 7):
+        assert replay_chunks(moments, capacity, "belady").chunks == fewest_moves(moments, capacity)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_belady_moves_no_more_than_least_recently_used_on_every_budget(seed: int) -> None:
+    chunks = in_chunks(random_model(seed, 60), 8 * MIB)
+    moments, moved = chunks.with_update, []
+    for capacity in range(least_capacity(moments), 3 * chunks.count + 1):
+        belady, lru = (replay_chunks(moments, capacity, policy).chunks for policy in ("belady", "lru"))
+        assert belady <= lru
+        moved.append((belady, lru))
+    assert any(belady < lru for belady, lru in moved)
+    assert moved[-1] == (3 * chunks.count,) * 2  # all have room: each comes once
+
+
+def test_what_a_moment_needs_has_to_have_room() -> None:
+    with pytest.raises(BadInputError, match="2 chunks have room on the device, and 3 are needed at once"):
+        replay_chunks([(0, 1, 2)], 2, "belady")
+
+
+def random_model(seed: int, count: int) -> ModelData:
+    """Forward and backward over layers of two parameters, state twice as large."""
+    rng = random.Random(seed)
+    sizes = tuple(rng.randint(1, 40) * MIB // 8 for _ in range(count))
+    forward = [(row, row + 1) for row in range(0, count - 1, 2)]
+    return ModelData(sizes, (*forward, *reversed(forward)), 2 * sum(sizes))
+
+
+def test_chunks_hold_whole_parameters_in_the_order_of_their_use() -> None:
+    data = ModelData((3 * MIB, 2 * MIB, 9 * MIB, 2 * MIB, MIB), ((0, 1), (2,), (3, 4)), 28 * MIB)
+    chunks = in_chunks(data, 4 * MIB)
+    assert chunks.count == 3  # 3 and nothing else, 2 and 2, 1
+    assert chunks.moments == ((0, 1), (1, 2))
+    assert chunks.outside_bytes == 9 * MIB * 3  # what is larger than a chunk, with its state
+    assert chunks.with_update[2:] == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_of_chunk_sizes_picks_the_best_of_the_whole_grid(seed: int) -> None:
+    data = random_model(seed, 30)
+    sizes = usual_sizes(data)
+    for share in (0.2, 0.6, 1.5, 4):
+        budget = int(share * data.parameter_bytes)
+        grid = []
+        for size in sizes:
+            chunks = in_chunks(data, size)
+            for residents in range(chunks.count + 1):
+                room = (budget - chunks.outside_bytes) // size - 3 * residents
+                try:
+                    grid.append(replayed(chunks, residents, room) if room >= 0 else None)
+                except BadInputError:
+                    grid.append(None)
+        moved = min((one.moved_bytes for one in grid if one), default=None)
+        found = search_chunks(data, budget, sizes)
+        assert (found.best and found.best.moved_bytes) == moved
+        for one in found.rejected:  # with a reason, or no better
+            assert one.refused or moved is None or one.moved_bytes >= moved
+        assert found.best not in found.rejected
+        rows = [*found.rejected, *([found.best] if found.best else [])]
+        assert {one.chunk_bytes for one in rows} == set(sizes)
+
+
+def random_layers(seed: int, count: int) -> list[LayerCost]:
+    rng = random.Random(seed)
+    return [
+        LayerCost(
+            rng.randint(1, 9) * MIB,
+            rng.randint(0, 9) * MIB,
+            rng.randint(0, 3) * MIB,
+            rng.random() / 1e3,
+            rng.random() / 5e2,
+        )
+        for _ in range(count)
+    ]
+
+
+def stretches(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """All ways to cut so many layers into stretches."""
+    for number in range(count):
+        for cuts in itertools.combinations(range(1, count), number):
+            bounds = (0, *cuts, count)
+            yield tuple(itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize(("seed", "count"), [*((seed, 2 + seed) for seed in range(8)), (8, 12)])
+def test_packs_are_the_best_of_all_ways_to_pack(seed: int, count: int) -> None:
+    layers = random_layers(seed, count)
+    for budget in (24 * MIB, 40 * MIB, 120 * MIB):
+        found = pack_layers(layers, budget, LINK)
+        best = [
+            min(
+                (
+                    cost
+                    for packs in stretches(count)
+                    if (cost := pass_cost(layers, packs, budget, LINK, is_backward=back))
+                ),
+                default=None,
+            )
+            for back in (False, True)
+        ]
+        if found is None:
+            assert None in best
+            continue
+        costs = (
+            pass_cost(layers, found.forward, budget, LINK, is_backward=False),
+            pass_cost(
+                layers, [(count - end, count - begin) for begin, end in found.backward], budget, LINK, is_backward=True
+            ),
+        )
+        assert [one and one[0] for one in costs] == [one and pytest.approx(one[0]) for one in best]
+        assert found.seconds == pytest.approx(sum(one[0] for one in costs if one))
+        assert found.moved_bytes == sum(one[1] for one in costs if one)
+
+
+@pytest.mark.parametrize(("seed", "count", "gpus"), [(0, 3, 1), (1, 5, 2), (2, 6, 3), (3, 7, 2), (4, 8, 4), (5, 12, 4)])
+def test_stages_are_the_best_of_all_partitions(seed: int, count: int, gpus: int) -> None:
+    pytest.importorskip("scipy.optimize")
+    layers = random_layers(seed, count)
+    for budget in (30 * MIB, 60 * MIB)[: 1 if count == 12 else 2]:
+        pipeline = Pipeline(num_gpus=gpus, num_microbatches=1 + seed, budget_bytes=budget, link=LINK)
+        found = partition_stages(layers, pipeline)
+        times = (step_seconds(layers, stages, pipeline) for stages in stretches(count))
+        best = min((one for one in times if one is not None), default=None)
+        assert (found and found.seconds) == (best and pytest.approx(best))
+        assert found is None or found.is_optimal
+
+
+def test_one_gpu_and_no_copies_takes_what_computing_takes() -> None:
+    layers = [LayerCost(0, 0, 0, 1.0, 2.0)] * 3
+    pipeline = Pipeline(num_gpus=1, num_microbatches=2, budget_bytes=MIB, link=LINK)
+    assert step_seconds(layers, ((0, 1), (1, 3)), pipeline) == 2 * 3 * (1.0 + 1.0 + 2.0)
+    halves = Pipeline(num_gpus=3, num_microbatches=1, budget_bytes=MIB, link=LINK)
+    assert step_seconds(layers, ((0, 1), (1, 2), (2, 3)), halves) == 3 * (1.0 + 3.0)
+
+
+def test_gpus_under_one_root_are_kept_apart() -> None:
+    roots, least = cross_mapping(4, 2)
+    assert roots in ((0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0))
+    assert least == min(map(contention, set(itertools.permutations((0, 0, 1, 1)))))
+    assert least < contention((0, 0, 1, 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_window_is_the_smallest_without_a_stall(seed: int) -> None:
+    layers = random_layers(seed, 8)
+    for link in (LinkCost(4e9), LinkCost(16e9), LinkCost(1e12)):
+        window = smallest_window(layers, link)
+        assert stall_seconds(layers, window, link) == 0
+        assert all(stall_seconds(layers, smaller, link) > 0 for smaller in range(1, window))
+    assert smallest_window(layers, LinkCost(1e2)) == len(layers)
