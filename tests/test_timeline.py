@@ -322,3 +322,80 @@ def test_impossible_rows_are_refused() -> None:
     for row in (Work(5, 1, Link.COMPUTE), Work(0, 1, Link.TO_HOST, -1), Work(0, 1 << 62, Link.COMPUTE)):
         with pytest.raises(BadInputError, match="impossible"):
             activity_of([row])
+
+
+DATE = "[2023-10-17 22:41:{:06.3f}] [INFO] "
+LOGGED = DATE + "[logging.py:96:log_dist] [Rank {}] time (ms) | "
+MEMORY = DATE + "[utils.py:803:see_memory_usage] "
+
+
+def deepspeed_lines() -> list[str]:
+    """Three steps as DeepSpeed prints them: memory, the optimizer, the microstep, the whole step."""
+    lines = ["Loading extension module cpu_adam...", "[2/3] c++ -MMD -MF cpu_adam.o.d [Rank x] time (ms) | nothing"]
+    for step in range(3):
+        second = 10 + step
+        lines += [
+            MEMORY.format(second) + "before forward",
+            MEMORY.format(second)
+            + f"MA {step}.25 GB         Max_MA {step + 3}.5 GB         CA 6.0 GB         Max_CA 6 GB ",
+            MEMORY.format(second) + "CPU Virtual Memory:  used = 50.5 GB, percent = 40.2%",
+            LOGGED.format(second + 0.9, 0)
+            + "optimizer_allgather: 7.96 | optimizer_gradients: 0.02 | optimizer_step: 60.64",
+            LOGGED.format(second + 0.9, 0)
+            + "fwd_microstep: 27.48 | bwd_microstep: 73.59 | bwd_inner_microstep: 51.05 | "
+            "bwd_allreduce_microstep: 22.49 | step_microstep: 72.59",
+            LOGGED.format(second + 0.9, 0)
+            + "fwd: 999.00 | bwd: 999.00 | bwd_inner: 1.00 | bwd_allreduce: 1.00 | step: 9.00",
+        ]
+    return [line.replace(".000]", ",000]").replace(".900]", ",900]") for line in lines]
+
+
+def test_a_log_of_deepspeed_is_divided_to_the_printed_digit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(deepspeed_lines()) + "\n")
+    assert main(["timeline", str(file), "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    seconds = {one["name"]: one["seconds"] for one in told["phases"]}
+    assert seconds["forward"] == pytest.approx(3 * 0.02748, abs=1e-12)
+    assert seconds["backward"] == pytest.approx(3 * 0.07359, abs=1e-12)
+    assert seconds["update"] == pytest.approx(3 * 0.07259, abs=1e-12)
+    parts = {(one["phase"], one["name"]): (one["runs"], one["seconds"]) for one in told["parts"]}
+    assert parts["backward", "allreduce"] == (3, pytest.approx(3 * 0.02249, abs=1e-12))
+    assert parts["update", "step"] == (3, pytest.approx(3 * 0.06064, abs=1e-12))
+    assert told["seconds"] == pytest.approx(2.9)  # from the first line of memory to the last of times
+    forward = next(one for one in told["phases"] if one["name"] == "forward")
+    assert forward["allocated_bytes"] == round(5.5 * 2**30)  # the peak that the next line tells of
+    assert forward["reserved_bytes"] == 6 << 30
+    assert forward["host_bytes"] == round(50.5 * 2**30)
+    assert "Allreduce takes 67.5 ms of the 221 ms of backward (30.6%)." in told["findings"]
+
+
+def test_logs_of_older_and_newer_versions_and_of_several_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.log"
+    older = DATE.format(15.649).replace(".649", ",649") + "[logging.py:68:log_dist] [Rank 0] rank=0 time (ms) | "
+    file.write_text(
+        f"  0%| | 0/1000 [00:00<?, ?it/s]{older}forward: 435.67 | backward: 744.11 | backward_inner: 513.92 | "
+        "backward_allreduce: 230.11 | step: 0.98\n"
+        + "".join(
+            f"[Rank 1] time (ms) | fwd_microstep: 1.50 | bwd_microstep: 2.50 | bwd_inner_microstep: {inner} | "
+            "step_microstep: 0.25\n"
+            for inner in ("9.99", "1.00")
+        )
+    )
+    assert main(["timeline", str(file), "--json", "-"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["devices"]
+    seconds = [{one["name"]: one["seconds"] for one in told["phases"]} for told in (first, second)]
+    assert seconds[0] == {"forward": 0.43567, "backward": pytest.approx(0.74411), "update": pytest.approx(0.00098)}
+    assert second["device"] == 1
+    assert seconds[1] == {name: pytest.approx(2 * value) for name, value in
+                          {"forward": 0.0015, "backward": 0.0025, "update": 0.00025}.items()}  # fmt: skip
+
+
+def test_phases_alone_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "phases.csv"
+    file.write_text("start_us,end_us,link,bytes,phase\n0,100,phase,0,forward\n100,300,phase,0,backward\n")
+    assert main(["timeline", str(file), "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    assert [(one["name"], one["seconds"]) for one in told["phases"]] == [("forward", 1e-4), ("backward", 2e-4)]

@@ -31,7 +31,7 @@ class Level:
 
 def study(record: DeviceRecord) -> Study:
     """The study of one device. Raises BadInputError if the record has no times at all."""
-    activity = record.activity or activity_of([])
+    activity = activity_of([]) if record.activity is None else record.activity
     levels = memory_levels(record)
     begin, end = span(record)
     windows = phase_windows(activity, begin, end)

@@ -28,6 +28,7 @@ def findings(found: Study) -> list[str]:
         *_blocking(found),
         *_overlap(found),
         *_idle(found),
+        *_parts(found),
         *_links(found),
         *_small(found),
         *_headroom(found),
@@ -94,6 +95,21 @@ def _idle(found: Study) -> list[str]:
     worst = max(found.phases, key=lambda phase: phase.idle_seconds)
     where = f", {human_seconds(worst.idle_seconds)} of it in {printable(worst.name)}" if len(found.phases) > 1 else ""
     return [f"The device neither computed nor copied for {human_seconds(idle)} ({_share(idle, found)}){where}."]
+
+
+def _parts(found: Study) -> list[str]:
+    """Named parts beside the longest of a phase, as the exchange of gradients; numbered ones are those of an update."""
+    told = []
+    for phase in found.phases:
+        named = [one for one in found.parts if one.phase == phase.name and not one.name.isdecimal()]
+        for one in sorted(named, key=lambda part: -part.seconds)[1:]:
+            if one.seconds >= max(0.1 * phase.seconds, _MATTERS * found.seconds):
+                share = one.seconds / max(phase.seconds, 1e-12)
+                told.append(
+                    f"{printable(one.name).capitalize()} takes {human_seconds(one.seconds)} of the "
+                    f"{human_seconds(phase.seconds)} of {printable(phase.name)} ({share:.1%})."
+                )
+    return told
 
 
 def _links(found: Study) -> list[str]:

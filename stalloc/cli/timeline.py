@@ -1,9 +1,9 @@
 """Say where the time goes between device and host: computing, copies, overlap, idle, by phase, link and size of copy.
 
 FILE is a trace of torch.profiler (Kineto JSON) with CUDA activities, with or without memory events; a `.trace.npz` with
-a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); or any trace with times, of which only
-the memory by phase is known. With --gpu the last step of a recording by `stalloc record --ops` is put on queues of that
-GPU, with times estimated from its operations.
+a table of activity; a CSV `start_us,end_us,link,bytes,phase` (docs/timeline.md); a log of DeepSpeed with its breakdown
+of wall clock time; or any trace with times, of which only the memory by phase is known. With --gpu the last step of a
+recording by `stalloc record --ops` is put on queues of that GPU, with times estimated from its operations.
 
 A phase lasts from the first thing that the device computes for it to that of the next one; each moment of it is
 computing alone, copying alone, both or neither. Copies within the device count as computing. The measured peak of a
@@ -76,6 +76,7 @@ def _print(console: Console, file: str, made: Study) -> None:
         print_prose(console, sentence, indent="  ")
     _print_phases(console, made)
     _print_links(console, made)
+    _print_parts(console, made)
     for note in note_texts(made.missing):
         print_prose(console, f"note: {note}", indent="  ")
     console.print()
@@ -124,6 +125,9 @@ def _print_links(console: Console, made: Study) -> None:
         for one in made.sizes
     ]
     print_table(console, ("by size of copy", "", "copies", "moved", "rate"), rows, text_columns=2)
+
+
+def _print_parts(console: Console, made: Study) -> None:
     parts = [
         [
             f"{part.phase}/{part.name}",

@@ -18,6 +18,7 @@ from stalloc.trace.activity import Activity, read_activity
 from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
 from stalloc.trace.sources.activity_csv import looks_like_activity_csv, read_activity_csv
+from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_deepspeed_log
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
 from stalloc.trace.sources.kineto_activity import read_kineto_activity
@@ -60,8 +61,9 @@ def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
 def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
     """What a file says of each device, ordered by device: traces as `load_traces` reads them, and activity.
 
-    Activity is in traces of torch.profiler, which then need no memory events, in `.trace.npz` that have the table, and
-    in CSV `start_us,end_us,link,bytes,phase`. Raises BadInputError as `load_traces` does.
+    Activity is in traces of torch.profiler, which then need no memory events, in `.trace.npz` that have the table, in
+    CSV `start_us,end_us,link,bytes,phase`, and in logs of DeepSpeed, where a rank is a device. Raises BadInputError as
+    `load_traces` does.
     """
 
     def of_archive(name: Path, file: BinaryIO) -> list[DeviceRecord]:
@@ -71,6 +73,8 @@ def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
         head = data[:4096].lstrip()
         if head and looks_like_activity_csv(head):
             return [DeviceRecord(0, None, read_activity_csv(name, data), {})]
+        if looks_like_deepspeed_log(data):
+            return [DeviceRecord(rank, None, activity, {}) for rank, activity in read_deepspeed_log(data).items()]
         if not _is_kineto(head):
             return [record_of(trace) for trace in _read_content(name, data)]
         activity = read_kineto_activity(name, data)
