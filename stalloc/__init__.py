@@ -36,6 +36,7 @@ _LAZY: dict[str, str] = {
     "uninstall": "stalloc.integrations",
     "scope": "stalloc.integrations",
     "sleep": "stalloc.integrations.sleep_and_wake",
+    "tag": "stalloc.integrations.sleep_and_wake",
     "wake": "stalloc.integrations.sleep_and_wake",
     "mem_pool": "stalloc.integrations",
     "step": "stalloc.integrations",

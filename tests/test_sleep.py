@@ -50,6 +50,29 @@ def test_what_is_named_need_not_be_kept_and_all_else_is(found: dict[str, Any]) -
     assert found["addresses_after_drop"]
 
 
+def test_what_is_tagged_sleeps_and_wakes_by_itself_and_the_rest_computes(found: dict[str, Any]) -> None:
+    given_back, kept, less_used = found["kv"]
+    assert 20 << 20 <= given_back <= 24 << 20  # two tensors of 12 MiB but for the pages that others live in
+    assert less_used == given_back == found["kv_still_asleep"]
+    assert kept == 0
+    assert found["rest_computes"]
+    assert found["weights_kept"] >= 6 << 20
+    assert found["weights_first"]
+    assert found["weights_of_all"]
+    assert found["everything_back"]
+
+
+def test_no_memory_is_to_be_had_before_all_is_awake(found: dict[str, Any]) -> None:
+    assert found["part_request"] == found["part_still_asleep"] == ASLEEP
+    assert found["all_awake"] == ""
+
+
+def test_a_page_that_others_live_in_stays(found: dict[str, Any]) -> None:
+    assert found["tiny_given_back"] == 0
+    assert found["after_nothing"] == ""
+    assert found["unknown_tag"].startswith("BadInputError: nothing is tagged 'cache'")
+
+
 def test_what_cannot_be_done_is_one_sentence_and_loses_nothing(found: dict[str, Any]) -> None:
     assert "cannot be kept in /nonexistent/folder (No such file or directory)" in found["no_folder"]
     assert found["no_such_place"].endswith("choose one of host, disk, drop.")

@@ -1,10 +1,11 @@
 """A job that sleeps: its device memory goes back to the device, for others to use, while every address stays valid.
 
-Contract: between `sleep` and `wake` whoever asks for memory gets one sentence; what is freed is freed. Both affect all
-devices of the process that were used, or none.
+Contract: as long as anything sleeps whoever asks for memory gets one sentence; what is freed is freed. Sleeping affects
+all devices of the process that were used, or none. What is tagged is found where it lies when the job falls asleep.
 """
 
 import tempfile
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from stalloc.errors import BadInputError, SetupError
 from stalloc.integrations.memory_figures import served_controllers
 from stalloc.runtime import current
 from stalloc.runtime.kept_bytes import InFile, InHost, Keeper, Nowhere
-from stalloc.runtime.sleeping import Sleep, check_can_sleep, fall_asleep, wake_up
+from stalloc.runtime.sleeping import Sleep, Tags, check_can_sleep, fall_asleep, wake_up
 
 _KEEPERS = ("host", "disk", "drop")
 _asleep: list[Sleep] = []
+_is_whole = False  #: whether all of the job was told to sleep last, and nothing has woken
+_tagged: dict[str, list["weakref.ref[Any]"]] = {}
 
 
 @dataclass(frozen=True)
@@ -28,52 +31,102 @@ class Slept:
     kept_bytes: int  #: that were copied
 
 
+def tag(name: str, *objects: Any) -> None:
+    """Give tensors, modules, optimizers (their state) and CuPy arrays a name, for `sleep(tags=…)` and `wake(tags=…)`.
+
+    One object may have several names. They are held weakly: what is gone has none. Raises BadInputError for other
+    objects.
+    """
+    for one in objects:
+        _addresses(one)
+    _tagged.setdefault(name, []).extend(map(weakref.ref, objects))
+
+
 def sleep(
-    *, to: Literal["host", "disk", "drop"] = "host", drop: Iterable[Any] = (), folder: str | Path | None = None
+    *,
+    to: Literal["host", "disk", "drop"] = "host",
+    drop: Iterable[Any] = (),
+    folder: str | Path | None = None,
+    tags: str | Iterable[str] | None = None,
 ) -> Slept:
     """Give the device memory of this process back until `wake()`; tensors and arrays keep their addresses and values.
 
     `to`: where the bytes stay meanwhile: in pinned host memory, in a file in `folder` (by default the one for temporary
     files), or nowhere, so that they are lost. `drop` names tensors and arrays whose bytes need not be kept, say a cache
-    that is filled anew. Nothing may compute on the device until `wake()`.
+    that is filled anew. With `tags` only pages go back in which nothing lives but what has one of them; the rest may go
+    on computing with what it has, and later calls may let more go to sleep. Nothing may use what sleeps until it is
+    awake, and nobody gets memory until everything is.
 
-    Raises SetupError, with the job awake, where memory cannot be given back or there is no room for the bytes.
+    Raises SetupError, with the job as it was, where memory cannot be given back or there is no room for the bytes, and
+    BadInputError for a tag that nothing was given.
     """
+    global _is_whole
     runtime = current()
     if runtime is None:
         raise SetupError("stalloc does not serve this process, so it cannot sleep: call stalloc.install() first.")
     if to not in _KEEPERS:
         raise BadInputError(f"a job cannot sleep to {str(to)[:20]!r}: choose one of {', '.join(_KEEPERS)}.")
-    if _asleep:
+    wanted = _wanted(tags)
+    if _asleep and _is_whole:
         raise SetupError("this job sleeps already: call stalloc.wake() first.")
     without = {address for one in drop for address in _addresses(one)}
+    named = _named_addresses()
     used = served_controllers(runtime)
     for controller in used:
         check_can_sleep(controller)
     done: list[Sleep] = []
     runtime.refuse_requests("this job sleeps, and its memory is with others: call stalloc.wake() first.")
     try:
-        done.extend(fall_asleep(controller, _keeper(to, folder), without) for controller in used)
+        for controller in used:
+            done += fall_asleep(controller, lambda: _keeper(to, folder), without, named, wanted)
     except BaseException:
         for one in done:
             wake_up(one)
-        runtime.serve_requests()
+        if not _asleep:
+            runtime.serve_requests()
         raise
     _asleep.extend(done)
+    _is_whole = wanted is None
+    if not _asleep:
+        runtime.serve_requests()
     return Slept(sum(one.held_bytes for one in done), sum(one.kept_bytes for one in done))
 
 
-def wake() -> None:
+def wake(*, tags: str | Iterable[str] | None = None) -> None:
     """Take memory for what a job that sleeps had, at the same addresses, with the bytes that were kept.
 
-    Raises SetupError if the device has no room for it: the job sleeps on. A job that is awake stays so.
+    With `tags` only for the pages in which something lives that has one of them; memory is to be had when all is awake.
+    Raises SetupError if the device has no room for it: what is not awake yet sleeps on. A job that is awake stays so.
     """
+    global _is_whole
     runtime = current()
-    while _asleep:
-        wake_up(_asleep[-1])
-        _asleep.pop()
-    if runtime is not None:
+    wanted = _wanted(tags)
+    for one in reversed(_asleep.copy()):
+        if wanted is None or one.tags & wanted:
+            wake_up(one)
+            _asleep.remove(one)
+            _is_whole = False
+    if runtime is not None and not _asleep:
         runtime.serve_requests()
+
+
+def _wanted(tags: str | Iterable[str] | None) -> frozenset[str] | None:
+    if tags is None:
+        return None
+    wanted = frozenset([tags] if isinstance(tags, str) else tags)
+    for name in wanted - _tagged.keys():
+        raise BadInputError(f"nothing is tagged {str(name)[:40]!r}: call stalloc.tag(name, tensor, …) first.")
+    return wanted
+
+
+def _named_addresses() -> dict[int, Tags]:
+    """What lies where that has tags."""
+    found: dict[int, Tags] = {}
+    for name, objects in _tagged.items():
+        objects[:] = [one for one in objects if one() is not None]
+        for address in (address for one in objects for address in _addresses(one())):
+            found[address] = found.get(address, frozenset()) | {name}
+    return found
 
 
 def _keeper(to: str, folder: str | Path | None) -> Keeper:
@@ -83,11 +136,14 @@ def _keeper(to: str, folder: str | Path | None) -> Keeper:
 
 
 def _addresses(value: Any) -> list[int]:
-    """Where the memory of a tensor, of the parameters and buffers of a module, or of a CuPy array begins."""
+    """Where the memory of a tensor, of what a module or the state of an optimizer holds, or of a CuPy array begins."""
     if hasattr(value, "untyped_storage"):
         return [value.untyped_storage().data_ptr()] if value.is_cuda else []
     if hasattr(value, "parameters") and hasattr(value, "buffers"):
         return [address for one in (*value.parameters(), *value.buffers()) for address in _addresses(one)]
+    if hasattr(value, "param_groups") and hasattr(value, "state"):
+        held = (one for state in value.state.values() if isinstance(state, dict) for one in state.values())
+        return [address for one in held if hasattr(one, "untyped_storage") for address in _addresses(one)]
     if hasattr(value, "data") and hasattr(value.data, "mem"):
         return [int(value.data.mem.ptr)]
-    raise BadInputError(f"{type(value).__name__} is no tensor, module or array: drop=[…] takes those.")
+    raise BadInputError(f"{type(value).__name__} is no tensor, module, optimizer or array: give one of those.")

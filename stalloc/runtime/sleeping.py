@@ -1,10 +1,11 @@
 """A device whose memory has been given back while every address stays what it is: a job that sleeps.
 
 Contract: nothing is unmapped before all that is to be kept has been copied, so whatever fails on the way to sleep
-leaves the job awake, and whatever fails on the way back leaves it asleep. What no live block has is not copied.
+leaves the job awake, and whatever fails on the way back leaves it asleep. What no live block has is not copied. A page
+sleeps with all that lives in it, at each of its addresses, and is back before any of that is said to be awake.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +19,29 @@ from stalloc.runtime.kept_bytes import Keeper
 
 Run = tuple[int, int]
 """Address and bytes of memory in a row."""
+Tags = frozenset[str | None]
+"""What the blocks of a page are called; None: one of them has no name."""
+UNTAGGED: Tags = frozenset([None])
 
 
 @dataclass
 class Sleep:
-    """One device that sleeps."""
+    """Pages of one device that sleep, and wake together."""
 
     controller: Controller
     keeper: Keeper
+    tags: Tags = UNTAGGED
     held_bytes: int = 0  #: that were given back
     kept: list[Run] = field(default_factory=list)  #: what is copied, in the order of the keeper's bytes
     mapped: list[tuple[Any, list[int]]] = field(default_factory=list)  #: ranges, and the pages that they had
     shared: list[tuple[Any, int, Any, int]] = field(default_factory=list)  #: range, page, and whose page it is
+
+    def add(self, owner: Any, page: int) -> None:
+        """A page that a range has."""
+        if not self.mapped or self.mapped[-1][0] is not owner:
+            self.mapped.append((owner, []))
+        self.mapped[-1][1].append(page)
+        self.held_bytes += GRANULE
 
     @property
     def kept_bytes(self) -> int:
@@ -53,9 +65,16 @@ def check_can_sleep(controller: Controller) -> None:
         )
 
 
-def fall_asleep(controller: Controller, keeper: Keeper, without: Collection[int]) -> Sleep:
-    """Give the pages of a device back; `without`: addresses of blocks whose bytes need not be kept.
+def fall_asleep(
+    controller: Controller,
+    keeper: Callable[[], Keeper],
+    without: Collection[int],
+    tags: Mapping[int, Tags],
+    wanted: Collection[str] | None,
+) -> list[Sleep]:
+    """Give pages of a device back: all, or those in which nothing lives but what has one of the `wanted` tags.
 
+    `without`: addresses of blocks whose bytes need not be kept; `tags`: those of blocks that have any, by address.
     Raises SetupError if there is no room for the bytes: the job is awake then.
     """
     memory = controller.memory
@@ -63,18 +82,22 @@ def fall_asleep(controller: Controller, keeper: Keeper, without: Collection[int]
         memory.find_deferred()
         memory.deferred.wait()
         memory.release_unused()
-        sleep = Sleep(controller, keeper)
-        _find_pages(sleep)
-        sleep.kept = _to_keep(sleep, without)
+        found = [
+            one
+            for one in _find_pages(controller, keeper, _living(controller, tags), without)
+            if wanted is None or one.tags.issubset(wanted)
+        ]
         with memory.source.at_device(capturing=False):
             memory.source.wait()
-            keeper.keep(sleep.kept)
-            for owner, pages in sleep.mapped:
-                _unmap(owner, pages)
-            for owner, page, _, _ in sleep.shared:
-                owner.unmap(page, GRANULE)
+            for sleep in found:
+                sleep.keeper.keep(sleep.kept)
+            for sleep in found:
+                for owner, pages in sleep.mapped:
+                    _unmap(owner, pages)
+                for owner, page, _, _ in sleep.shared:
+                    owner.unmap(page, GRANULE)
         memory.source.collect()
-    return sleep
+    return found
 
 
 def wake_up(sleep: Sleep) -> None:
@@ -104,37 +127,44 @@ def wake_up(sleep: Sleep) -> None:
         memory.paging.match()  # what was freed meanwhile
 
 
-def _find_pages(sleep: Sleep) -> None:
-    """Note which pages are mapped where; those at two addresses once, and by whom they are shared."""
-    first: dict[int, tuple[Any, int]] = {}
-    for owner in sleep.controller.memory.source.ranges:
-        own: list[int] = []
-        for page in owner.mapped():
-            identity = owner.page_identity(page)
-            if identity in first:
-                sleep.shared.append((owner, page, *first[identity]))
-            else:
-                first[identity] = owner, page
-                own.append(page)
-        if own:
-            sleep.mapped.append((owner, own))
-            sleep.held_bytes += len(own) * GRANULE
-
-
-def _to_keep(sleep: Sleep, without: Collection[int]) -> list[Run]:
-    """The pages in which something lives whose bytes are to be kept."""
-    if sleep.keeper.drops:
-        return []
-    living: set[int] = set()
-    for segment in segments(sleep.controller.state):
+def _living(controller: Controller, tags: Mapping[int, Tags]) -> dict[int, dict[int, Tags]]:
+    """What lives in each page, by the page's address: the address of each block, and what it is called."""
+    found: dict[int, dict[int, Tags]] = {}
+    for segment in segments(controller.state):
         for block in segment.blocks:
-            is_free = block.state == BLOCK_FREE and segment.kind < PRIVATE_KINDS
-            if not is_free and block.address not in without:
-                begin, end = block.address // GRANULE, -(-(block.address + block.size_bytes) // GRANULE)
-                living.update(range(begin, end))
-    return [
-        run for _, pages in sleep.mapped for run in page_runs([page for page in pages if page // GRANULE in living])
-    ]
+            if block.state == BLOCK_FREE and segment.kind < PRIVATE_KINDS:
+                continue
+            for page in range(block.address // GRANULE * GRANULE, block.address + block.size_bytes, GRANULE):
+                found.setdefault(page, {})[block.address] = tags.get(block.address) or UNTAGGED
+    return found
+
+
+def _find_pages(
+    controller: Controller,
+    keeper: Callable[[], Keeper],
+    living: Mapping[int, Mapping[int, Tags]],
+    without: Collection[int],
+) -> list[Sleep]:
+    """All pages that are mapped, by what lives in them; those at two addresses once, and by whom they are shared."""
+    places: dict[int, list[tuple[Any, int]]] = {}  # of each page of memory: where it is mapped
+    for owner in controller.memory.source.ranges:
+        for page in owner.mapped():
+            places.setdefault(owner.page_identity(page), []).append((owner, page))
+    found: dict[Tags, Sleep] = {}
+    kept: set[int] = set()
+    for (owner, page), *others in places.values():
+        blocks = {address: named for _, at in ((owner, page), *others) for address, named in living.get(at, {}).items()}
+        tags: Tags = frozenset().union(*blocks.values()) or UNTAGGED
+        sleep = found.get(tags) or found.setdefault(tags, Sleep(controller, keeper(), tags))
+        sleep.add(owner, page)
+        sleep.shared += [(other, at, owner, page) for other, at in others]
+        if any(address not in without for address in blocks):
+            kept.add(page)
+    for sleep in found.values():
+        if not sleep.keeper.drops:
+            chosen = ([page for page in pages if page in kept] for _, pages in sleep.mapped)
+            sleep.kept = [run for pages in chosen for run in page_runs(pages)]
+    return list(found.values())
 
 
 def _is_there(run: Run, mapped: list[tuple[Any, list[int]]]) -> bool:

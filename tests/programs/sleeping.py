@@ -100,6 +100,39 @@ kept_without = stalloc.sleep(to="drop").kept_bytes
 told["dropped_keeps"] = kept_without
 stalloc.wake()
 told["addresses_after_drop"] = [one.data_ptr() for one in tensors] == addresses
+kv, weights = [filled(3 << 20) for _ in range(2)], filled(2 << 20)
+stalloc.tag("kv", *kv)
+stalloc.tag("weights", weights, optimizer, array)
+stalloc.tag("tiny", small)
+tagged = [*kv, weights]
+places, awake_bytes = [one.data_ptr() for one in tagged], virtual.used_bytes()
+told["tiny_given_back"] = stalloc.sleep(tags="tiny").given_back_bytes
+told["after_nothing"] = refused(lambda: torch.zeros(1000, device="cuda"))
+part = stalloc.sleep(tags="kv", to="drop")
+told["kv"] = [part.given_back_bytes, part.kept_bytes, awake_bytes - virtual.used_bytes()]
+others = bytes_of([weights, *cache])
+weights.copy_(torch.randn(2 << 20))  # what is awake goes on
+updated = bytes_of([weights])
+told["rest_computes"] = updated != others[:1] and bytes_of(cache) == others[1:]
+told["part_request"] = refused(lambda: torch.zeros(1000, device="cuda"))
+told["unknown_tag"] = refused(lambda: stalloc.sleep(tags=["kv", "cache"]))
+told["weights_kept"] = stalloc.sleep(tags=["weights"]).kept_bytes
+stalloc.wake(tags="weights")
+told["weights_first"] = bytes_of([weights]) == updated and [one.data_ptr() for one in tagged] == places
+told["kv_still_asleep"] = awake_bytes - virtual.used_bytes()
+told["part_still_asleep"] = refused(lambda: torch.zeros(1000, device="cuda"))
+stalloc.wake()
+told["all_awake"] = refused(lambda: torch.zeros(1000, device="cuda"))
+for one in kv:
+    one.copy_(torch.randn(3 << 20))
+everything = bytes_of([*tagged, *tensors])
+stalloc.sleep()
+stalloc.wake(tags="weights")
+told["weights_of_all"] = bytes_of([weights]) == updated
+stalloc.sleep(tags="weights", to="disk")
+stalloc.wake()
+told["everything_back"] = bytes_of([*tagged, *tensors]) == everything
+del kv, weights, tagged
 told["no_folder"] = refused(lambda: stalloc.sleep(to="disk", folder=Path("/nonexistent/folder")))
 told["no_such_place"] = refused(lambda: stalloc.sleep(to="cloud"))
 stalloc.sleep()
