@@ -8,6 +8,7 @@ import importlib
 from stalloc.errors import (
     BadInputError,
     CorruptionError,
+    DiskError,
     PlanError,
     RecomputeError,
     SetupError,
@@ -53,6 +54,8 @@ _LAZY: dict[str, str] = {
     "contiguous_buffers": "stalloc.compaction",
     "checkpoint": "stalloc.techniques",
     "page_optimizer": "stalloc.techniques",
+    "commit": "stalloc.techniques",
+    "committed": "stalloc.techniques",
     "stream_layers": "stalloc.techniques",
     "report": "stalloc.writers.reporting",
     "budget": "stalloc.fitting",
@@ -62,6 +65,7 @@ _LAZY: dict[str, str] = {
 __all__ = [
     "BadInputError",
     "CorruptionError",
+    "DiskError",
     "PlanError",
     "RecomputeError",
     "SetupError",

@@ -47,3 +47,7 @@ class GradientError(StallocError, RuntimeError):
 
 class StreamError(StallocError, RuntimeError):
     """A layer whose parameters are streamed is used in a way in which its values would not be right."""
+
+
+class DiskError(StallocError, RuntimeError):
+    """State of an optimizer cannot be read from its file, or written to it; what was committed is whole."""

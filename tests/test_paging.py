@@ -74,6 +74,45 @@ def test_bytes_go_to_the_host_and_come_back(found: dict[str, Any]) -> None:
     assert told["peaks"] == [window_and_one_result] * 3, "every step lets go at the same places"
 
 
+def test_state_on_disk_is_the_optimizers_own_to_the_last_bit(found: dict[str, Any]) -> None:
+    told = found["elsewhere"]["on disk"]
+    assert told == dict.fromkeys(found["equal"], True)
+
+
+def test_the_processors_updates_differ_by_rounding_and_fused_ones_not_at_all(found: dict[str, Any]) -> None:
+    told = found["elsewhere"]
+    assert len(told["by the processor"]) == 5
+    assert max(told["by the processor"].values()) < 1e-6, "of the largest value, after six steps"
+    assert told["fused is fused"]
+    assert told["bounded"], "what has no room in the host is updated on the device"
+
+
+def test_the_processor_updates_what_lies_on_a_device_and_takes_no_memory_of_it(found: dict[str, Any]) -> None:
+    assert found["processor"] == {"equal": True, "state": True, "more": 0, "undone": True}
+
+
+def test_what_was_committed_comes_back_and_what_goes_wrong_on_disk_is_a_sentence(found: dict[str, Any]) -> None:
+    told = found["commits"]
+    assert told["committed"]
+    assert told["loaded"]
+    assert told["locked"] == "FOLDER holds the state of another optimizer that is running: name another."
+    assert told["no room for two"].endswith("than is allowed: nothing was committed.")
+    assert told["nothing on disk"].startswith("this optimizer keeps no state on a disk")
+    assert told["nothing committed"].startswith("FOLDER holds no committed state")
+    assert told["no size"].startswith("'FOLDER' names no folder and size")
+    assert told["damaged"].startswith("the state in FOLDER is damaged (a checksum does not agree)")
+    assert "FOLDER (what was read is not what was written): go on from what was committed last" in told["misread"]
+    assert "FOLDER/lost (No such file or directory)" in told["lost"]
+    assert told["full"] == 2, "with no room on the disk state stays on the device"
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_after_any_kill_state_on_disk_is_that_of_the_last_commit(kills: int) -> None:
+    told = told_by_file(PROGRAM.with_name("killed_commits.py"), kills)
+    assert told["whole"] == told["kills"] == kills
+    assert told["commits"] > 0
+
+
 def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:
     program = folder / "trains.py"
     program.write_text(TRAINS)

@@ -13,8 +13,8 @@ from stalloc.fitting.foreseen_streaming import LayerRecorded
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.layer_streaming import streamable
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
-from stalloc.techniques.paged_optimizer import is_large
 from stalloc.techniques.repeated_blocks import Block
+from stalloc.techniques.state_pager import is_large
 
 
 @dataclass

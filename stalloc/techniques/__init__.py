@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
 
     from stalloc.techniques.checkpointing import checkpoint
     from stalloc.techniques.model_streaming import stream_layers
-    from stalloc.techniques.optimizer_paging import page_optimizer
+    from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
-__all__ = ["checkpoint", "page_optimizer", "stream_layers"]
+__all__ = ["checkpoint", "commit", "committed", "page_optimizer", "stream_layers"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -21,10 +21,10 @@ def __getattr__(name: str) -> "Any":
         from stalloc.techniques.checkpointing import checkpoint
 
         return checkpoint
-    if name == "page_optimizer":
-        from stalloc.techniques.optimizer_paging import page_optimizer
+    if name in ("commit", "committed", "page_optimizer"):
+        from stalloc.techniques import optimizer_paging
 
-        return page_optimizer
+        return getattr(optimizer_paging, name)
     if name == "stream_layers":
         from stalloc.techniques.model_streaming import stream_layers
 

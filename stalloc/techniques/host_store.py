@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import torch
 
+from stalloc.device import virtual
 from stalloc.device.pinned_memory import pinned_memory
 from stalloc.errors import BadInputError
 from stalloc.techniques.parts import aligned
@@ -60,7 +61,7 @@ class HostStore:
         if block is None:
             return None
         return [
-            block[begin : begin + one.nbytes].view(one.dtype).as_strided(one.shape, _dense_strides(one))
+            block[begin : begin + one.nbytes].view(one.dtype).as_strided(one.shape, dense_strides(one))
             for begin, one in zip(begins, tensors, strict=True)
         ]
 
@@ -68,6 +69,12 @@ class HostStore:
         self.used_bytes -= size_bytes
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def has_values(device: torch.device) -> bool:
+    """Whether tensors of a device have values; those of a virtual GPU that keeps no bytes have none."""
+    pretended = virtual.active_gpu() if device.type == "cuda" else None
+    return pretended is None or pretended.copy_limit_bytes is None
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Those of the tensor itself unless it has holes."""
     return torch.empty_like(tensor, device="meta").stride()

@@ -5,14 +5,13 @@ on the device; a block that finds no room in the host stays there whole.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stalloc.errors import StreamError
 from stalloc.techniques.host_store import HostStore
-from stalloc.techniques.parts import divided, part_bytes
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.streamed_forward import Streaming
 from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
@@ -58,29 +57,19 @@ def _can_be(parameter: Any, users: "Counter[int]") -> bool:
     )
 
 
-def by_layers(optimizer: Any, window_bytes: int) -> list[Parameters]:
-    """The parts that an optimizer updates: the parameters of a layer together, others in a row."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    alone = [one for one in parameters if layer_of(one) is None]
-    parts = [[alone[at] for at in part] for part in divided([one.nbytes for one in alone], part_bytes(window_bytes))]
-    together: dict[int, Parameters] = {}
-    for one in parameters:
-        layer = layer_of(one)
-        if layer is not None:
-            together.setdefault(id(layer), []).append(one)
-    return parts + list(together.values())
-
-
 class WeightTier:
-    """Brings the layers of a part for their update; as of `Tier`."""
+    """Brings the layers of a part for their update on the device; as of `Tier`."""
+
+    def __init__(self, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
+        self._is_on_processor = is_on_processor
 
     def bytes_of(self, part: Parameters) -> int:
         """Of those layers that are not here."""
-        return sum(layer.size_bytes for layer in _layers(part) if not layer.is_here)
+        return sum(layer.size_bytes for layer in self._needed(part) if not layer.is_here)
 
     def fetch(self, part: Parameters) -> Any:
         """Load them."""
-        layers = _layers(part)
+        layers = self._needed(part)
         for layer in layers:
             layer.load()
 
@@ -92,7 +81,7 @@ class WeightTier:
 
     def store(self, part: Parameters) -> Any:
         """Write them back."""
-        layers = _layers(part)
+        layers = self._needed(part)
         stored = [layer.store() for layer in layers]
 
         def let_go() -> None:
@@ -100,6 +89,9 @@ class WeightTier:
                 one()
 
         return sum(layer.size_bytes for layer in layers), let_go
+
+    def _needed(self, part: Parameters) -> list[StreamedLayer]:
+        return _layers([one for one in part if not self._is_on_processor(one)])
 
 
 def _layers(part: Parameters) -> list[StreamedLayer]:

@@ -1,9 +1,38 @@
-"""The parts that the parameters of an optimizer are updated in, and the room that tensors take in the host.
+"""The parts that the parameters of an optimizer are updated in, where, and the room that tensors take in the host.
 
 Contract: what is executed and what foresees it ask here, so they agree. This module loads no torch.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
 ALIGNED_BYTES = 512  #: at which tensors begin in a block of the host; torch counts so on the device too
+PROCESSOR_PART_BYTES = 32 << 20  #: of parameters that the processor updates at once
+
+
+class Place(Enum):
+    """Where state lies between steps, and where it is used."""
+
+    DEVICE = "device"  #: always on the device
+    PAGED = "paged"  #: elsewhere, and on the device for its update
+    PROCESSOR = "processor"  #: in host memory, where the processor makes the update
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which shares of an optimizer's parameters, by bytes, are updated otherwise than paged."""
+
+    device: float = 0.0
+    processor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that are updated together, by their numbers in the order of the optimizer's groups."""
+
+    members: tuple[int, ...]
+    place: Place
 
 
 def aligned(size_bytes: int) -> int:
@@ -14,6 +43,35 @@ def aligned(size_bytes: int) -> int:
 def part_bytes(window_bytes: int) -> int:
     """How many bytes of parameters make a part: with two tensors of state each, some three parts fill the window."""
     return max(window_bytes // 6, 1)
+
+
+def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, shares: Shares) -> list[Part]:
+    """The parts of parameters of so many bytes, in the order of their updates.
+
+    `layers` numbers the streamed layer of each, -1: none; a layer is a part of its own, after the others. What stays
+    on the device comes first, as it waits for nothing; the processor's parts lie evenly between the paged ones, so
+    that both go on at once (the interleaving of Maurya et al., Deep Optimizer States, 2024).
+    """
+    together: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        if layer >= 0:
+            together.setdefault(layer, []).append(number)
+    alone = [number for number, layer in enumerate(layers) if layer < 0]
+    units = [[number] for number in alone] + list(together.values())
+    places = _places([sum(sizes[number] for number in unit) for unit in units], shares)
+    parts: dict[Place, list[Part]] = {place: [] for place in Place}
+    for place in Place:
+        most_bytes = PROCESSOR_PART_BYTES if place is Place.PROCESSOR else part_bytes(window_bytes)
+        mine = [number for number, at in zip(alone, places, strict=False) if at is place]
+        found = [[mine[at] for at in part] for part in divided([sizes[number] for number in mine], most_bytes)]
+        found += [unit for unit, at in zip(units[len(alone) :], places[len(alone) :], strict=True) if at is place]
+        parts[place] = [Part(tuple(members), place) for members in found]
+    mixed = [
+        ((number + 0.5) / len(parts[place]), part)
+        for place in (Place.PAGED, Place.PROCESSOR)
+        for number, part in enumerate(parts[place])
+    ]
+    return parts[Place.DEVICE] + [part for _, part in sorted(mixed, key=lambda one: one[0])]
 
 
 def divided(sizes: list[int], most_bytes: int) -> list[list[int]]:
@@ -27,3 +85,30 @@ def divided(sizes: list[int], most_bytes: int) -> list[list[int]]:
         parts[-1].append(place)
         sum_bytes += aligned(size_bytes)
     return parts
+
+
+def staging_bytes(parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int]) -> int:
+    """Host memory for what the processor updates: gradients of two parts, and parameters that do not lie there."""
+    largest = 0
+    for part in parts:
+        if part.place is Place.PROCESSOR:
+            needed = sum(aligned(sizes[number]) * (1 if layers[number] >= 0 else 2) for number in part.members)
+            largest = max(largest, needed)
+    return 2 * largest
+
+
+def _places(sizes: list[int], shares: Shares) -> list[Place]:
+    """Where each of some units goes, so that every beginning of the row has about the shares that are wanted."""
+    total, placed = 0, {Place.DEVICE: 0, Place.PROCESSOR: 0}
+    wanted = {Place.DEVICE: shares.device, Place.PROCESSOR: shares.processor}
+    found = []
+    for size_bytes in sizes:
+        total += size_bytes
+        lacking = {place: share * total - placed[place] for place, share in wanted.items()}
+        place = max(lacking, key=lambda one: lacking[one])
+        if 2 * lacking[place] >= size_bytes and wanted[place]:
+            placed[place] += size_bytes
+        else:
+            place = Place.PAGED
+        found.append(place)
+    return found

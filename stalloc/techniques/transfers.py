@@ -68,6 +68,19 @@ class Transfers:
         self._last = event if event is not None else self._last
         return event
 
+    def follow(self) -> None:
+        """What `copy_now` copies from here on, in any thread, comes after what the program has asked for."""
+        for stream in (self._to_device, self._to_host):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in a thread that waits until it is done."""
+        stream = self._to_device if target.is_cuda else self._to_host
+        event = self._enqueue(stream, [(target, source)])
+        if event is not None:
+            event.synchronize()
+
     def wait(self, event: Any) -> None:
         """Let the program's stream wait for copies."""
         if event is not None:
@@ -80,12 +93,16 @@ class Transfers:
             self._last = None
 
     def _copy(self, stream: Any, pairs: Sequence[Pair]) -> Any:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return self._enqueue(stream, pairs)
+
+    def _enqueue(self, stream: Any, pairs: Sequence[Pair]) -> Any:
         with torch.no_grad():
             if stream is None:
                 for target, source in pairs:
                     target.copy_(source)
                 return None
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
             begin = stream.record_event(torch.cuda.Event(enable_timing=True)) if listeners else None
             with torch.cuda.stream(stream):
                 for target, source in pairs:

@@ -45,8 +45,11 @@ class DividedStep:
         divide: Callable[[Any], list[Parameters]],
         window_bytes: int,
         during: Callable[[Any], AbstractContextManager[None]],
+        stand_ins: Callable[[Any, Parameters], AbstractContextManager[Parameters]],
     ) -> None:
         """`divide` gives the parts of an optimizer's parameters, `during` is entered for each of its steps.
+
+        `stand_ins` gives what is updated in place of a part, in its order, while it is updated.
 
         Raises BadInputError if something else stands before the optimizer's step already.
         """
@@ -56,7 +59,7 @@ class DividedStep:
             )
         self.tiers = list(tiers)
         self.window_bytes = window_bytes
-        self._divide, self._during = divide, during
+        self._divide, self._during, self._stand_ins = divide, during, stand_ins
         _let_dispatch(type(optimizer))
         _divided[optimizer] = self
 
@@ -73,12 +76,14 @@ class DividedStep:
         group_of = {id(one): number for number, params in enumerate(members) for one in params}
 
         def update(part: Parameters) -> None:
-            optimizer.param_groups = []
-            for number, group in enumerate(groups):
-                group["params"] = [one for one in part if group_of[id(one)] == number]
-                if group["params"]:
-                    optimizer.param_groups.append(group)
-            own(optimizer)
+            optimizer.param_groups = groups
+            with self._stand_ins(optimizer, part) as present:
+                optimizer.param_groups = []
+                for number, group in enumerate(groups):
+                    group["params"] = [it for one, it in zip(part, present, strict=True) if group_of[id(one)] == number]
+                    if group["params"]:
+                        optimizer.param_groups.append(group)
+                own(optimizer)
 
         with self._during(optimizer):
             flight = _Flight(self.tiers, self.window_bytes)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 class Pager(Protocol):
     """Who moves the tensors."""
 
-    def settle(self) -> None:
-        """What is read of the host from here on is whole."""
+    def looked(self) -> None:
+        """Somebody else reads state from here on, or changes it where it lies: it is whole."""
 
     def of_device(self, parameter: Any, values: Any) -> Any:
         """The state of a parameter as it would be without paging."""
@@ -40,7 +40,7 @@ class WatchedState(defaultdict[Any, Any]):
 
     def _look(self) -> None:
         if self._watched:
-            self._pager.settle()
+            self._pager.looked()
 
     def __getitem__(self, key: Any) -> Any:
         self._look()

@@ -8,7 +8,11 @@ import copy
 import io
 import json
 import pickle
+import resource
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stalloc import device
@@ -53,14 +57,14 @@ def model() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
 
-def train(make: Make, *, paged: bool, host: int | None = None) -> tuple[list[torch.Tensor], dict[str, Any], int]:
+def train(make: Make, *, paged: bool, **where: Any) -> tuple[list[torch.Tensor], dict[str, Any], int]:
     """Parameters, state and the bytes of the host, after steps with most of what people do around them."""
     net = model()
     optimizer = make(net.parameters())
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    paging = stalloc.page_optimizer(optimizer, window=40_000, host=host) if paged else None
+    paging = stalloc.page_optimizer(optimizer, window=40_000, **where) if paged else None
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     scaler = torch.amp.GradScaler("cpu")
     for step in range(STEPS):
@@ -124,6 +128,142 @@ def refusals() -> dict[str, str]:
     }
 
 
+def farthest(one: Any, other: Any) -> float:
+    """The largest difference of two lists of tensors, as a part of their largest value."""
+    pairs = list(zip(one, other, strict=True))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def elsewhere() -> dict[str, Any]:
+    """State that the processor updates, that stays on the device, and that lies on disk, in several shares."""
+    found: dict[str, Any] = {"on disk": {}, "by the processor": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, make) in enumerate(OPTIMIZERS.items()):
+            as_it_is = train(make, paged=False)
+            on_disk = train(make, paged=True, host=40_000, disk=f"{folder}/{number}:1MiB", device=0.25)
+            found["on disk"][name] = same(as_it_is[:2], on_disk[:2])
+            if (name.startswith("Adam") and name != "Adamax") or name == "groups":
+                shared = train(make, paged=True, processor=0.5, device=0.2)
+                found["by the processor"][name] = farthest(shared[0], as_it_is[0])
+    all_fused = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0)
+    found["fused is fused"] = same(train(OPTIMIZERS["AdamW fused"], paged=False)[:2], all_fused[:2])
+    short = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0, host=190_000)
+    found["bounded"] = same(all_fused[:2], short[:2]) and all_fused[2] > 190_000 >= short[2] > 0
+    return found
+
+
+def by_the_processor() -> dict[str, Any]:
+    """Parameters on a device whose copies are real: the processor's updates are what AdamW gives on the processor."""
+    torch.manual_seed(5)
+    begun = [torch.randn(300, 100) for _ in range(5)]
+    gradients = [[torch.randn(300, 100) for _ in begun] for _ in range(3)]
+    here = [nn.Parameter(one.clone()) for one in begun]
+    there = [nn.Parameter(one.to("cuda")) for one in begun]
+    wanted, optimizer = torch.optim.AdamW(here, fused=True), torch.optim.AdamW(there, fused=True)
+    paging = stalloc.page_optimizer(optimizer, processor=1.0)
+    more = []
+    for step in gradients:
+        for parameters, one in ((here, wanted), (there, optimizer)):
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.to(parameter.device)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            one.step()
+            more.append(torch.cuda.max_memory_allocated() - before)
+            for parameter in parameters:  # as a program may, between steps
+                parameter.data.copy_(parameter.data.cpu() * 0.5)
+    there_now = [one.detach().cpu() for one in there]
+    state = optimizer.state_dict()["state"]
+    found = {
+        "equal": same(there_now, [one.detach() for one in here]) or farthest(there_now, here),
+        "state": same([one["exp_avg"] for one in state.values()], [one["exp_avg"] for one in wanted.state.values()]),
+        "more": max(more),
+    }
+    paging.undo(optimizer)
+    found["undone"] = {value.device.type for one in optimizer.state.values() for value in one.values()} == {"cuda"}
+    return found
+
+
+def commits() -> dict[str, Any]:
+    """What was committed, after more steps and in another optimizer; and what is refused."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"{folder}/run"
+        parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
+        optimizer = torch.optim.AdamW(parameters)
+        stalloc.page_optimizer(optimizer, host="80KiB", disk=f"{where}:1MiB")
+
+        def step() -> None:
+            for one in parameters:
+                one.grad = torch.randn(64, 64)
+            optimizer.step()
+
+        step()
+        stalloc.commit(optimizer, 1)
+        step()
+        at_two = copy.deepcopy(optimizer.state_dict())
+        stalloc.commit(optimizer, 2)
+        step()
+        label, state = stalloc.committed(where)
+        found["committed"] = label == 2 and same(state, at_two)
+        other = torch.optim.AdamW(parameters)
+        found["locked"] = sentence(lambda: stalloc.page_optimizer(other, disk=f"{where}:1MiB"))
+        stalloc.page_optimizer(other, host="64KiB", disk=f"{folder}/other:40KiB")
+        other.load_state_dict(state)
+        found["loaded"] = same(other.state_dict(), at_two)
+        found["no room for two"] = sentence(lambda: stalloc.commit(other, 3))
+        found["nothing on disk"] = sentence(lambda: stalloc.commit(torch.optim.AdamW(parameters), 3))
+        found["nothing committed"] = sentence(lambda: stalloc.committed(folder)).replace(folder, "FOLDER")
+        found["no size"] = sentence(lambda: stalloc.page_optimizer(other, disk=folder)).replace(folder, "FOLDER")
+        (file,) = Path(where).glob("state-*.bin")
+        damage(file)
+        found["damaged"] = sentence(lambda: stalloc.committed(where)).replace(where, "FOLDER")
+        found["misread"] = sentence(step).replace(where, "FOLDER")
+        found["locked"] = found["locked"].replace(where, "FOLDER")
+        found |= lost_and_full(folder)
+    return found
+
+
+def damage(file: Path) -> None:
+    with file.open("r+b") as damaged:
+        for place in range(0, file.stat().st_size, 4096):
+            damaged.seek(place)
+            damaged.write(b"damage")
+
+
+def lost_and_full(folder: str) -> dict[str, Any]:
+    """A folder that is deleted, and a disk that has no room, which a limit of the process stands for."""
+    found: dict[str, Any] = {}
+    parameter = nn.Parameter(torch.randn(64, 64))
+
+    def stepped(where: str) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([parameter])
+        stalloc.page_optimizer(optimizer, host="64KiB", disk=f"{where}:1MiB")
+        parameter.grad = torch.ones(64, 64)
+        optimizer.step()
+        return optimizer
+
+    lost = stepped(f"{folder}/lost")
+    shutil.rmtree(f"{folder}/lost")
+    lost.step()
+    found["lost"] = sentence(lambda: stalloc.commit(lost, 1)).replace(folder, "FOLDER")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    full = stepped(f"{folder}/full")
+    full.step()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found["full"] = full.state[parameter]["step"].item()
+    return found
+
+
+def sentence(do: Callable[[], Any]) -> str:
+    try:
+        do()
+    except stalloc.StallocError as error:
+        return str(error)
+    return ""
+
+
 def on_the_device() -> dict[str, Any]:
     """State that is loaded, stepped with, saved and copied, on a device that keeps the bytes of every copy."""
     size = 1 << 18
@@ -180,6 +320,9 @@ def main() -> None:
         "bounded": {"equal": same(train(OPTIMIZERS["AdamW"], paged=False)[:2], bounded[:2]), "bytes": bounded[2]},
         "refused": refusals(),
         "device": on_the_device(),
+        "elsewhere": elsewhere(),
+        "processor": by_the_processor(),
+        "commits": commits(),
     }
     print(json.dumps(told))
 

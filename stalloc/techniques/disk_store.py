@@ -1,0 +1,251 @@
+"""Tensors in a file, for state that neither the device nor the host has room for.
+
+Contract: a region of the file that was committed is not written again until a later commit has taken its place, so
+whenever the process ends, the last commit is there bit by bit. What is read is what was written, or a DiskError says
+so: every chunk has a checksum. Files are written past the page cache where the file system can (O_DIRECT), by a few
+threads with a pinned buffer each. A virtual GPU has no bytes: then no file is made, and room alone is counted.
+"""
+
+import contextlib
+import mmap
+import queue
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stalloc.errors import BadInputError, DiskError
+from stalloc.figures import human_bytes
+from stalloc.notices import say
+from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.state_folder import StateFolder
+from stalloc.techniques.transfers import Transfers
+
+PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
+NUM_THREADS, CHUNK_BYTES = 4, 16 << 20
+_HOST_SHARE = 2  # of the host memory that is allowed, one in so many at the most is for buffers
+
+
+@dataclass
+class DiskRoom:
+    """A budget of bytes in files, which several stores may share."""
+
+    limit_bytes: int
+    used_bytes: int = 0
+    peak_bytes: int = 0
+
+    def take(self, size_bytes: int) -> bool:
+        """Count so many more, unless that is more than is allowed."""
+        if self.used_bytes + size_bytes > self.limit_bytes:
+            return False
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
+
+
+@dataclass(eq=False)
+class Region:
+    """Room for one tensor. Invariant: `places[committed]` is not written to."""
+
+    size_bytes: int
+    places: list[int]  #: offsets in the file; the second is made at the first commit
+    current: int = 0  #: which of them holds the newest bytes
+    committed: int = -1  #: which of them the last commit names; -1: none
+    sums: list[int] = field(default_factory=list)  #: CRC-32 of each chunk of the newest bytes
+    writing: "list[Future[None]]" = field(default_factory=list)
+
+
+class DiskStore:
+    """The file of one optimizer, in a folder that nobody else may use meanwhile."""
+
+    def __init__(self, folder: Path, room: DiskRoom, host: HostStore, device: torch.device) -> None:
+        """Raises BadInputError if the folder cannot be used, or `host` has no room for buffers."""
+        limit = host.limit_bytes
+        most = CHUNK_BYTES if limit is None else min(CHUNK_BYTES, limit // (_HOST_SHARE * NUM_THREADS))
+        self.chunk_bytes = most // PAGE_BYTES * PAGE_BYTES
+        size_bytes = NUM_THREADS * self.chunk_bytes + PAGE_BYTES
+        block = host.take(size_bytes, pinned=device.type == "cuda") if self.chunk_bytes else None
+        if block is None:
+            raise BadInputError(
+                f"state on disk needs buffers of {human_bytes(NUM_THREADS * PAGE_BYTES)} or more in host memory: allow "
+                "more of it."
+            )
+        begin = -block.data_ptr() % PAGE_BYTES
+        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for number in range(NUM_THREADS):
+            self._buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
+        self.room = room
+        self.folder = StateFolder(folder) if has_values(device) else None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="stalloc-disk")
+        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._end = 0  # of the file
+        self._failed = ""
+
+    def take(self, sizes: Sequence[int]) -> list[Region] | None:
+        """Room for tensors of so many bytes; None where that is more than is allowed, or the disk is full."""
+        begins = self._extend([_padded(size) for size in sizes])
+        if begins is None:
+            return None
+        found = [Region(size, [begin]) for size, begin in zip(sizes, begins, strict=True)]
+        self._regions.update(found)
+        return found
+
+    def read(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
+        """Begin to read; what comes back waits until it is there."""
+        transfers.follow()
+        reading = []
+        for target, region in wanted:
+            self._wait(region.writing)
+            flat = _flat(target)
+            for number, begin in enumerate(range(0, region.size_bytes, self.chunk_bytes)):
+                piece = flat[begin : begin + self.chunk_bytes]
+                reading.append(self._threads.submit(self._read, region, number, begin, piece, transfers))
+        return lambda: self._wait(reading)
+
+    def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
+        """Begin to write; what comes back waits until the tensors were read, and their memory can go."""
+        transfers.follow()
+        copied: list[Future[None]] = []
+        for source, region in wanted:
+            self._wait(region.writing)
+            region.current = 0 if region.committed < 0 else 1 - region.committed
+            flat = _flat(source if source.stride() == dense_strides(source) else torch.empty_like(source).copy_(source))
+            region.sums = [0] * len(range(0, region.size_bytes, self.chunk_bytes))
+            for number, begin in enumerate(range(0, region.size_bytes, self.chunk_bytes)):
+                piece = flat[begin : begin + self.chunk_bytes]
+                done: Future[None] = Future()
+                copied.append(done)
+                task = self._threads.submit(self._write, region, number, begin, piece, transfers, done)
+                region.writing.append(task)
+        return lambda: self._wait(copied)
+
+    def settle(self) -> None:
+        """Wait until all that was written is in the file."""
+        for region in self._regions:
+            self._wait(region.writing)
+
+    def mapped(self, region: Region, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the type and shape of another with the bytes of a region, from the file as they are needed.
+
+        What is written to it stays in memory.
+        """
+        size_bytes = _padded(region.size_bytes)
+        if self.folder is None:
+            memory = mmap.mmap(-1, size_bytes)
+        else:
+            memory = self.folder.map(region.places[region.current], size_bytes)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=region.size_bytes)
+        return flat.view(like.dtype).as_strided(like.shape, dense_strides(like))
+
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """Let what is in the file, described by `manifest`, be what is there after any end of this process.
+
+        Raises DiskError, with the commit before as it was, if the disk has no room or cannot be written.
+        """
+        if self.folder is None:
+            return
+        self.settle()
+        single = [region for region in self._regions if len(region.places) < 2]
+        begins = self._extend([_padded(region.size_bytes) for region in single])
+        if begins is None:
+            needed = human_bytes(sum(_padded(region.size_bytes) for region in single))
+            raise DiskError(
+                f"a commit needs {needed} more in {self.folder.path}, since what it commits is not written to again: "
+                "allow more, or make room. Nothing was lost."
+            )
+        for region, begin in zip(single, begins, strict=True):
+            region.places.append(begin)
+        with self._told("commit"):
+            self.folder.commit(manifest)
+        for region in self._regions:
+            region.committed = region.current
+
+    def _extend(self, sizes: Sequence[int]) -> list[int] | None:
+        total = sum(sizes)
+        if total == 0:
+            return []
+        if not self.room.take(total):
+            return None
+        if self.folder is not None:
+            try:
+                self.folder.allocate(self._end, total)
+            except OSError as error:
+                self.room.used_bytes -= total
+                say(f"{self.folder.path} has no room for {human_bytes(total)} of state ({error.strerror}).")
+                return None
+        begins = []
+        for size in sizes:
+            begins.append(self._end)
+            self._end += size
+        return begins
+
+    def _read(self, region: Region, number: int, begin: int, target: torch.Tensor, transfers: Transfers) -> None:
+        buffer = self._buffers.get()
+        try:
+            if self.folder is not None:
+                view = buffer[: _padded(target.nbytes)].numpy()
+                self.folder.read(view, region.places[region.current] + begin)
+                if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
+                    raise OSError(0, "what was read is not what was written")
+            transfers.copy_now(target, buffer[: target.nbytes])
+        finally:
+            self._buffers.put(buffer)
+
+    def _write(
+        self,
+        region: Region,
+        number: int,
+        begin: int,
+        source: torch.Tensor,
+        transfers: Transfers,
+        copied: "Future[None]",
+    ) -> None:
+        buffer = self._buffers.get()
+        try:
+            try:
+                transfers.copy_now(buffer[: source.nbytes], source)
+            finally:
+                num_bytes = source.nbytes
+                del source
+                copied.set_result(None)
+            if self.folder is not None:
+                view = buffer[: _padded(num_bytes)].numpy()
+                region.sums[number] = zlib.crc32(view[:num_bytes])
+                self.folder.write(view, region.places[region.current] + begin)
+        finally:
+            self._buffers.put(buffer)
+
+    def _wait(self, tasks: "list[Future[None]]") -> None:
+        with self._told("use"):
+            if self._failed:
+                raise OSError(0, self._failed)
+            for task in tasks:
+                task.result()
+        tasks.clear()
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Any:
+        try:
+            yield
+        except OSError as error:
+            if what == "use":
+                self._failed = self._failed or error.strerror or str(error)
+            where = "" if self.folder is None else f" {self.folder.path}"
+            raise DiskError(
+                f"the optimizer's state cannot be kept in{where} ({error.strerror or error}): go on from what was "
+                "committed last, with stalloc.committed()."
+            ) from error
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,195 @@
+"""Updates by the processor: gradients come to the host, where the optimizer's own code updates copies of parameters.
+
+Contract: each update begins with the values that a parameter has on the device, whoever changed them, and ends with the
+new ones there; state lies in host memory only. Arithmetic is that of torch's fused Adam for processors, whose results
+differ from the device's by rounding. (Ren et al., ZeRO-Offload, 2021, section 4; their one-step delayed update is left
+out, since it changes what is computed.) A virtual GPU has no values: the step is made on tensors of device "meta".
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.optimizer_facts import own_step
+from stalloc.techniques.parts import aligned
+from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
+from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.update_order import Parameters
+
+_SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives a fused optimizer
+
+
+def why_not_on_processor(optimizer: Any) -> str:
+    """Why the processor cannot make the updates of an optimizer; empty if it can."""
+    kind = type(optimizer)
+    if own_step(kind) is not own_step(torch.optim.Adam) and own_step(kind) is not own_step(torch.optim.AdamW):
+        return f"the processor updates for Adam and AdamW alone, and not for {kind.__name__}"
+    for group in optimizer.param_groups:
+        if not all(one.is_floating_point() for one in group["params"]):
+            return f"{kind.__name__} has parameters that are no real numbers"
+    return ""
+
+
+@dataclass
+class _OnItsWay:
+    """One part between its gradients' copy and the copy of its new values."""
+
+    block: int
+    values: list[torch.Tensor]  #: of the host: of streamed parameters themselves, of others copies
+    gradients: list[torch.Tensor]
+    copied: Any  #: event
+    kept: list[torch.Tensor] = field(default_factory=list)  #: what is copied from, where it is no gradient itself
+
+
+class ProcessorUpdates:
+    """As of `Tier`. Two blocks of host memory take turns, so that one part comes while another is updated."""
+
+    def __init__(self, store: HostStore, is_on_processor: Callable[[torch.Tensor], bool]) -> None:
+        self._store, self._is_on_processor = store, is_on_processor
+        self._blocks: list[torch.Tensor] = []
+        self._uploaded: list[Any] = [None, None]
+        self._next = 0
+        self._parts: dict[int, _OnItsWay] = {}  # by the id of the first parameter
+        self._transfers: Transfers | None = None
+
+    def make_room(self, size_bytes: int, device: torch.device) -> bool:
+        """Have so many bytes of host memory for copies; False if there is no room."""
+        if sum(block.nbytes for block in self._blocks) < size_bytes:
+            self._finish()
+            self._blocks = []
+            found = [self._store.take(size_bytes // 2, pinned=device.type == "cuda") for _ in range(2)]
+            self._blocks = [block for block in found if block is not None]
+        return len(self._blocks) == 2
+
+    def begin_state(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state that an optimizer begins with for a parameter, large tensors on device "meta"."""
+        group = next(one for one in optimizer.param_groups if any(each is parameter for each in one["params"]))
+        copy = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+        copy.grad = torch.empty_like(copy)
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        optimizer._init_group({**group, "params": [copy], "fused": False}, *lists)
+        return dict(optimizer.state.pop(copy))
+
+    def bytes_of(self, part: Parameters) -> int:
+        """As of `Tier`: nothing is put on the device."""
+        return 0
+
+    def fetch(self, part: Parameters) -> Callable[[], None]:
+        """Begin to copy gradients, and parameters that are on the device."""
+        if not self._is_on_processor(part[0]):
+            return lambda: None
+        layers = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
+        for layer in layers.values():
+            layer.release()
+            layer.settle()
+        transfers = self._transfers_of(part[0])
+        number, self._next = self._next, 1 - self._next
+        transfers.wait(self._uploaded[number])
+        block, begin = self._blocks[number], 0
+
+        def take(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal begin
+            size_bytes = like.numel() * dtype.itemsize
+            piece = block[begin : begin + size_bytes].view(dtype)
+            begin += aligned(size_bytes)
+            return piece.as_strided(like.shape, dense_strides(like))
+
+        way = _OnItsWay(number, [], [], None)
+        pairs = []
+        for one in part:
+            gradient: Any = one.grad
+            host = take(one, gradient.dtype)
+            if gradient.stride() != host.stride():
+                gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
+                way.kept.append(gradient)
+            way.gradients.append(host)
+            pairs.append((host, gradient))
+            if layer_of(one) is None:
+                way.values.append(take(one, one.dtype))
+                pairs.append((way.values[-1], one.detach()))
+            else:
+                way.values.append(one.detach())
+        way.copied = transfers.to_host(pairs)
+        self._parts[id(part[0])] = way
+
+        def arrived() -> None:
+            if way.copied is not None:
+                way.copied.synchronize()
+            way.kept.clear()
+
+        return arrived
+
+    @contextmanager
+    def stand_ins(self, optimizer: Any, part: Parameters) -> Iterator[Parameters]:
+        """Parameters of the host in place of a part's, with its state, for one update."""
+        if not self._is_on_processor(part[0]):
+            yield part
+            return
+        way = self._parts[id(part[0])]
+        computes = has_values(self._device_of(part[0]))
+        state = optimizer.state
+        copies = []
+        for one, value, gradient in zip(part, way.values, way.gradients, strict=True):
+            copy = torch.nn.Parameter(value if computes else value.to("meta"))
+            copy.grad = gradient if computes else gradient.to("meta")
+            values = state[one]
+            values |= {name: it.cpu() for name, it in values.items() if isinstance(it, torch.Tensor)}
+            state[copy] = values if computes else {
+                name: it.to("meta") if isinstance(it, torch.Tensor) and name != "step" else it
+                for name, it in values.items()
+            }  # fmt: skip
+            copies.append(copy)
+        try:
+            with _as_on_processor(optimizer, computes):
+                yield copies
+        finally:
+            for copy in copies:
+                state.pop(copy)
+        torch.autograd.graph.increment_version(part)
+
+    def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
+        """Begin to copy new values to the device."""
+        way = self._parts.pop(id(part[0]), None)
+        if way is None:
+            return 0, lambda: None
+        transfers = self._transfers_of(part[0])
+        pairs = [(one.detach(), value) for one, value in zip(part, way.values, strict=True) if layer_of(one) is None]
+        uploaded = self._uploaded[way.block] = transfers.to_device(pairs) if pairs else None
+        return 0, lambda: transfers.wait(uploaded)
+
+    def _finish(self) -> None:
+        for event in self._uploaded:
+            if event is not None:
+                event.synchronize()
+        self._uploaded = [None, None]
+
+    def _device_of(self, parameter: torch.Tensor) -> torch.device:
+        layer: StreamedLayer | None = layer_of(parameter)
+        return parameter.device if layer is None else layer.device
+
+    def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
+        if self._transfers is None:
+            self._transfers = Transfers(self._device_of(parameter))
+        return self._transfers
+
+
+@contextmanager
+def _as_on_processor(optimizer: Any, computes: bool) -> Iterator[None]:
+    """The options of an optimizer as they are for tensors of the host."""
+    groups = [(group, group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+    scaling = {name: vars(optimizer)[name] for name in _SCALING if name in vars(optimizer)}
+    for group, *_ in groups:
+        group["fused"], group["foreach"] = computes, False
+    for name, value in scaling.items():
+        setattr(optimizer, name, value.cpu() if computes and isinstance(value, torch.Tensor) else None)
+    try:
+        yield
+    finally:
+        for group, fused, foreach in groups:
+            group["fused"], group["foreach"] = fused, foreach
+        for name, value in scaling.items():
+            setattr(optimizer, name, value)

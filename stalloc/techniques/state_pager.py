@@ -1,0 +1,285 @@
+"""The state of one optimizer, brought to the device for an update and taken away again.
+
+Contract: between steps each large tensor of state that is not to stay on the device is a tensor of the host, or one
+mapped from a file, with the values that the optimizer left; whoever looks at it there sees them whole, and what he
+changes there counts. What finds no room stays on the device.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stalloc.techniques.disk_store import DiskStore, Region
+from stalloc.techniques.host_store import HostStore, has_values
+from stalloc.techniques.parts import Place, aligned
+from stalloc.techniques.state_slots import Named, StateSlots
+from stalloc.techniques.streamed_layers import layer_of
+from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.update_order import Parameters
+from stalloc.techniques.watched_state import WatchedState
+
+LEAST_BYTES = 4096  #: smaller tensors of state, such as the count of steps, stay where they are
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class StatePager:
+    """The state of one optimizer. Invariant: a tensor of state is either the one in `_slots`, or on the device."""
+
+    def __init__(
+        self, optimizer: Any, store: HostStore, disk: DiskStore | None, place_of: Callable[[torch.Tensor], Place]
+    ) -> None:
+        self.state = WatchedState(self, optimizer.state)
+        self._store, self._disk, self._place_of = store, disk, place_of
+        self._slots = StateSlots(store, disk)
+        self._has_step_on_device = bool(optimizer.defaults.get("fused"))
+        self._looks = 0  # how often somebody looked
+        self._stored: Any = WeakIdKeyDictionary()  # parameter -> looks when it was written to the file
+        self._transfers: Transfers | None = None
+        self._loading: list[Named] = []
+
+    def take_over(self, optimizer: Any) -> None:
+        """Move what there is of state already."""
+        optimizer.state = self.state
+        for parameter in [one for one in self.state if isinstance(one, torch.Tensor)]:
+            if self._place_of(parameter) is not Place.DEVICE:
+                self._take_away([parameter])[1]()
+
+    def bring_home(self, optimizer: Any) -> None:
+        """Bring all of it to the device, for good."""
+        self.settle()
+        for parameter in [one for one in self.state if isinstance(one, torch.Tensor)]:
+            self._bring([parameter])()
+        optimizer.state = defaultdict(dict, {one: self.of_device(one, values) for one, values in self.state.items()})
+        self._slots.clear()
+
+    def looked(self) -> None:
+        """Somebody else reads state from here on, or changes it where it lies: it is whole."""
+        self._looks += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """What was on its way is there."""
+        if self._transfers is not None:
+            self._transfers.settle()
+        if self._disk is not None:
+            self._disk.settle()
+
+    @contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """The optimizer makes a step."""
+        if optimizer.state is not self.state:  # the program has begun anew
+            self.state = optimizer.state = WatchedState(self, optimizer.state)
+        with self.state.unwatched():
+            yield
+
+    def of_device(self, parameter: Any, values: Any) -> Any:
+        """The state of a parameter as it would be without paging: what is elsewhere is a copy, on the device."""
+        if not isinstance(parameter, torch.Tensor) or not isinstance(values, dict):
+            return values
+        device, slots = self._device_of(parameter), self._slots.of(parameter)
+        small = {} if self._place_of(parameter) is not Place.PROCESSOR else {
+            name: value for name, value in values.items()
+            if isinstance(value, torch.Tensor) and (name != "step" or self._has_step_on_device)
+        }  # fmt: skip
+        hosted = {name: slot for name, slot in slots.items() if values.get(name) is slot}
+        return {**values, **{name: value.to(device) for name, value in (small | hosted).items()}}
+
+    def bytes_of(self, part: Parameters) -> int:
+        """Of the state that is elsewhere."""
+        return sum(aligned(slot.nbytes) for _, _, slot in self.elsewhere(self._used_on_device(part)))
+
+    def fetch(self, part: Parameters) -> Callable[[], None]:
+        """As of `Tier`."""
+        return self._bring(self._used_on_device(part))
+
+    def store(self, part: Parameters) -> tuple[int, Callable[[], None]]:
+        """As of `Tier`."""
+        return self._take_away([one for one in part if self._place_of(one) is Place.PAGED])
+
+    def begin(self, part: Parameters, of_meta: Callable[[torch.Tensor], dict[str, Any]]) -> bool:
+        """Have the whole state of some parameters in host memory, before the processor updates them.
+
+        `of_meta` gives the state that the optimizer begins with, whose large tensors are zeros. False where there is
+        no room: what there was of state is left where it was.
+        """
+        with self.state.unwatched():
+            self._take_away(part, to_disk=False)[1]()
+            new = {one: of_meta(one) for one in part if not self.state.get(one)}
+            wanted = [(one, name, value) for one in new for name, value in new[one].items() if is_large(value)]
+            self._slots.make(wanted, self._device_of(part[0]), to_disk=False)
+            for one, name, _ in wanted:
+                slot = self._slots.of(one).get(name)
+                if slot is None:
+                    return False
+                if has_values(self._device_of(one)):
+                    slot.zero_()
+                new[one][name] = slot
+            self.state.update(
+                {one: {name: torch.zeros_like(value, device="cpu") if _is_meta(value) else value
+                       for name, value in values.items()} for one, values in new.items()}
+            )  # fmt: skip
+            on_disk = any(self._slots.region(one, name) for one in part for name in self._slots.of(one))
+            return not on_disk and not any(True for _ in self._large(part))
+
+    def about_to_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep large tensors back, which would be brought to the device."""
+        self.looked()
+        self._loading = []
+        saved = [one for group in state_dict["param_groups"] for one in group["params"]]
+        own = [one for group in optimizer.param_groups for one in group["params"]]
+        parameter_of = dict(zip(saved, own, strict=False))
+        kept: dict[Any, Any] = {}
+        for key, values in state_dict["state"].items():
+            parameter = parameter_of.get(key)
+            kept[key] = values if parameter is None or not isinstance(values, dict) else dict(values)
+            for name, value in list(kept[key].items()) if kept[key] is not values else ():
+                if name != "step" and is_large(value):
+                    self._loading.append((parameter, name, value))
+                    kept[key][name] = value.new_empty(0)
+        return {**state_dict, "state": kept}
+
+    def loaded(self, optimizer: Any) -> None:
+        """Put what was kept back where state lies between steps; into the device where there is no room."""
+        self.state = optimizer.state = WatchedState(self, optimizer.state)
+        loading, self._loading = self._loading, []
+        with torch.no_grad(), self.state.unwatched():
+            for parameter, name, value in loading:
+                place = self._place_of(parameter)
+                kind = parameter.dtype if parameter.is_floating_point() else value.dtype
+                wanted = torch.empty_like(value, dtype=kind, device="meta")
+                if place is not Place.DEVICE:
+                    device = self._device_of(parameter)
+                    self._slots.make([(parameter, name, wanted)], device, to_disk=place is Place.PAGED)
+                slot = self._slots.of(parameter).get(name)
+                if place is Place.DEVICE or slot is None:
+                    self.state[parameter][name] = value.to(dtype=kind, device=self._device_of(parameter))
+                elif self._slots.region(parameter, name) is not None:
+                    self._write([(parameter, name, value.to(dtype=kind, copy=True))])()
+                else:
+                    slot.copy_(value)
+                    self.state[parameter][name] = slot
+        self.settle()
+
+    def put_down(self) -> None:
+        """Put into the file what somebody may have changed where it lies."""
+        for parameter in self._slots.in_file():
+            if self._stored.get(parameter) != self._looks:
+                self._write([one for one in self.elsewhere([parameter]) if self._slots.region(*one[:2]) is not None])()
+
+    def region_of(self, parameter: torch.Tensor, name: str, value: Any) -> Region | None:
+        """Where a tensor of state lies in the file, if it does."""
+        return self._slots.region(parameter, name) if self._slots.of(parameter).get(name) is value else None
+
+    def elsewhere(self, part: Parameters) -> Iterator[Named]:
+        """State of some parameters that is not on the device."""
+        with self.state.unwatched():
+            for parameter in part:
+                for name, slot in self._slots.of(parameter).items():
+                    if self.state.get(parameter, {}).get(name) is slot:
+                        yield parameter, name, slot
+
+    def _bring(self, part: Parameters) -> Callable[[], None]:
+        pairs, reads = [], []
+        with self.state.unwatched():
+            for parameter, name, slot in list(self.elsewhere(part)):
+                here = torch.empty_like(slot, device=self._device_of(parameter))
+                self.state[parameter][name] = here
+                region = self._slots.region(parameter, name)
+                if region is None or self._stored.get(parameter) != self._looks:
+                    pairs.append((here, slot))
+                else:
+                    reads.append((here, region))
+        if not pairs and not reads:
+            return lambda: None
+        transfers = self._transfers_of((pairs or reads)[0][0].device)
+        arrived = transfers.to_device(pairs) if pairs else None
+        read = self._disk.read(reads, transfers) if self._disk is not None and reads else lambda: None
+
+        def wait() -> None:
+            transfers.wait(arrived)
+            read()
+
+        return wait
+
+    def _take_away(self, part: Parameters, *, to_disk: bool = True) -> tuple[int, Callable[[], None]]:
+        leaving: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        written: list[Named] = []
+        with self.state.unwatched():
+            found = list(self._large(part))
+            if found:
+                self._slots.make(found, found[0][2].device, to_disk=to_disk)
+            for parameter, name, tensor in found:
+                slot = self._slots.of(parameter).get(name)
+                if slot is not None and self._slots.region(parameter, name) is not None:
+                    written.append((parameter, name, tensor))
+                elif slot is not None:
+                    self.state[parameter][name] = slot
+                    leaving.append(tensor)
+                    slots.append(slot)
+        if not leaving and not written:
+            return 0, lambda: None
+        size_bytes = sum(aligned(one.nbytes) for one in leaving) + sum(aligned(one.nbytes) for *_, one in written)
+        transfers = self._transfers_of((leaving or [written[0][2]])[0].device)
+        stored = transfers.to_host(list(zip(slots, leaving, strict=True))) if leaving else None
+        wrote = self._write(written)
+        written.clear()
+
+        def let_go() -> None:
+            nonlocal wrote
+            transfers.wait(stored)
+            leaving.clear()
+            wrote()
+            wrote = _nothing
+
+        return size_bytes, let_go
+
+    def _write(self, written: list[Named]) -> Callable[[], None]:
+        """Begin to put tensors into their regions; the state has them mapped from there."""
+        if self._disk is None or not written:
+            return _nothing
+        regions = [self._slots.region(parameter, name) for parameter, name, _ in written]
+        tensors = [(tensor, region) for (*_, tensor), region in zip(written, regions, strict=True) if region]
+        copied = self._disk.write(tensors, self._transfers_of(written[0][2].device))
+        with self.state.unwatched():
+            for parameter, name, tensor in written:
+                self.state[parameter][name] = self._slots.map(parameter, name, tensor)
+                self._stored[parameter] = self._looks
+        return copied
+
+    def _used_on_device(self, part: Parameters) -> Parameters:
+        return [one for one in part if self._place_of(one) is not Place.PROCESSOR]
+
+    def _large(self, part: Parameters) -> Iterator[Named]:
+        """State of some parameters that is on the device."""
+        for parameter in part:
+            slots = self._slots.of(parameter)
+            for name, value in self.state.get(parameter, {}).items():
+                if is_large(value) and value is not slots.get(name) and value.device == self._device_of(parameter):
+                    yield parameter, name, value
+
+    def _device_of(self, parameter: torch.Tensor) -> torch.device:
+        layer = layer_of(parameter)
+        return parameter.device if layer is None else layer.device
+
+    def _transfers_of(self, device: torch.device) -> Transfers:
+        if self._transfers is None:
+            self._transfers = Transfers(device)
+        return self._transfers
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value of an optimizer's state is worth paging."""
+    return type(value) in _PLAIN and value.layout == torch.strided and value.nbytes >= LEAST_BYTES
