@@ -123,17 +123,20 @@ def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:
 
 def test_a_fit_pages_what_recomputation_cannot_save_and_the_run_keeps_the_budget(tmp_path: Path) -> None:
     found, shown = fit(tmp_path, "--budget", "104MiB", "--host", "64MiB", "--policy", "page", 6, "AdamW")
-    as_it_is, best = found["candidates"][0], found["candidates"][found["best"]]
+    as_it_is, paged, best = *found["candidates"][:2], found["candidates"][found["best"]]
     state_bytes = 2 * 4 * 6 * (2 * 256 * 1024)  # of the weights; biases are small
-    assert as_it_is["needed_bytes"] > found["budget_bytes"] >= best["needed_bytes"] > 0
-    assert best["what"] == "page optimizer state"
-    assert state_bytes <= best["host_bytes"] <= 64 << 20
-    assert best["added_seconds"] > 0
-    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    assert as_it_is["needed_bytes"] > found["budget_bytes"] >= best["needed_bytes"] > paged["needed_bytes"] > 0
+    assert paged["what"] == "page optimizer state"
+    assert state_bytes <= paged["host_bytes"] <= 64 << 20
+    assert best["what"] == "page 56 % of optimizer state", "what the budget has room for stays on the device"
+    assert 0 < best["host_bytes"] < 0.7 * state_bytes
+    assert paged["added_seconds"] > best["added_seconds"] > 0
+    for one in (paged, best):
+        assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
     assert "host memory" in shown
     assert "next: stalloc run --budget 104MiB --host 64MiB" in shown
     assert load_fit(tmp_path / "trains.fit.npz").settings.tiers == TierSettings(
-        host_bytes=64 << 20, paged_window_bytes=1
+        host_bytes=64 << 20, paged_window_bytes=1, device_share=0.4375
     )
     words = ("--device", "virtual", "--budget", "104MiB", "--json", "run.json")
     done = run_stalloc("run", *words, "--host", "64MiB", tmp_path / "trains.py", 6, "AdamW", folder=tmp_path)
@@ -142,6 +145,31 @@ def test_a_fit_pages_what_recomputation_cannot_save_and_the_run_keeps_the_budget
     assert told["budget_kept"]
     assert told["run_reserved_peak_bytes"] <= 104 << 20
     assert told["hit_rate"] >= 0.999
+
+
+@pytest.mark.slow
+def test_a_fit_with_the_processor_and_the_disk_stays_within_what_it_may_use(tmp_path: Path) -> None:
+    words = ("--budget", "104MiB", "--policy", "zero-offload")
+    found, shown = fit(tmp_path, *words, "--host", "64MiB", 6, "AdamW")
+    best = found["candidates"][found["best"]]
+    assert best["what"] == "update 100 % on the processor"
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    assert best["host_bytes"] <= 64 << 20
+    assert "updates on the processor round otherwise" in shown
+    found, _ = fit(tmp_path, *words, "--host", "1MiB", 6, "AdamW", code=1)
+    assert found["candidates"][-1]["refused"] == "there is no room in host memory for what the processor needs"
+    words = ("--budget", "104MiB", "--host", "8MiB", "--disk", f"{tmp_path}/disk:64MiB")
+    found, shown = fit(tmp_path, *words, "--policy", "zero-infinity", 6, "AdamW")
+    assert "differ between two trials" not in shown
+    best = found["candidates"][found["best"]]
+    assert best["host_bytes"] <= 8 << 20 < best["disk_bytes"] <= 64 << 20
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    run = ("run", "--device", "virtual", "--json", "run.json")
+    done = run_stalloc(*run, *words, tmp_path / "trains.py", 6, "AdamW", folder=tmp_path)
+    assert "fitted anew" not in done.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
+    done = run_stalloc(*run, *words[:4], tmp_path / "trains.py", 6, "AdamW", folder=tmp_path)
+    assert "on disk, for which --disk has to be given. The program is fitted anew." in done.stderr
 
 
 @pytest.mark.slow

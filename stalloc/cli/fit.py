@@ -35,6 +35,7 @@ from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu,
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
+from stalloc.techniques.optimizer_paging import parse_disk
 
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
          "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", metavar="SIZE", help="reserved memory to keep within, for example 24GiB")
     parser.add_argument(
         "--host", metavar="SIZE", help="pinned host memory that may be used, for example 32GiB (default: none)"
+    )
+    parser.add_argument(
+        "--disk", metavar="FOLDER:SIZE", help="a folder that may be used for what has no room in --host (default: none)"
     )
     parser.add_argument("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
     parser.add_argument("--output", "-o", metavar="FILE", help="keep the fit here (default: SCRIPT.fit.npz)")
@@ -120,6 +124,7 @@ def _fitted(
         importlib.import_module(name)
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
+    from stalloc.cost.host_rates import SOURCE
     from stalloc.cost.operator_seconds import ERROR
     from stalloc.techniques.technique_settings import Settings
 
@@ -136,6 +141,7 @@ def _fitted(
         lines_told(),
         num_steps=args.trial_steps or 0,
         host_bytes=memory_option("--host", args.host) if args.host else 0,
+        disk_bytes=parse_disk(args.disk)[1] if args.disk else 0,
         link_bytes_per_second=rates_of(gpu.name).link_bytes_per_second,
     )
     best = fitting.run(args.policy)
@@ -144,7 +150,8 @@ def _fitted(
         budget_bytes=budget_bytes,
         gpu_bytes=gpu.total_bytes,
         step_seconds=fitting.step.step_seconds,
-        estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}",
+        estimate=f"{ERROR}; rates: {rates_of(gpu.name).source}"
+        + (f"; {SOURCE}" if any(one.host_bytes for one in fitting.candidates) else ""),
         candidates=tuple(fitting.candidates),
         best=best,
         settings=fitting.settings[best] if best >= 0 else Settings(),

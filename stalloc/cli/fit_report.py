@@ -5,6 +5,7 @@ from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.figures import human_bytes, human_seconds
 from stalloc.fitting.fit_record import Candidate, Fit
+from stalloc.fitting.tier_search import BY_THE_PROCESSOR
 from stalloc.printable import printable
 
 
@@ -15,10 +16,10 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
         f"{num_trials} runs of {printable(fit.program.name)}"
     )
-    shows_host = any(one.host_bytes for one in fit.candidates)
-    rows = [_row(number, one, fit, shows_host=shows_host) for number, one in enumerate(fit.candidates)]
-    host = ("host memory",) * shows_host
-    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", *host, "est. step", "est. factor",
+    tiers = {"host memory": "host_bytes", "on disk": "disk_bytes"}
+    shown = {title: name for title, name in tiers.items() if any(getattr(one, name) for one in fit.candidates)}
+    rows = [_row(number, one, fit, list(shown.values())) for number, one in enumerate(fit.candidates)]
+    columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", *shown, "est. step", "est. factor",
                "checked")  # fmt: skip
     print_table(console, columns, rows, text_columns=3, indent="  ")
     meant = (
@@ -27,19 +28,22 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     print_prose(console, meant, indent="  ")
     is_compiled = any(one.technique == "compile-budget" for one in fit.candidates)
     but = "; compiled code that saves less may round otherwise" if is_compiled else ""
+    on_processor = any(one.technique in BY_THE_PROCESSOR for one in fit.candidates)
+    but += "; updates on the processor round otherwise" if on_processor else ""
     print_prose(console, f"losses and gradients are the same to the last bit in all of them{but}", indent="  ")
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
     if fit.best >= 0:
-        tiers = fit.settings.tiers
-        host_words = ("--host", size_text(tiers.host_bytes)) if tiers else ()
-        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *host_words, *command)
+        used = fit.settings.tiers
+        more = ["--host", size_text(used.host_bytes)] if used else []
+        more += ["--disk", f"FOLDER:{size_text(used.disk_bytes)}"] if fit.candidates[fit.best].disk_bytes else []
+        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *command)
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
 
 
-def _row(number: int, one: Candidate, fit: Fit, *, shows_host: bool) -> list[str]:
-    host = [human_bytes(one.host_bytes) if one.host_bytes else "-"] if shows_host else []
+def _row(number: int, one: Candidate, fit: Fit, shown: list[str]) -> list[str]:
+    host = [human_bytes(size) if (size := getattr(one, name)) else "-" for name in shown]
     if one.refused:
         return ["", one.what, "refused", "-", "-", *host, "-", "-", printable(one.refused)]
     told = "fits" if one.fits(fit.budget_bytes) else "does not fit"

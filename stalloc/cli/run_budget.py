@@ -28,6 +28,9 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", metavar="FILE", help="what stalloc fit kept for this program (default: SCRIPT.fit.npz)"
     )
     parser.add_argument("--host", metavar="SIZE", help="pinned host memory that a budget may use (default: none)")
+    parser.add_argument(
+        "--disk", metavar="FOLDER:SIZE", help="a folder that a budget may use for what has no room in --host"
+    )
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,13 @@ class Held:
     fit: "Fit"
     budget_bytes: int
     plans: "list[Plan] | None"
+    disk: "tuple[Path, int] | None"
 
     def put_in_force(self, runtime: "Runtime") -> None:
         """Limit what is taken, and let the settings apply as models appear."""
         from stalloc.fitting.keeping import keep
 
-        keep(runtime, self.fit, self.budget_bytes)
+        keep(runtime, self.fit, self.budget_bytes, self.disk)
 
     def outcome(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """What became of the budget, for the report."""
@@ -68,6 +72,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import load_fit
     from stalloc.integrations import program_source
+    from stalloc.techniques.optimizer_paging import parse_disk
 
     keeping.check_single_rank()
     source = program_source.in_file(command)
@@ -77,8 +82,9 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     shown = keeping.gpu_of_this_process()
     keeping.check_possible(budget_bytes, shown)
     host_bytes = memory_option("--host", args.host) if args.host else 0
-    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes)
-    return Held(fit, budget_bytes, keeping.plans_of(fit, file))
+    disk = parse_disk(args.disk) if args.disk else None
+    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes, disk[1] if disk else 0)
+    return Held(fit, budget_bytes, keeping.plans_of(fit, file), disk)
 
 
 def print_outcome(console: "Console", result: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.presets import try_attention, try_selective, try_whole
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.step_search import try_step_in_backward
-from stalloc.fitting.tier_search import try_tiers, with_host
+from stalloc.fitting.tier_search import is_of_tiers, try_tiers, with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
 from stalloc.integer_program import find_solver
@@ -49,6 +49,7 @@ class Fitting:
     trial: Trial
     tell: Tell
     host_bytes: int = 0  #: of host memory that tiers may use
+    disk_bytes: int = 0  #: the same on disk
     link_bytes_per_second: float = 32e9  #: between host and device
     step: ProgramSeen = field(init=False)
     candidates: list[Candidate] = field(default_factory=list)
@@ -90,8 +91,8 @@ class Fitting:
             try_attention(self)
             try_selective(self)
             try_whole(self)
-        if policy == "page" or (policy is None and self.host_bytes and not fits):
-            try_tiers(self, plain)
+        if is_of_tiers(policy) or (policy is None and self.host_bytes and not fits):
+            try_tiers(self, plain, policy)
         return cheapest(self.candidates, self.budget_bytes)
 
     def _observe(self) -> None:
@@ -201,7 +202,7 @@ class Fitting:
 
     def _try_named(self, policy: str) -> None:
         name, _, number = policy.partition(":")
-        if policy in ("step-in-backward", "compile-budget", "page"):
+        if policy in ("step-in-backward", "compile-budget") or is_of_tiers(policy):
             return  # they have been, or will be tried
         if policy == "recompute":
             self.search()

@@ -20,7 +20,7 @@ from stalloc.inputs import read_input
 from stalloc.npz import DAMAGE, Columns
 from stalloc.techniques.technique_settings import Settings
 
-FORMAT, VERSION = "stalloc fit", 2
+FORMAT, VERSION = "stalloc fit", 3
 SUFFIX = ".fit.npz"
 _MAX_TEXT, _MAX_CANDIDATES = 2000, 1000
 
@@ -36,6 +36,7 @@ class Candidate:
     needed_bytes: int = 0  #: reserved at the peak by stalloc on its plan, from the first allocation
     native_bytes: int = 0  #: reserved at the peak by PyTorch's allocator
     host_bytes: int = 0  #: of pinned host memory at the most
+    disk_bytes: int = 0  #: in files at the most
     added_seconds: float = 0.0  #: to each step, estimated
     factor: float = 1.0  #: of the step's time, estimated
     checked: str = ""  #: how the bytes are known

@@ -1,4 +1,4 @@
-"""A run whose optimizers keep their state in host memory, foreseen from one whose do not.
+"""A run whose optimizers keep their state elsewhere, foreseen from one whose do not.
 
 Contract: what is not state is left as it is, but for what the optimizer makes and frees within its step, which it makes
 for a part of its parameters at a time. The order in which parts come and go is that of the executed step.
@@ -12,7 +12,16 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, in_host, stays
-from stalloc.techniques.parts import aligned, divided, part_bytes
+from stalloc.techniques.parts import (
+    Part,
+    Place,
+    aligned,
+    arranged,
+    disk_buffers_bytes,
+    disk_chunk_bytes,
+    in_pages,
+    staging_bytes,
+)
 from stalloc.techniques.tier_settings import TierSettings
 
 Lifespans = tuple[Column, Column, Column]
@@ -30,27 +39,54 @@ class UpdateRecorded:
     states: list[list[int]]  #: requests that hold the large tensors of its state; -1: of nothing that was requested
     parameters: list[int]  #: requests that hold the parameters themselves
 
-    def parts(self, most_bytes: int, layer_of: Mapping[int, int]) -> list[list[int]]:
-        """The parameters that are updated together, by their places; `layer_of` gives the layer of a request."""
+    def parts(self, tiers: TierSettings, layer_of: Mapping[int, int]) -> tuple[list[Part], int]:
+        """The parts that are updated, and the host memory that the processor needs for copies.
+
+        `layer_of` gives the layer of a request.
+        """
         layers = [layer_of.get(row, -1) for row in self.parameters]
-        alone = [place for place, layer in enumerate(layers) if layer < 0]
-        found = [
-            [alone[at] for at in part] for part in divided([self.parameter_bytes[place] for place in alone], most_bytes)
-        ]
-        together: dict[int, list[int]] = {}
-        for place, layer in enumerate(layers):
-            if layer >= 0:
-                together.setdefault(layer, []).append(place)
-        updated = [[at for at in part if self.is_updated[at]] for part in (*found, *together.values())]
-        return [part for part in updated if part]
+        parts = arranged(self.parameter_bytes, layers, tiers.paged_window_bytes, tiers.shares)
+        updated = [Part(tuple(at for at in part.members if self.is_updated[at]), part.place) for part in parts]
+        return [part for part in updated if part.members], staging_bytes(parts, self.parameter_bytes, layers)
 
 
 @dataclass(frozen=True)
 class Paged:
-    """A run with a part of it in the host: the lifespans of its requests, and what lies in the host at the most."""
+    """A run with a part of it elsewhere: the lifespans of its requests, and what lies in the host, and in files, at the
+    most."""
 
     lifespans: Lifespans
     host_bytes: int
+    disk_bytes: int
+
+
+class _Room:
+    """Host memory and files. `away` has the requests of state that lie there."""
+
+    def __init__(self, tiers: TierSettings, size: Column, used_bytes: int) -> None:
+        buffers = disk_buffers_bytes(disk_chunk_bytes(tiers.host_bytes)) if tiers.disk_bytes else 0
+        self._tiers, self._size = tiers, size
+        self.host_bytes, self.disk_bytes = used_bytes + buffers, 0
+        self._staged_bytes = 0
+        self.away: set[int] = set()
+
+    def place(self, rows: list[int], place: Place, staging: int) -> Place:
+        """Give the state of a part room, all of it or none; where it is updated then."""
+        new = [row for row in rows if row not in self.away]
+        needed = sum(aligned(int(self._size[row])) for row in new)
+        more = max(0, staging - self._staged_bytes) if place is Place.PROCESSOR else 0
+        pages = sum(in_pages(int(self._size[row])) for row in new)
+        if place is Place.DEVICE:
+            return place
+        if self.host_bytes + needed + more <= self._tiers.host_bytes:
+            self.host_bytes += needed + more
+            self._staged_bytes += more
+        elif place is Place.PAGED and self.disk_bytes + pages <= self._tiers.disk_bytes:
+            self.disk_bytes += pages
+        else:
+            return Place.DEVICE
+        self.away.update(new)
+        return place
 
 
 def paged(
@@ -60,12 +96,15 @@ def paged(
     layers: Sequence[LayerRecorded] = (),
     passes: Sequence[Pass] = (),
 ) -> Paged:
-    """The same run with the state of its optimizers in the host, and its layers streamed, as far as there is room."""
+    """The same run with the state of its optimizers elsewhere, and its layers streamed, as far as there is room."""
     start, end, size = run
     fine = 4 * max((len(one.parameter_bytes) for one in updates), default=0) + 8  # moments between two events
     gone = np.zeros(len(start), bool)
     added: list[tuple[int, int, int]] = []
-    streamed, host_bytes = in_host(layers, size, tiers.host_bytes) if tiers.streamed_window else ([], 0)
+    room = _Room(tiers, size, 0)
+    limit = tiers.host_bytes - room.host_bytes
+    streamed, layers_bytes = in_host(layers, size, limit) if tiers.streamed_window else ([], 0)
+    room.host_bytes += layers_bytes
     layers = [layers[place] for place in streamed]
     layer_of = {row: place for place, layer in enumerate(layers) for row in layer.requests}
     layer_bytes = [sum(int(size[row]) for row in layer.requests) for layer in layers]
@@ -74,21 +113,22 @@ def paged(
         added += [(int(start[row]) * fine, layer.appeared * fine, int(size[row])) for row in layer.requests]
     for stay in stays(layers, passes, [one.begin for one in updates], tiers.streamed_window):
         added.append((stay.begin * fine, stay.end * fine, layer_bytes[stay.layer]))
-    hosted: dict[int, int] = {}  # request of state -> bytes in the host
     for update in updates:
-        parts = update.parts(part_bytes(tiers.paged_window_bytes), layer_of)
-        held = [[row for place in part for row in update.states[place] if row >= 0] for part in parts]
-        for rows in held:
-            _find_room(rows, size, hosted, tiers.host_bytes - host_bytes)
-        brought = [{layer_of[row] for at in part if (row := update.parameters[at]) in layer_of} for part in parts]
-        made = _made_for_parts(run, update, parts, {row for rows in held for row in rows})
-        for rows in made:
-            gone[rows] = True
+        parts, staging = update.parts(tiers, layer_of)
+        members = [list(part.members) for part in parts]
+        held = [[row for at in part for row in update.states[at] if row >= 0] for part in members]
+        made = _made_for_parts(run, update, members, {row for rows in held for row in rows})
+        for rows in (*made, *held):
+            gone[[row for row in rows if start[row] >= update.begin]] = True  # its part makes it
+        brought = [{layer_of[row] for at in part if (row := update.parameters[at]) in layer_of} for part in members]
         weights = [sum(layer_bytes[place] for place in places) for places in brought]
-        added += _flight(update, held, made, weights, run, hosted, tiers.paged_window_bytes, fine)
-        new = [row for rows in held for row in rows if start[row] >= update.begin]
-        gone[new] = True  # its part makes it
-    gone[list(hosted)] = True
+        first = sorted(range(len(parts)), key=lambda number: parts[number].place is not Place.PROCESSOR)
+        for number in first:  # the processor's state is there before the step begins
+            place = room.place(held[number], parts[number].place, staging)
+            if place is Place.PROCESSOR:
+                held[number], made[number], weights[number] = [], [], 0
+        added += _flight(update, held, made, weights, run, room.away, tiers.paged_window_bytes, fine)
+    gone[list(room.away)] = True
     kept = ~gone
     more = np.array(added, np.int64).reshape(-1, 3)
     spans = (
@@ -96,7 +136,7 @@ def paged(
         np.append(end[kept] * fine, more[:, 1]),
         np.append(size[kept], more[:, 2]),
     )
-    return Paged(spans, host_bytes + sum(hosted.values()))
+    return Paged(spans, room.host_bytes, room.disk_bytes)
 
 
 def peak_bytes(run: Lifespans) -> int:
@@ -106,14 +146,6 @@ def peak_bytes(run: Lifespans) -> int:
     change = np.concatenate([size, -size])
     order = np.lexsort((change, moments))  # what ends at a moment is gone before what begins there
     return int(np.cumsum(change[order]).max(initial=0))
-
-
-def _find_room(rows: list[int], size: Column, hosted: dict[int, int], limit_bytes: int) -> None:
-    """Give the state of a part that has no place in the host one, if there is room for all of it."""
-    new = [row for row in rows if row not in hosted]
-    needed = {row: aligned(int(size[row])) for row in new}
-    if sum(hosted.values()) + sum(needed.values()) <= limit_bytes:
-        hosted |= needed
 
 
 def _made_for_parts(run: Lifespans, update: UpdateRecorded, parts: list[list[int]], state: set[int]) -> list[list[int]]:
@@ -149,17 +181,16 @@ def _flight(
     made: list[list[int]],
     weights: list[int],
     run: Lifespans,
-    hosted: dict[int, int],
+    away: set[int],
     window_bytes: int,
     fine: int,
 ) -> Iterator[tuple[int, int, int]]:
     """What is on the device for a while in one step: begin, end, bytes."""
     start, end, size = run
     tick = (update.begin - 1) * fine
-    is_new = [[row for row in rows if start[row] >= update.begin and row in hosted] for rows in held]
+    is_new = [[row for row in rows if start[row] >= update.begin and row in away] for rows in held]
     bytes_of = [
-        weight + sum(int(size[row]) for row in rows if row in hosted)
-        for rows, weight in zip(held, weights, strict=True)
+        weight + sum(int(size[row]) for row in rows if row in away) for rows, weight in zip(held, weights, strict=True)
     ]
     waiting = [total - sum(int(size[row]) for row in new) for total, new in zip(bytes_of, is_new, strict=True)]
     begun: dict[int, int] = {}
@@ -190,7 +221,7 @@ def _flight(
         tick += 1
         yield tick, tick + 1, _most_at_once(made[number], run)
         for row in held[number]:
-            if start[row] >= update.begin and row not in hosted:
+            if start[row] >= update.begin and row not in away:
                 yield tick, int(end[row]) * fine, int(size[row])
         in_flight += bytes_of[number] - waiting[number]
         leaving.append((begun[number], tick, number))

@@ -5,6 +5,7 @@ an out-of-memory error, never a broken promise. In a trial nothing is done, sinc
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,7 @@ from stalloc.fitting.fit_record import SUFFIX, Fit, Program, load_fit
 from stalloc.fitting.trials import TRIAL_VARIABLE
 from stalloc.integrations import program_source
 from stalloc.notices import say
+from stalloc.techniques.optimizer_paging import parse_disk
 
 if TYPE_CHECKING:
     from stalloc.planner import Plan
@@ -81,10 +83,11 @@ def find_or_make(
     gpu: VirtualGPU,
     file: Path,
     host_bytes: int = 0,
+    disk_bytes: int = 0,
 ) -> Fit:
     """The fit in `file` if it is of this program and keeps the budget, else a new one, kept there.
 
-    `host_bytes` is how much host memory it may use.
+    `host_bytes` and `disk_bytes` are how much host memory, and room on a disk, it may use.
 
     Raises BadInputError with the least that can be reached where nothing keeps the budget.
     """
@@ -97,6 +100,9 @@ def find_or_make(
         if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
             used = human_bytes(fit.candidates[fit.best].host_bytes)
             reason = f"it takes {used} of host memory, for which --host has to be given"
+        if not reason and fit.candidates[fit.best].disk_bytes > disk_bytes:
+            used = human_bytes(fit.candidates[fit.best].disk_bytes)
+            reason = f"it takes {used} on disk, for which --disk has to be given"
         if not reason:
             plans_of(fit, file)
             return fit
@@ -105,7 +111,7 @@ def find_or_make(
             reason = str(error)
     if reason:
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew.")
-    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file, host_bytes=host_bytes)
+    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
@@ -136,6 +142,7 @@ def make(
     output: Path | None,
     policy: str | None = None,
     host_bytes: int = 0,
+    disk_bytes: int = 0,
 ) -> Fit:
     """Fit a program in a process of its own. Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
@@ -151,6 +158,7 @@ def make(
         words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
         words += [] if policy is None else ["--policy", policy]
         words += ["--host", f"{host_bytes}B"] if host_bytes else []
+        words += ["--disk", f".:{disk_bytes}B"] if disk_bytes else []
         environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
         done = subprocess.run(
             [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
@@ -192,8 +200,11 @@ def gpu_of_this_process() -> VirtualGPU:
     return VirtualGPU(name=first.name, total_bytes=first.total_bytes, compute_capability=first.compute_capability)
 
 
-def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
-    """Hold this process to a budget, with the settings of a fit; its plan is in force by now."""
+def keep(runtime: "Runtime", fit: Fit, budget_bytes: int, disk: tuple[Path, int] | None = None) -> None:
+    """Hold this process to a budget, with the settings of a fit; its plan is in force by now.
+
+    `disk` is a folder, and how many bytes may be used there.
+    """
     from stalloc.imports import after_import
 
     for controller in runtime.controllers:
@@ -202,21 +213,31 @@ def keep(runtime: "Runtime", fit: Fit, budget_bytes: int) -> None:
     def apply() -> None:
         from stalloc.techniques.applying import apply_settings
 
-        apply_settings(fit.settings, say)
+        folder, disk_bytes = disk or (None, 0)
+        tiers = dataclasses.replace(fit.settings.tiers, disk_bytes=disk_bytes)
+        apply_settings(dataclasses.replace(fit.settings, tiers=tiers), say, folder=folder)
 
     after_import("torch", apply)
 
 
-def budget(size: str | int, *, host: str | int = 0, device: Any = "auto", gpu: VirtualGPU | None = None) -> Fit | None:
+def budget(
+    size: str | int,
+    *,
+    host: str | int = 0,
+    disk: str | None = None,
+    device: Any = "auto",
+    gpu: VirtualGPU | None = None,
+) -> Fit | None:
     """Hold the program that this process runs to a budget of reserved memory; to be called before CUDA is used.
 
     The fit of the program is looked for in the current folder, or made, which takes some seconds, and kept there.
-    `host`: pinned host memory that may be used. `device` and `gpu` as of `install`. What is used comes back; None in a
-    trial of stalloc's own.
+    `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there. `device` and `gpu`
+    as of `install`. What is used comes back; None in a trial of stalloc's own.
 
     Raises BadInputError for a budget that cannot be kept, with the least that can; SetupError where CUDA was used.
     """
     budget_bytes, host_bytes = parse_memory(size), parse_memory(host, at_least=0)
+    place = None if disk is None else parse_disk(disk)
     if os.environ.get(TRIAL_VARIABLE):
         return None
     check_single_rank()
@@ -231,9 +252,10 @@ def budget(size: str | int, *, host: str | int = 0, device: Any = "auto", gpu: V
     if "torch" in sys.modules:
         check_untouched()
     command = [str(source.path), *source.arguments]
-    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source), host_bytes)
+    disk_bytes = place[1] if place else 0
+    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source), host_bytes, disk_bytes)
     plans = plans_of(fit, fit_file(source))
-    keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes)
+    keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes, place)
     return fit
 
 
@@ -245,12 +267,13 @@ def fit(
     output: str | Path | None = None,
     policy: str | None = None,
     host: str | int = 0,
+    disk: str | None = None,
 ) -> Fit:
     """Try ways to run a program, given as Python would be ([SCRIPT, ARGS…]), within a budget, on the virtual GPU.
 
     `budget`: bytes or text such as "24GiB", by default the memory of `gpu` less what a CUDA context takes. `output`: a
-    file for the fit. `host`: pinned host memory that may be used. Raises BadInputError if nothing keeps the budget,
-    SetupError if the program cannot be tried.
+    file for the fit. `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there.
+    Raises BadInputError if nothing keeps the budget, SetupError if the program cannot be tried.
     """
     from stalloc.device import find_gpu
 
@@ -261,4 +284,5 @@ def fit(
         output=None if output is None else Path(output),
         policy=policy,
         host_bytes=parse_memory(host, at_least=0),
+        disk_bytes=0 if disk is None else parse_disk(disk)[1],
     )

@@ -1,7 +1,8 @@
-"""Ways to run a program with a part of it in host memory, added to those of a fit.
+"""Ways to run a program with a part of it in host memory, or on disk, added to those of a fit.
 
 Contract: nothing is tried that recomputation needs less time for; the optimizer's state goes first, with as much of it
-on the device at once as the budget leaves room for.
+on the device as the budget leaves room for. Updates on the processor, which round otherwise, are tried where they are
+asked for by name.
 """
 
 import dataclasses
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from stalloc.cost.layer_costs import LayerCost, LinkCost
 from stalloc.cost.stream_window import smallest_window
+from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks
+from stalloc.fitting.tier_seconds import tier_seconds
+from stalloc.techniques.parts import Shares
 from stalloc.techniques.technique_settings import Settings
 from stalloc.techniques.tier_settings import TierSettings
 
@@ -19,35 +23,84 @@ if TYPE_CHECKING:
     from stalloc.fitting.run_seen import Foresight
     from stalloc.fitting.trials import Measured
 
+BY_THE_PROCESSOR = ("zero-offload", "twin-flow")
+POLICIES = ("page", "zero-infinity", *BY_THE_PROCESSOR)  #: names of what is tried here
 WINDOWS = (512 << 20, 128 << 20, 1)  #: of optimizer state on the device at once; 1: a part at a time, nothing ahead
-_LINK_SHARE, _LINK_START = 0.8, 1e-5  # of what the link promises, that copies of pinned memory reach
+_FRACTIONS = 16  # of the state, that are tried to stay on the device
 
 
-def try_tiers(fitting: "Fitting", plain: "Foresight | None") -> None:
-    """Run the program with its optimizer's state paged, and layers streamed, as far as the budget asks for it.
+def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None = None) -> None:
+    """Run the program with its optimizer's state elsewhere, and layers streamed, as far as the budget asks for it.
 
-    Blocks are recomputed beside that where it is needed. `plain` is foreseen of the program with no other technique.
+    Blocks are recomputed beside that where it is needed. `plain` is foreseen of the program with no other technique;
+    `policy` is one of POLICIES, where only that is to be tried.
     """
+    name, _, share = (policy or "page").partition(":")
     if not fitting.host_bytes:
         fitting.notes.append("nothing is kept in host memory without --host SIZE")
         return
+    if name == "zero-infinity" and not fitting.disk_bytes:
+        fitting.notes.append("nothing is kept on disk without --disk FOLDER:SIZE")
+        return
     fitting.foresight = plain
+    processor = {"zero-offload": 1.0, "twin-flow": _share(share)}.get(name, 0.0)
     for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
-        fitting.base = Settings(tiers=_widest(fitting, windows))
-        first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), "page")
+        fitting.base = Settings(tiers=_widest(fitting, windows, processor))
+        first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), name)
         if not first.refused or not fitting.base.tiers.streamed_window:
             break
         fitting.note([f"layers are not streamed: with parameters in the host between passes {first.refused}"])
-    if not first.refused and not first.fits(fitting.budget_bytes) and whole_blocks(fitting.step):
+    if first.refused:
+        return
+    if first.fits(fitting.budget_bytes):
+        _keep_some(fitting, name, 1 - processor)
+    elif whole_blocks(fitting.step):
         fitting.search()
 
 
-def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...]) -> TierSettings:
+def is_of_tiers(policy: str | None) -> bool:
+    """Whether a policy is one of these."""
+    return policy is not None and policy.partition(":")[0] in POLICIES
+
+
+def _share(text: str) -> float:
+    """Of `twin-flow:SHARE`. Raises BadInputError for what is none."""
+    try:
+        share = float(text or 0.5)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise BadInputError(f"twin-flow:{text[:20]} is no share of the parameters: give one above 0, up to 1.")
+    return share
+
+
+def _keep_some(fitting: "Fitting", name: str, most: float) -> None:
+    """The same with as much state on the device as the budget leaves room for: the ratio of Twin-Flow, solved."""
+    tiers, nothing = fitting.base.tiers, proposal(fitting.step, {})
+    kept = 0.0
+    for number in range(1, _FRACTIONS + (most < 1)):  # all of it is the program as it is
+        share = most * number / _FRACTIONS
+        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=share))
+        if not 0 < fitting.expected(nothing) <= fitting.budget_bytes:
+            break
+        kept = share
+    if kept > 0:
+        fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=kept))
+        fitting.measure(nothing, _what(fitting.base.tiers), name)
+
+
+def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: float) -> TierSettings:
     """The first ways in which something is expected to fit, else the one with the least."""
     least = proposal(fitting.step, whole_blocks(fitting.step))
     ways = [
-        TierSettings(host_bytes=fitting.host_bytes, paged_window_bytes=window_bytes, streamed_window=streamed)
+        TierSettings(
+            host_bytes=fitting.host_bytes,
+            disk_bytes=fitting.disk_bytes,
+            paged_window_bytes=window_bytes,
+            streamed_window=streamed,
+            processor_share=processor,
+        )
         for streamed in (streamed_windows if least.choices else (0,))
         for window_bytes in WINDOWS
     ]
@@ -73,29 +126,35 @@ def _windows(fitting: "Fitting") -> list[int]:
 
 
 def _what(tiers: TierSettings) -> str:
-    return "page optimizer state" + (", stream layers" if tiers.streamed_window else "")
+    """For people."""
+    done = []
+    if tiers.processor_share:
+        done.append(f"update {_percent(tiers.processor_share)} on the processor")
+    if tiers.processor_share + tiers.device_share < 1:
+        some = f"{_percent(1 - tiers.processor_share - tiers.device_share)} of " * (tiers.shares != Shares())
+        done.append(f"page {some}optimizer state")
+    return ", ".join([*done, *["stream layers"] * (tiers.streamed_window > 0)])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def with_host(fitting: "Fitting", candidate: Candidate, native: "Measured") -> Candidate:
-    """A candidate with what was seen of it under PyTorch's allocator, and what its copies take, estimated.
-
-    State goes each way once a step, both ways at once where there is a window. Layers come for each pass, while the one
-    before computes where there is a window, and for the update, from which they go back.
-    """
+    """A candidate with what was seen of it under PyTorch's allocator, and what its copies take, estimated."""
     tiers, step = fitting.base.tiers, fitting.step
-    candidate = dataclasses.replace(candidate, native_bytes=native.reserved_bytes, host_bytes=native.host_bytes)
+    candidate = dataclasses.replace(
+        candidate, native_bytes=native.reserved_bytes, host_bytes=native.host_bytes, disk_bytes=native.disk_bytes
+    )
     if not tiers:
         return candidate
     if not native.num_paged:
         return dataclasses.replace(candidate, refused=next(iter(native.notes), "no optimizer was made"))
-    rate = _LINK_SHARE * fitting.link_bytes_per_second
-    ways = 1 if tiers.paged_window_bytes > 1 else 2
-    seconds = ways * (candidate.host_bytes / rate + _LINK_START)
-    if native.streamed_bytes:
-        num_passes = 2 * max(1, len(step.calls) // max(1, len({call.block for call in step.calls})))
-        passes = num_passes * native.streamed_bytes / rate
-        seconds += passes if tiers.streamed_window == 1 else max(0.0, passes - step.step_seconds)
+    if tiers.processor_share and not native.processor_bytes:
+        reason = next(iter(native.notes), "there is no room in host memory for what the processor needs")
+        return dataclasses.replace(candidate, refused=reason)
+    seconds = tier_seconds(tiers, native, step, fitting.link_bytes_per_second)
     added = candidate.added_seconds + seconds
     factor = 1 + added / step.step_seconds if step.step_seconds else 1.0
-    what = candidate.what if candidate.technique == "page" else f"{candidate.what}, {_what(tiers)}"
+    what = candidate.what if candidate.technique in POLICIES else f"{candidate.what}, {_what(tiers)}"
     return dataclasses.replace(candidate, added_seconds=added, factor=factor, what=what)

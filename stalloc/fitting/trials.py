@@ -37,7 +37,12 @@ class Measured:
     step_seconds: float = 0.0  #: of a step after the first
     is_whole: bool = False  #: the program ended by itself
     host_bytes: int = 0  #: of host memory that tiers took, at the most
+    disk_bytes: int = 0  #: the same in files
     num_paged: int = 0  #: optimizers whose state is there
+    paged_bytes: int = 0  #: of state that comes and goes in each step
+    disk_state_bytes: int = 0  #: of that what is in files
+    processor_bytes: int = 0  #: of parameters that the processor updates
+    processor_streamed_bytes: int = 0  #: of them what is streamed
     streamed_bytes: int = 0  #: of parameters of layers that are there
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen

@@ -5,6 +5,7 @@ settings do not name is left as it is.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stalloc.techniques.appearing import recompute_as_models_appear
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 
 
 def apply_settings(
-    settings: Settings, say: Callable[[str], None], make_tape: Callable[[int], MakeTape] = lambda _: BlockTape
+    settings: Settings,
+    say: Callable[[str], None],
+    make_tape: Callable[[int], MakeTape] = lambda _: BlockTape,
+    folder: Path | None = None,
 ) -> "Tiers | None":
     """Do to the program of this process what the settings name; `say` what cannot be done.
 
-    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks. What comes back knows
-    what is in host memory, if anything is to be.
+    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks. `folder` is for what
+    goes to disk. What comes back knows what is in host memory, if anything is to be.
     """
     if settings.step_in_backward:
         from stalloc.techniques.step_in_backward import step_in_backward
@@ -38,4 +42,4 @@ def apply_settings(
         return None
     from stalloc.techniques.tiers import Tiers
 
-    return Tiers(settings.tiers, say)  # after recomputation, which streamed blocks have inside
+    return Tiers(settings.tiers, say, folder)  # after recomputation, which streamed blocks have inside

@@ -23,12 +23,9 @@ from stalloc.errors import BadInputError, DiskError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
+from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_bytes, disk_chunk_bytes, in_pages
 from stalloc.techniques.state_folder import StateFolder
 from stalloc.techniques.transfers import Transfers
-
-PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
-NUM_THREADS, CHUNK_BYTES = 4, 16 << 20
-_HOST_SHARE = 2  # of the host memory that is allowed, one in so many at the most is for buffers
 
 
 @dataclass
@@ -65,30 +62,28 @@ class DiskStore:
 
     def __init__(self, folder: Path, room: DiskRoom, host: HostStore, device: torch.device) -> None:
         """Raises BadInputError if the folder cannot be used, or `host` has no room for buffers."""
-        limit = host.limit_bytes
-        most = CHUNK_BYTES if limit is None else min(CHUNK_BYTES, limit // (_HOST_SHARE * NUM_THREADS))
-        self.chunk_bytes = most // PAGE_BYTES * PAGE_BYTES
-        size_bytes = NUM_THREADS * self.chunk_bytes + PAGE_BYTES
+        self.chunk_bytes = disk_chunk_bytes(host.limit_bytes)
+        size_bytes = disk_buffers_bytes(self.chunk_bytes)
         block = host.take(size_bytes, pinned=device.type == "cuda") if self.chunk_bytes else None
         if block is None:
             raise BadInputError(
-                f"state on disk needs buffers of {human_bytes(NUM_THREADS * PAGE_BYTES)} or more in host memory: allow "
-                "more of it."
+                f"state on disk needs {human_bytes(2 * DISK_THREADS * PAGE_BYTES)} of host memory for its buffers: "
+                "allow as much."
             )
         begin = -block.data_ptr() % PAGE_BYTES
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for number in range(NUM_THREADS):
+        for number in range(DISK_THREADS):
             self._buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
         self.room = room
         self.folder = StateFolder(folder) if has_values(device) else None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="stalloc-disk")
+        self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="stalloc-disk")
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._end = 0  # of the file
         self._failed = ""
 
     def take(self, sizes: Sequence[int]) -> list[Region] | None:
         """Room for tensors of so many bytes; None where that is more than is allowed, or the disk is full."""
-        begins = self._extend([_padded(size) for size in sizes])
+        begins = self._extend([in_pages(size) for size in sizes])
         if begins is None:
             return None
         found = [Region(size, [begin]) for size, begin in zip(sizes, begins, strict=True)]
@@ -117,7 +112,7 @@ class DiskStore:
             flat = _flat(source if source.stride() == dense_strides(source) else torch.empty_like(source).copy_(source))
             region.sums = [0] * len(range(0, region.size_bytes, self.chunk_bytes))
             for number, begin in enumerate(range(0, region.size_bytes, self.chunk_bytes)):
-                piece = flat[begin : begin + self.chunk_bytes]
+                piece = [flat[begin : begin + self.chunk_bytes]]  # which the thread takes out, as it is to let go
                 done: Future[None] = Future()
                 copied.append(done)
                 task = self._threads.submit(self._write, region, number, begin, piece, transfers, done)
@@ -134,7 +129,7 @@ class DiskStore:
 
         What is written to it stays in memory.
         """
-        size_bytes = _padded(region.size_bytes)
+        size_bytes = in_pages(region.size_bytes)
         if self.folder is None:
             memory = mmap.mmap(-1, size_bytes)
         else:
@@ -151,9 +146,9 @@ class DiskStore:
             return
         self.settle()
         single = [region for region in self._regions if len(region.places) < 2]
-        begins = self._extend([_padded(region.size_bytes) for region in single])
+        begins = self._extend([in_pages(region.size_bytes) for region in single])
         if begins is None:
-            needed = human_bytes(sum(_padded(region.size_bytes) for region in single))
+            needed = human_bytes(sum(in_pages(region.size_bytes) for region in single))
             raise DiskError(
                 f"a commit needs {needed} more in {self.folder.path}, since what it commits is not written to again: "
                 "allow more, or make room. Nothing was lost."
@@ -188,7 +183,7 @@ class DiskStore:
         buffer = self._buffers.get()
         try:
             if self.folder is not None:
-                view = buffer[: _padded(target.nbytes)].numpy()
+                view = buffer[: in_pages(target.nbytes)].numpy()
                 self.folder.read(view, region.places[region.current] + begin)
                 if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
                     raise OSError(0, "what was read is not what was written")
@@ -201,20 +196,21 @@ class DiskStore:
         region: Region,
         number: int,
         begin: int,
-        source: torch.Tensor,
+        piece: list[torch.Tensor],
         transfers: Transfers,
         copied: "Future[None]",
     ) -> None:
         buffer = self._buffers.get()
         try:
+            source = piece.pop()
+            num_bytes = source.nbytes
             try:
-                transfers.copy_now(buffer[: source.nbytes], source)
+                transfers.copy_now(buffer[:num_bytes], source)
             finally:
-                num_bytes = source.nbytes
                 del source
                 copied.set_result(None)
             if self.folder is not None:
-                view = buffer[: _padded(num_bytes)].numpy()
+                view = buffer[: in_pages(num_bytes)].numpy()
                 region.sums[number] = zlib.crc32(view[:num_bytes])
                 self.folder.write(view, region.places[region.current] + begin)
         finally:
@@ -240,10 +236,6 @@ class DiskStore:
                 f"the optimizer's state cannot be kept in{where} ({error.strerror or error}): go on from what was "
                 "committed last, with stalloc.committed()."
             ) from error
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

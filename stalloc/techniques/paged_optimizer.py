@@ -74,6 +74,20 @@ class PagedOptimizer:
         _paged[optimizer] = self
         self.pager.take_over(optimizer)
 
+    def told(self) -> dict[str, int]:
+        """Bytes of state that come and go in each step, those of them on disk, and of parameters that the processor
+        updates, of all these those that are streamed."""
+        found = dict.fromkeys(("paged_bytes", "disk_state_bytes", "processor_bytes", "processor_streamed_bytes"), 0)
+        for parameter, place in list(self._places.items()):
+            for _, name, slot in self.pager.elsewhere([parameter]):
+                on_disk = self.pager.region_of(parameter, name, slot) is not None
+                found["paged_bytes"] += slot.nbytes * (place is not Place.PROCESSOR)
+                found["disk_state_bytes"] += slot.nbytes * on_disk
+            if place is Place.PROCESSOR:
+                found["processor_bytes"] += parameter.nbytes
+                found["processor_streamed_bytes"] += parameter.nbytes * (layer_of(parameter) is not None)
+        return found
+
     def undo(self, optimizer: Any) -> None:
         """Bring the state back to the device, and let the optimizer step as it did."""
         self.divided.undo(optimizer)

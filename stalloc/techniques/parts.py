@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
+DISK_THREADS, DISK_CHUNK_BYTES = 4, 16 << 20
 ALIGNED_BYTES = 512  #: at which tensors begin in a block of the host; torch counts so on the device too
-PROCESSOR_PART_BYTES = 32 << 20  #: of parameters that the processor updates at once
+_PROCESSOR_BYTES, _PROCESSOR_PARTS = 32 << 20, 8  # of parameters at once, at the most; and in so many parts at least
 
 
 class Place(Enum):
@@ -61,8 +63,10 @@ def arranged(sizes: Sequence[int], layers: Sequence[int], window_bytes: int, sha
     places = _places([sum(sizes[number] for number in unit) for unit in units], shares)
     parts: dict[Place, list[Part]] = {place: [] for place in Place}
     for place in Place:
-        most_bytes = PROCESSOR_PART_BYTES if place is Place.PROCESSOR else part_bytes(window_bytes)
         mine = [number for number, at in zip(alone, places, strict=False) if at is place]
+        most_bytes = part_bytes(window_bytes)
+        if place is Place.PROCESSOR:
+            most_bytes = min(_PROCESSOR_BYTES, sum(sizes[number] for number in mine) // _PROCESSOR_PARTS)
         found = [[mine[at] for at in part] for part in divided([sizes[number] for number in mine], most_bytes)]
         found += [unit for unit, at in zip(units[len(alone) :], places[len(alone) :], strict=True) if at is place]
         parts[place] = [Part(tuple(members), place) for members in found]
@@ -95,6 +99,22 @@ def staging_bytes(parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[
             needed = sum(aligned(sizes[number]) * (1 if layers[number] >= 0 else 2) for number in part.members)
             largest = max(largest, needed)
     return 2 * largest
+
+
+def disk_chunk_bytes(host_bytes: int | None) -> int:
+    """How large each thread's buffer for files is, where so much host memory is allowed: half of it at the most."""
+    most = DISK_CHUNK_BYTES if host_bytes is None else min(DISK_CHUNK_BYTES, host_bytes // (2 * DISK_THREADS))
+    return most // PAGE_BYTES * PAGE_BYTES
+
+
+def disk_buffers_bytes(chunk_bytes: int) -> int:
+    """What the buffers of all threads take in host memory, begun at a page."""
+    return DISK_THREADS * chunk_bytes + PAGE_BYTES
+
+
+def in_pages(size_bytes: int) -> int:
+    """The room that so many bytes take in a file."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _places(sizes: list[int], shares: Shares) -> list[Place]:

@@ -1,11 +1,13 @@
-"""What of a program is kept in host memory, as data.
+"""What of a program is kept in host memory and on disk, as data.
 
 Contract: settings hold no objects of the program, so they can be written to a file; whatever such a file says, they can
-only choose what lies where.
+only choose what lies where, and name no file.
 """
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from stalloc.techniques.parts import Shares
 
 _MOST = 1 << 62
 
@@ -15,24 +17,35 @@ class TierSettings:
     """Which tiers are used; by default the device alone."""
 
     host_bytes: int = 0  #: of host memory, at the most
+    disk_bytes: int = 0  #: on disk, at the most, of state that has no room in host memory
     paged_window_bytes: int = 0
     """Of optimizer state on the device at once, if it is paged; 1: no more than one part of it. 0: it is not paged."""
     streamed_window: int = 0
     """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
+    device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device
+    processor_share: float = 0.0  #: of the parameters, by bytes, that the processor updates
+
+    @property
+    def shares(self) -> Shares:
+        """Both shares."""
+        return Shares(self.device_share, self.processor_share)
 
     def __bool__(self) -> bool:
         return bool(self.paged_window_bytes)
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, int | float]:
         """For a file."""
         return asdict(self)
 
 
 def tiers_from_json(told: Any) -> TierSettings:
     """What `as_json` gave. Raises ValueError for anything else."""
-    names = {one.name for one in fields(TierSettings)}
-    if not isinstance(told, dict) or set(told) != names:
+    names = {one.name: one.type for one in fields(TierSettings)}
+    if not isinstance(told, dict) or set(told) != set(names):
         raise ValueError("what it keeps in host memory is damaged")
-    if not all(type(value) is int and 0 <= value < _MOST for value in told.values()):
-        raise ValueError("what it keeps in host memory is no number of bytes")
+    for name, value in told.items():
+        if names[name] is int and not (type(value) is int and 0 <= value < _MOST):
+            raise ValueError("what it keeps in host memory is no number of bytes")
+        if names[name] is float and not (type(value) in (int, float) and 0 <= value <= 1):
+            raise ValueError("what it keeps in host memory is no share")
     return TierSettings(**told)

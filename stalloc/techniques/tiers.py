@@ -4,16 +4,22 @@ Contract: what cannot be kept in host memory stays on the device as it is, and o
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.disk_store import DiskRoom, DiskStore
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import check_can_step, stream_blocks
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.paged_optimizer import PagedOptimizer
+from stalloc.techniques.parts import Shares
+from stalloc.techniques.processor_updates import why_not_on_processor
 from stalloc.techniques.repeated_blocks import Block
 from stalloc.techniques.tier_settings import TierSettings
 
@@ -21,8 +27,11 @@ from stalloc.techniques.tier_settings import TierSettings
 class Tiers:
     """The tiers of this process, from here on; torch is imported by now, and the program has not begun."""
 
-    def __init__(self, settings: TierSettings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: TierSettings, say: Callable[[str], None], folder: Path | None = None) -> None:
+        """`folder` is for what goes to disk; each optimizer has one of its own in it."""
         self.store = HostStore(settings.host_bytes)
+        self._room, self._folder = DiskRoom(settings.disk_bytes), folder
+        self._paged: list[PagedOptimizer] = []
         self.num_paged = self.streamed_bytes = 0
         self._unpaged = ""  # why an optimizer is not paged
         self._settings, self._say = settings, say
@@ -36,8 +45,10 @@ class Tiers:
         """What is in host memory."""
         return {
             "host_bytes": self.store.peak_bytes,
+            "disk_bytes": self._room.peak_bytes,
             "num_paged": self.num_paged,
             "streamed_bytes": self.streamed_bytes,
+            **sum((Counter(one.told()) for one in self._paged), Counter()),
         }
 
     def _page(self, optimizer: Any) -> None:
@@ -46,7 +57,18 @@ class Tiers:
             self._unpaged = self._unpaged or reason
             self._say(f"{reason}: its state stays on the device.")
             return
-        PagedOptimizer(optimizer, self.store, self._settings.paged_window_bytes)
+        settings = self._settings
+        shares, reason = settings.shares, why_not_on_processor(optimizer)
+        if shares.processor and reason:
+            self._say(f"{reason}: its state is paged.")
+            shares = Shares(shares.device)
+        disk = None
+        if settings.disk_bytes:
+            first = next((one for group in optimizer.param_groups for one in group["params"]), None)
+            folder = (self._folder or Path()) / f"optimizer-{self.num_paged}"
+            device = torch.device("cpu") if first is None else first.device
+            disk = DiskStore(folder, self._room, self.store, device)
+        self._paged.append(PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk))
         self.num_paged += 1
 
     def _stream(self, _: int, blocks: list[Block], model: Any) -> None:

@@ -147,8 +147,8 @@ def elsewhere() -> dict[str, Any]:
                 found["by the processor"][name] = farthest(shared[0], as_it_is[0])
     all_fused = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0)
     found["fused is fused"] = same(train(OPTIMIZERS["AdamW fused"], paged=False)[:2], all_fused[:2])
-    short = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0, host=190_000)
-    found["bounded"] = same(all_fused[:2], short[:2]) and all_fused[2] > 190_000 >= short[2] > 0
+    short = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0, host=100_000)
+    found["bounded"] = same(all_fused[:2], short[:2]) and all_fused[2] > 100_000 >= short[2] > 0
     return found
 
 

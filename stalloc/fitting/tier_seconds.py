@@ -1,0 +1,46 @@
+"""What state, parameters and gradients that come and go add to a step, estimated.
+
+Contract: both directions of the link, the disk and the processor work at once where there is a window for it, else one
+after the other; what the optimizer saves on the device is not counted.
+"""
+
+from typing import TYPE_CHECKING
+
+from stalloc.cost.host_rates import (
+    ADAM_PARAMETERS_PER_SECOND,
+    DISK_READ_BYTES_PER_SECOND,
+    DISK_WRITE_BYTES_PER_SECOND,
+)
+from stalloc.fitting.observation import ProgramSeen
+from stalloc.techniques.tier_settings import TierSettings
+
+if TYPE_CHECKING:
+    from stalloc.fitting.trials import Measured
+
+_LINK_SHARE, _START_SECONDS = 0.8, 1e-5  # of what the link promises, that copies of pinned memory reach
+_FLOAT_BYTES = 4
+
+
+def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link_bytes_per_second: float) -> float:
+    """Seconds of each step, by what a trial under these settings has seen.
+
+    State on disk is read and written once a step. Layers come for each pass, while the one before computes where there
+    is a window, and for their update on the device, from which they go back. Of what the processor updates gradients
+    go to the host, and parameters that are not streamed both ways.
+    """
+    rate = _LINK_SHARE * link_bytes_per_second
+    disk = trial.disk_state_bytes * (1 / DISK_READ_BYTES_PER_SECOND + 1 / DISK_WRITE_BYTES_PER_SECOND)
+    resident_bytes = trial.processor_bytes - trial.processor_streamed_bytes
+    to_host = (trial.paged_bytes + trial.processor_bytes + resident_bytes) / rate
+    to_device = (trial.paged_bytes + resident_bytes) / rate
+    processor = trial.processor_bytes / _FLOAT_BYTES / ADAM_PARAMETERS_PER_SECOND
+    if tiers.paged_window_bytes > 1 or not trial.paged_bytes:  # the processor has a window of its own
+        seconds = max(to_host, to_device, disk, processor) + _START_SECONDS
+    else:
+        seconds = to_host + to_device + disk + processor + 2 * _START_SECONDS
+    if trial.streamed_bytes:
+        num_passes = 2 * max(1, len(step.calls) // max(1, len({call.block for call in step.calls})))
+        passes = num_passes * trial.streamed_bytes / rate
+        seconds += passes if tiers.streamed_window == 1 else max(0.0, passes - step.step_seconds)
+        seconds += (trial.streamed_bytes - trial.processor_streamed_bytes) / rate
+    return seconds
