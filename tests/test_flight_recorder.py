@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 from collections.abc import Callable
@@ -117,18 +118,19 @@ for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, handler)
 def test_only_the_last_events_are_kept(
     died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, install: str
 ) -> None:
-    if install:  # a table that is full after 200 events, and marks of steps, the first of which are gone in the end
-        install += ".controllers[0].state.write(events_capacity=200)"
-    mark = "; stalloc.step()" if install else ""
-    died(f"for _ in range(500): grow(1){mark}\nsys.exit(3)", 3, install=install, max_events=120)
-    made = explained(tmp_path)
-    assert made["allocated_bytes"] == 501 << 20
-    done = run_stalloc("stats", "--json", "-", next((tmp_path / "flight").iterdir()))
-    (device,) = json.loads(done.stdout)["devices"]
-    assert device["events"] == 120
+    mark = "; stalloc.step()" if install else ""  # which are planned, and the first of which are gone in the end
+    died(f"for step in range(500): last = grow(1 + step % 2){mark}\nsys.exit(3)", 3, install=install, max_events=120)
+    assert explained(tmp_path)["allocated_bytes"] == 503 << 20  # at the peak: the last two and what is held
+    (file,) = (tmp_path / "flight").iterdir()
+    (history,) = pickle.loads(file.read_bytes())["device_traces"]
+    assert len(history) == 120
+    sizes = [event["size"] >> 20 for event in history if event["action"] == "alloc"]
+    assert sizes == [1 + step % 2 for step in range(500)][-len(sizes) :]
+    assert len(sizes) >= 40
+    times = [event["time_us"] for event in history]
+    assert times == sorted(times)
 
 
-@pytest.mark.usefixtures("cupy_installed")
 @pytest.mark.usefixtures("cupy_installed")
 def test_requests_of_cupy_are_recorded(died: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     ending = "import cupy\na = cupy.empty(50 << 20, cupy.uint8)\ncupy.empty(1 << 40, cupy.uint8)"

@@ -3,6 +3,7 @@
 Needs nothing but the standard library of any Python 3, since the interpreter of the environment may be another one.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ def environment() -> None:
     here = str(Path(sys.argv[0]).resolve().parent)
     if here not in sys.path:
         sys.path.insert(0, here)  # the script's own modules, which `python -P` leaves out
-    if Path(sys.prefix) == ROOT / ".venv" or str(ROOT / ".venv-source") in sys.path:
+    is_shown = str(ROOT / ".venv-source") in sys.path and importlib.util.find_spec("torch") is not None
+    if Path(sys.prefix) == ROOT / ".venv" or is_shown:  # what a shell exported may show it to another Python too
         return
     asked = subprocess.run(
         ["bash", "-c", _ASK, "bash", str(ROOT / "scripts" / "lib" / "environment.sh")],

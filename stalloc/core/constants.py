@@ -17,6 +17,9 @@ MAX_STRANDS, NUM_ASKERS = 16, 64  # threads that follow tapes of their own; who 
 NO_HANDLE = -1  # in the table of streams: a row whose stream was forgotten
 NO_STREAM = -1  # of a cell: several streams use it
 
+# clocks of Linux: the second ticks every few milliseconds and takes a fifth of the time
+CLOCK, COARSE_CLOCK = 1, 6
+
 # State.mode: heap only; follow the tape without serving it; serve it
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned

@@ -8,7 +8,7 @@ Whatever must change together is written by one call into the core.
 import numpy as np
 
 from stalloc.compiled import BORROWING, njit
-from stalloc.core.constants import MAX_STREAMS, STEP_LOG_ROWS
+from stalloc.core.constants import CLOCK, MAX_STREAMS, STEP_LOG_ROWS
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.records import (
     Bins,
@@ -73,7 +73,7 @@ class DeviceTables:
         record.bins_capacity = _BINS
         record.live_mask = _LIVE - 1
         record.max_live_mask = _MAX_LIVE - 1
-        record.events_capacity = _EVENTS
+        record.events_capacity, record.events_clock = _EVENTS, CLOCK
 
     def write(self, fields: dict[str, int]) -> None:
         """Write several fields of the record at once, under the core's lock; a field of a field is named `a.b`."""

@@ -2,12 +2,13 @@
 
 Contract: the lock is held. Python is to hear of a full table. It ends the recording, or (`events_wrap`) is a ring from
 then on: event i is in row i % events_capacity, and the last `events_capacity` ones are there. The clock takes longer
-than all else here, so what is freed has the time of what was asked for before it: 0 in the table.
+than all else here, so what is freed has the time of what was asked for before it: 0 in the table. With the coarse clock
+it is not asked either for whom a thread works, which takes as long: 0 in the table.
 """
 
-from stalloc.compiled import inner
-from stalloc.core.constants import ACTION_FREE_COMPLETED
-from stalloc.core.intrinsics import call3, now_ns, this_thread
+from stalloc.compiled import BORROWING, inner, njit
+from stalloc.core.constants import ACTION_FREE_COMPLETED, CLOCK
+from stalloc.core.intrinsics import call3, locked, now_ns, this_thread, unlock
 from stalloc.core.records import event_at
 
 _NO_TASK = 0xFFFF_FFFF  # -1, in 32 bits
@@ -39,6 +40,31 @@ def record(state, action, stream, address, size):
     event.action = action | stream << 8
     event.address = address
     event.requested_bytes = size
-    event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state)
-    event.thread = this_asker(state)
+    event.time_ns = 0 if action == ACTION_FREE_COMPLETED else now_ns(state, state.events_clock)
+    event.thread = this_asker(state) if state.events_clock == CLOCK else 0
     state.num_events = count + 1
+
+
+@njit(**BORROWING)
+def narrow(device, capacity, moved):
+    """Let the record be a ring of `capacity` events; `moved` has room for as many while they change rows."""
+    state = locked(device)
+    count, before = state.num_events, state.events_capacity
+    first = max(count - capacity, 0)
+    if capacity < before and first > 0:
+        for i in range(first, count):
+            _copy(event_at(state, i % before), moved[i - first])
+        for i in range(first, count):
+            _copy(moved[i - first], event_at(state, i % capacity))
+    if capacity < before:
+        state.events_capacity = capacity
+    unlock(state)
+
+
+@inner()
+def _copy(event, to):
+    to.action = event.action
+    to.address = event.address
+    to.requested_bytes = event.requested_bytes
+    to.time_ns = event.time_ns
+    to.thread = event.thread

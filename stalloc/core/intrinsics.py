@@ -173,7 +173,6 @@ def _c_pointer(typingctx, record):
 _sched_yield = types.ExternalFunction("sched_yield", types.intc())
 _pthread_self = types.ExternalFunction("pthread_self", types.int64())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.voidptr))
-_CLOCK_MONOTONIC = 1
 _MAX_PAUSES = 64  # between two looks at a lock that is held, after which other threads are let on
 
 
@@ -224,8 +223,8 @@ def this_thread():
 
 
 @inner(forceinline=True)
-def now_ns(state):
-    """Monotonic time in nanoseconds; with the lock held."""
+def now_ns(state, which):
+    """The time of a clock of the C library in nanoseconds; with the lock held."""
     clock = state.clock
-    _clock_gettime(_CLOCK_MONOTONIC, _c_pointer(clock))
+    _clock_gettime(which, _c_pointer(clock))
     return clock.seconds * 1_000_000_000 + clock.nanoseconds

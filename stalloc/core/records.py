@@ -231,6 +231,7 @@ class State(Record):
     num_events: int  # since the record began, those that a ring has lost included
     events_capacity: int
     events_wrap: int  # 1: the last events are kept instead of the first
+    events_clock: int  # CLOCK, or COARSE_CLOCK while nobody looks for steps in them
     num_sizable: int  # requests above TINY seen while recording
     check_at: int  # Python: enter Python for a look at the record at this many; 0: never
 
@@ -256,7 +257,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 5]  # the counts begin at a line
+    padding: Annotated[Words, 4]  # the counts begin at a line
     total: Total
     large: Part
     small: Part

@@ -5,8 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.core import counters, step_log, stream_table
-from stalloc.core.constants import ACTION_ALLOC, BLOCK_DEFERRED, MAX_STREAMS, MODE_HEAP, STEP_LOG_ROWS, TINY
+from stalloc.core import counters, event_log, step_log, stream_table
+from stalloc.core.constants import (
+    ACTION_ALLOC,
+    BLOCK_DEFERRED,
+    CLOCK,
+    COARSE_CLOCK,
+    MAX_STREAMS,
+    MODE_HEAP,
+    STEP_LOG_ROWS,
+    TINY,
+)
 from stalloc.core.device_arena import DeviceArena
 from stalloc.core.device_heap import DeviceHeap
 from stalloc.core.device_tables import DeviceTables
@@ -131,10 +140,27 @@ class DeviceState:
             return table[begin:end].copy()
         return table[np.arange(begin, max(begin, end)) % capacity]
 
+    def record_anew(self) -> None:
+        """Forget what was recorded, and record from here on, as much as there is room for."""
+        capacity = len(self.tables.events)
+        self.write(recording=1, num_events=0, num_sizable=0, check_at=0, events_capacity=capacity, events_clock=CLOCK)
+
     def forget_record(self) -> None:
         """Stop recording and give the memory of what was recorded back."""
         self.write(recording=0, num_events=0, check_at=0)
         forget_pages(self.tables.events)
+
+    def keep_last(self, num_events: int, *, exact_times: bool) -> None:
+        """Nobody looks for steps in the record: let it be a ring of the last so many events (0: all there is room for).
+
+        Unless `exact_times`, they are those of a clock that ticks every few milliseconds.
+        """
+        events = self.tables.events
+        capacity = 1 << max(num_events - 1, 1).bit_length() if num_events else len(events)
+        if capacity < self.record.events_capacity:
+            event_log.narrow(self.address, capacity, np.zeros(capacity, events.dtype))
+            forget_pages(events[capacity:])
+        self.write(events_clock=CLOCK if exact_times else COARSE_CLOCK)
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""

@@ -5,7 +5,7 @@ misses much in pass after pass is given up by the next request that asks Python.
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.constants import CLOCK, MODE_REPLAY, STEP_LOG_ROWS
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
 
@@ -18,7 +18,7 @@ _MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 @inner()
 def _write_row(state, hits):
     step = step_at(state, state.step_count % STEP_LOG_ROWS)
-    step.time_ns = now_ns(state)
+    step.time_ns = now_ns(state, CLOCK)
     step.hits = hits
     step.misses = state.step_misses
     step.allocated_peak = state.step_allocated_peak

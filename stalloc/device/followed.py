@@ -169,6 +169,7 @@ def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[.
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # pytest shows the program's line
         result = function(*args, **kwargs)
         if values.can_keep(result) and (result.dtype in values.kinds or not fills):
             values.learn(result, values.compute(function, args, kwargs, makes=True))

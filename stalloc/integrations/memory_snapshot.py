@@ -13,7 +13,7 @@ from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.snapshot import HeapBlock, HeapSegment, live_addresses, segments
-from stalloc.runtime import Controller, Runtime
+from stalloc.runtime import Controller, Phase, Runtime
 from stalloc.runtime.call_sites import CallSites, Stack
 
 _STATES = {
@@ -47,24 +47,33 @@ class History:
     ) -> None:
         """Begin or, with None, end recording on all devices (torch.cuda.memory._record_memory_history).
 
-        Stacks are those of Python, whatever `stacks` says, none with a `context` of None; and the last four million
-        events are kept at most.
+        Stacks are those of Python, whatever `stacks` says; and the last four million events are kept at most. With a
+        `context` of None there are no stacks, and once a plan is in force times are exact to a few milliseconds.
         """
         was_enabled = self.enabled
         self.enabled = enabled is not None and enabled is not False
         self._max_entries = max_entries
+        is_exact = context is not None
         if not was_enabled or clear_history:
-            self._begin_us = time.monotonic_ns() // 1000
+            clock = constants.CLOCK if is_exact else constants.COARSE_CLOCK
+            self._begin_us = time.clock_gettime_ns(clock) // 1000
         if self.enabled and context is not None:
             self._runtime.begin_call_sites()
         elif not self.enabled:
             self._runtime.end_call_sites()
         for controller in self._runtime.controllers:
-            settings = dataclasses.replace(controller.status.settings, keep_recording=self.enabled)
+            settings = dataclasses.replace(
+                controller.status.settings,
+                keep_recording=self.enabled,
+                keep_events=max_entries,
+                exact_times=is_exact,
+            )
             controller.status.settings = settings
             controller.state.write(events_wrap=int(self.enabled))
             if self.enabled:
-                controller.recording.go_on()
+                controller.recording.go_on(settings)
+            elif was_enabled and controller.status.phase in (Phase.PLANNED, Phase.RESTING):
+                controller.recording.end(settings)
 
     def record_legacy(
         self, enabled: bool, record_context: Any = True, max_entries: int = 1, *options: Any, **more: Any

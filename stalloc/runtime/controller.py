@@ -214,7 +214,7 @@ class Controller:
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_tape()
         self._tidying.settle()
-        self.state.write(allocating_persistent=0, recording=int(self.status.settings.keep_recording), check_at=0)
+        self.recording.end(self.status.settings)
 
     def _heed(self, refusal: Refusal | None) -> None:
         if refusal is not None:
@@ -291,7 +291,7 @@ class Controller:
             if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
                 self.rest("the plan was dropped on request")
             self.status.phase = Phase.RESTING
-            self.state.write(recording=int(self.status.settings.keep_recording), check_at=0, allocating_persistent=0)
+            self.recording.end(self.status.settings)
 
     def watch_anew(self) -> None:
         """Watch from here on, whatever there was before."""

@@ -1,7 +1,6 @@
 """What a device's requests were, with the program's marks: the record in which repeating steps are looked for.
 
-Contract: the core writes events while RECORDING is set; marks are kept beside them, by
-the number of events before each.
+Contract: the core writes events while `recording` is set; marks are kept beside them by the number of events before.
 """
 
 import dataclasses
@@ -33,6 +32,7 @@ from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
+    from stalloc.runtime.runtime_settings import Settings
     from stalloc.trace import Trace
 
 _INTERLEAVED = 4  # one step in so many
@@ -69,23 +69,33 @@ class Recording:
         self.mark_threads.clear()
         self._forget_events()
         self._reserved_start = self._state.record.reserved_bytes
-        self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
+        self._state.record_anew()
 
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
         self.marks[:] = [(0, MARK_STEP, "")]
         self.mark_threads[:] = [threading.get_ident()]
         self._forget_events()
-        self._state.write(recording=1, num_events=0, num_sizable=0, check_at=0)
+        self._state.record_anew()
 
-    def go_on(self) -> None:
+    def go_on(self, settings: "Settings") -> None:
         """Record from here on, if nothing is recorded; marks of events that were forgotten are no part of it."""
-        if not self._state.record.recording and not self._state.record.num_events:
+        if self._state.record.recording:
+            return
+        if not self._state.record.num_events:
             self.marks[:] = [(0, MARK_STEP, "")] if self.marks else []
             self.mark_threads[:] = [threading.get_ident()] if self.marks else []
             self._reserved_start = self._state.record.reserved_bytes
             self._forget_events()
+        self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
         self._state.write(recording=1)
+
+    def end(self, settings: "Settings", *, goes_on: bool = False) -> None:
+        """Nobody looks for steps from here on; the record ends unless the program keeps one, or it `goes_on`."""
+        keeps = settings.keep_recording
+        self._state.write(allocating_persistent=0, recording=int(keeps or goes_on), check_at=0)
+        if keeps:
+            self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
 
     def _forget_events(self) -> None:
         self._refusals.clear()

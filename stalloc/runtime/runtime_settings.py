@@ -33,6 +33,8 @@ class Settings:
     )
     max_plans: int = 8  #: plans in a row that soon no longer fit before the heap is left to serve for good
     keep_recording: bool = False  #: record to the end, for `stalloc record`
+    keep_events: int = 0  #: of that record so many of the last, once nobody looks for steps; 0: as many as have room
+    exact_times: bool = True  #: of those; False: to a few milliseconds
     call_sites: bool = False  #: note which line of the program makes each request
     streams: "Streams" = "separate"  #: whether streams share the arena, with planned hand-overs: see plan_tape
     handover_bytes: int = 0  #: what a hand-over has to save if streams are weighed

@@ -77,8 +77,8 @@ class Serving:
             seconds=time.monotonic() - self._began,
         )
         self._release_unused()
-        recording = self._status.settings.keep_recording or (bool(self._recording.marks) and self._steps.goes_on())
-        state.write(allocating_persistent=0, recording=int(recording), check_at=0)
+        goes_on = bool(self._recording.marks) and self._steps.goes_on()
+        self._recording.end(self._status.settings, goes_on=goes_on)
 
     def _release_unused(self) -> None:
         """Give back what is free beside the arena, which pages are not: they move to where they are needed."""
@@ -265,7 +265,7 @@ class Serving:
             )
         if self._state.record.total.num_allocs:
             raise PlanError("a plan has to be in force before the first allocation: install stalloc earlier.")
-        self._state.write(allocating_persistent=0, recording=int(self._status.settings.keep_recording), check_at=0)
+        self._recording.end(self._status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
         if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
             device = self._memory.device
