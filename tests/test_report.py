@@ -70,6 +70,11 @@ def test_the_figures_are_those_of_the_other_verbs(
         assert held == {entry["name"]: entry["held_bytes"] for entry in top["by_site"]}
 
 
+def test_every_recording_there_is_is_looked_at(shared_traces: Path) -> None:
+    assert {file.name for file in shared_traces.glob("*.gz")} == {*QUICK, *OTHERS}
+    assert {file.name for file in (shared_traces / "h100").glob("*.gz")} == {f"{name}.json.gz" for name in PROFILES}
+
+
 PROFILES = ("timesformer", "qwen05b", "bert", "owlv2", "resnet50_train_v100", "vit", "b200_eager")
 
 

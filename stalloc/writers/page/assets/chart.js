@@ -75,9 +75,9 @@ class LoadChart {
       ctx.restore();
     };
     if (header.steps.length < MAX_MARKS) header.steps.forEach((event) => line(event + 0.5, theme.ink, [2, 4]));
-    header.errors.forEach((event) => line(event + 1, theme.error, []));
     line(view.moment, theme.ink, []);
     if (view.other !== null) line(view.other, theme.ink, [4, 4]);
+    header.errors.forEach((event) => line(event + 1, theme.error, [6, 3])); // the chosen moment may be one
     this.markPeak(plot, theme);
   }
 

@@ -67,9 +67,9 @@ class AddressView {
       context.stroke();
     };
     context.lineWidth = 1;
-    for (const event of this.device.header.errors) line(event + 1, theme.error, []);
     line(view.moment, theme.ink, []);
     if (view.other !== null) line(view.other, theme.ink, [4, 4]);
+    for (const event of this.device.header.errors) line(event + 1, theme.error, [6, 3]);
     context.setLineDash([]);
     this.labels(context, view, theme);
     if (this.hovered === undefined) return;

@@ -2,6 +2,7 @@
 // The page: which device, which stretch of events, which moment, which colours; and what people do with them.
 
 const byId = (id) => document.getElementById(id);
+const fill = (id, tag, texts) => byId(id).replaceChildren(...texts.map((text) => Object.assign(document.createElement(tag), { textContent: text })));
 const view = { device: 0, begin: 0, end: 1, moment: 0, other: null, by: "class", search: "" };
 let devices = [], device = null, chart = null, maps = [], coloring, asked = false;
 
@@ -85,11 +86,11 @@ function options(id, names, value) {
 
 function tell(header) {
   byId("title").textContent = `${header.file}, device ${header.device}${header.device_name ? `: ${header.device_name}` : ""}`;
-  byId("story").replaceChildren(...header.headline.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
+  fill("story", "p", header.headline);
 }
 
 function tellMemory(header) {
-  byId("remarks").replaceChildren(...header.remarks.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
+  fill("remarks", "li", header.remarks);
   const told = header.explanation, gap = told.reserved_bytes - told.allocated_bytes;
   byId("gap").textContent = `${eventName(told.event + 1)}: reserved ${humanBytes(told.reserved_bytes)}, allocated ${humanBytes(told.allocated_bytes)}, ${humanBytes(gap)} between them.`;
   const rows = (id, pairs) => {

@@ -121,9 +121,9 @@ function drawStudy(study, told = []) {
   byId("study").hidden = !study;
   charts.replaceChildren();
   if (!study) return;
-  const { found, curves } = study, items = (id, texts) => byId(id).replaceChildren(...texts.map((text) => Object.assign(document.createElement("li"), { textContent: text })));
-  items("findings", study.findings.filter((text) => !told.includes(text)));
-  items("missing", found.missing.map((text) => "Not drawn: " + text + "."));
+  const { found, curves } = study;
+  fill("findings", "li", study.findings.filter((text) => !told.includes(text)));
+  fill("missing", "li", found.missing.map((text) => "Not drawn: " + text + "."));
   const kind = found.is_estimated ? "estimated" : "measured";
   if (found.phases.some((phase) => phase.compute_seconds + phase.overlap_seconds > 0)) drawSplit(charts, found.phases, found.is_estimated ? ", estimated" : "");
   if (curves) drawMemory(charts, study);
