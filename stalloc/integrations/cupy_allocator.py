@@ -34,25 +34,27 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
     from cupy.cuda.memory_hook import _has_memory_hooks
 
     malloc, free = cupy_entries(runtime.states.ctypes.data, runtime.entries, runtime.call_sites.malloc_word)
-    pool_memory = _memory_class(free)
+    pool_memory, may_have_hooks, part = _memory_class(free), False, constants.ALIGNMENT - 1
 
-    def current_stream() -> int:
-        """The current stream's handle; for the default stream of a thread, whose handle all threads share, a name.
+    def heed_hooks() -> None:
+        nonlocal may_have_hooks
+        may_have_hooks = True
 
-        It is told from handles, which are addresses, by its last bits.
-        """
-        handle = get_current_stream().ptr
-        return threading.get_ident() << 4 | handle if handle == _PER_THREAD else handle
+    before_first_hook(heed_hooks)
 
     def allocate(nbytes: int, heard: bool = False) -> Any:
-        if _has_memory_hooks() and not heard:
+        # all of this is what a request costs beside what CuPy's own pool does for it: names are local, calls are few
+        if may_have_hooks and not heard and _has_memory_hooks():
             return _allocate_with_hooks(runtime, allocate, operator.index(nbytes))
-        memory = pool_memory(nbytes, current_stream(), malloc, free, get_device_id())
-        if memory.ptr == 0:
+        stream = get_current_stream().ptr
+        if stream == _PER_THREAD:
+            stream = _name_of_thread()
+        memory = pool_memory(nbytes, stream, malloc, free, get_device_id())
+        if not memory.ptr:
             if nbytes == 0:
                 return MemoryPointer(Memory(0), 0)
             raise _out_of_memory(runtime, nbytes)
-        if nbytes & (constants.ALIGNMENT - 1):
+        if nbytes & part:
             memory.size = _rounded(nbytes)
         return MemoryPointer(memory, 0)
 
@@ -62,6 +64,14 @@ def make_allocator(runtime: Runtime) -> Callable[[int], Any]:
         return allocate(nbytes)
 
     return allocate if runtime.watch is None else allocate_and_tell
+
+
+def _name_of_thread() -> int:
+    """A name for the default stream of this thread, whose handle all threads share.
+
+    It is told from handles, which are addresses, by its last bits.
+    """
+    return threading.get_ident() << 4 | _PER_THREAD
 
 
 def _rounded(nbytes: int) -> int:
