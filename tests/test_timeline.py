@@ -370,6 +370,15 @@ def test_a_log_of_deepspeed_is_divided_to_the_printed_digit(tmp_path: Path, caps
     assert "Allreduce takes 67.5 ms of the 221 ms of backward (30.6%)." in told["findings"]
 
 
+def test_a_log_of_deepspeed_that_says_nothing_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.log"
+    file.write_text(deepspeed_lines()[2] + "\n")
+    assert main(["timeline", str(file)]) == 2
+    assert "set wall_clock_breakdown in its configuration" in capsys.readouterr().err
+
+
 def test_logs_of_older_and_newer_versions_and_of_several_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

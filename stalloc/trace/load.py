@@ -74,7 +74,7 @@ def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
         if head and looks_like_activity_csv(head):
             return [DeviceRecord(0, None, read_activity_csv(name, data), {})]
         if looks_like_deepspeed_log(data):
-            return [DeviceRecord(rank, None, activity, {}) for rank, activity in read_deepspeed_log(data).items()]
+            return [DeviceRecord(rank, None, activity, {}) for rank, activity in read_deepspeed_log(name, data).items()]
         if not _is_kineto(head):
             return [record_of(trace) for trace in _read_content(name, data)]
         activity = read_kineto_activity(name, data)

@@ -13,7 +13,9 @@ line before, so it is put in the middle between the two; Max_CA is rounded to wh
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
+from stalloc.errors import BadInputError
 from stalloc.trace.activity import Activity, Held, MemoryKind, PhaseRun, activity_of
 
 _TIMES = re.compile(
@@ -47,19 +49,24 @@ class _Rank:
     told: int = -1  #: when its memory was told of last
 
 
-def read_deepspeed_log(data: bytes) -> dict[int, Activity]:
-    """By rank, when its phases ran, and what it held. A log that says nothing of a rank has none of it."""
+def read_deepspeed_log(path: Path, data: bytes) -> dict[int, Activity]:
+    """By rank, when its phases ran, and what it held. Raises BadInputError if the log says neither of any."""
     ranks: dict[int, _Rank] = {}
     for line in data.splitlines():
         if found := _TIMES.search(line):
             _note_times(ranks.setdefault(int(found[1] or 0), _Rank()), _moment(line), found[2])
         elif b"see_memory_usage]" in line and (moment := _moment(line)) >= 0:
             _note_memory(ranks.setdefault(0, _Rank()), moment, line)  # the first rank alone says so
-    return {
+    found = {
         rank: activity_of([], _phases(one.micro or one.whole), one.held)
         for rank, one in sorted(ranks.items())
         if one.micro or one.whole or one.held
     }
+    if not found:
+        raise BadInputError(
+            f"{path}: a log of DeepSpeed without times and memory: set wall_clock_breakdown in its configuration."
+        )
+    return found
 
 
 def _moment(line: bytes) -> int:
