@@ -113,6 +113,17 @@ def test_after_any_kill_state_on_disk_is_that_of_the_last_commit(kills: int) -> 
     assert told["commits"] > 0
 
 
+def test_bytes_of_a_device_go_to_the_disk_and_come_back_within_the_host_memory_that_is_allowed(
+    found: dict[str, Any],
+) -> None:
+    told, in_host = found["device and disk"], found["device"]
+    assert told["disk_state_bytes"] == 11 << 20
+    assert in_host["disk_state_bytes"] == 0
+    assert told["host_bytes"] <= 4 << 20
+    for name in ("as_loaded", "copied", "undone", "loaded_bytes", "left_bytes", "peaks", "paged_bytes"):
+        assert told[name] == in_host[name]
+
+
 def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:
     program = folder / "trains.py"
     program.write_text(TRAINS)

@@ -52,15 +52,19 @@ SYSTEMS: tuple[System, ...] = (
     System("tsplit", "TSPLIT", "splits operations along the batch", "not yet"),
     System("tmo", "TMO", "what several ranks save, once in the host", "not yet"),
     System("page", "stalloc", "optimizer state in host memory, part by part", "executes", f"{_FIT} page --host SIZE"),
-    System("zero-offload", "ZeRO-Offload", "the optimizer on the host", "not yet"),
-    System("twin-flow", "DeepSpeed", "a share of the optimizer on the host", "not yet"),
+    System(
+        "zero-offload", "ZeRO-Offload", "Adam's updates on the processor", "executes", f"{_FIT} zero-offload --host …"
+    ),
+    System(
+        "twin-flow", "DeepSpeed", "a share of them on the processor", "executes", f"{_FIT} twin-flow:SHARE --host …"
+    ),
     System("l2l", "L2L", "one layer on the device at a time", "executes", "stalloc.stream_layers(model, window=1)"),
     System("stronghold", "STRONGHOLD", "a window of layers on the device", "executes", "stalloc fit --host SIZE"),
     System("harmony", "Harmony", "packs of layers, swapped", "replays", _SWAP),
     System("mobius", "Mobius", "stages swapped over one root", "replays", _SWAP),
     System("patrickstar", "PatrickStar", "parameters in chunks", "replays", _SWAP),
     System("elixir", "Elixir", "the size of chunks, searched", "replays", _SWAP),
-    System("zero-infinity", "ZeRO-Infinity", "weights and state on disk", "not yet"),
+    System("zero-infinity", "ZeRO-Infinity", "optimizer state on disk", "executes", f"{_FIT} zero-infinity --disk …"),
     System("angel", "Angel-PTM", "pages between tiers", "not yet"),
     System("smart-infinity", "Smart-Infinity", "the optimizer beside the disk", "not yet"),
     System("lohan", "LoHan", "how much to swap, solved", "not yet"),

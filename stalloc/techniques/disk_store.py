@@ -96,10 +96,8 @@ class DiskStore:
         reading = []
         for target, region in wanted:
             self._wait(region.writing)
-            flat = _flat(target)
-            for number, begin in enumerate(range(0, region.size_bytes, self.chunk_bytes)):
-                piece = flat[begin : begin + self.chunk_bytes]
-                reading.append(self._threads.submit(self._read, region, number, begin, piece, transfers))
+            for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
+                reading.append(self._threads.submit(self._read, region, number, piece, transfers))
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
@@ -109,13 +107,12 @@ class DiskStore:
         for source, region in wanted:
             self._wait(region.writing)
             region.current = 0 if region.committed < 0 else 1 - region.committed
-            flat = _flat(source if source.stride() == dense_strides(source) else torch.empty_like(source).copy_(source))
-            region.sums = [0] * len(range(0, region.size_bytes, self.chunk_bytes))
-            for number, begin in enumerate(range(0, region.size_bytes, self.chunk_bytes)):
-                piece = [flat[begin : begin + self.chunk_bytes]]  # which the thread takes out, as it is to let go
+            dense = source if source.stride() == dense_strides(source) else torch.empty_like(source).copy_(source)
+            region.sums = [0] * -(-region.size_bytes // self.chunk_bytes)
+            for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self._threads.submit(self._write, region, number, begin, piece, transfers, done)
+                task = self._threads.submit(self._write, region, number, [piece], transfers, done)
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
@@ -179,15 +176,16 @@ class DiskStore:
             self._end += size
         return begins
 
-    def _read(self, region: Region, number: int, begin: int, target: torch.Tensor, transfers: Transfers) -> None:
+    def _read(self, region: Region, number: int, target: torch.Tensor, transfers: Transfers) -> None:
         buffer = self._buffers.get()
+        begin = number * self.chunk_bytes
         try:
             if self.folder is not None:
                 view = buffer[: in_pages(target.nbytes)].numpy()
                 self.folder.read(view, region.places[region.current] + begin)
                 if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
                     raise OSError(0, "what was read is not what was written")
-            transfers.copy_now(target, buffer[: target.nbytes])
+            transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype))
         finally:
             self._buffers.put(buffer)
 
@@ -195,24 +193,24 @@ class DiskStore:
         self,
         region: Region,
         number: int,
-        begin: int,
         piece: list[torch.Tensor],
         transfers: Transfers,
         copied: "Future[None]",
     ) -> None:
+        """`piece` has one tensor, which is taken out, so that nobody here holds it once it is copied."""
         buffer = self._buffers.get()
         try:
             source = piece.pop()
             num_bytes = source.nbytes
             try:
-                transfers.copy_now(buffer[:num_bytes], source)
+                transfers.copy_now(buffer[:num_bytes].view(source.dtype), source)
             finally:
                 del source
                 copied.set_result(None)
             if self.folder is not None:
                 view = buffer[: in_pages(num_bytes)].numpy()
                 region.sums[number] = zlib.crc32(view[:num_bytes])
-                self.folder.write(view, region.places[region.current] + begin)
+                self.folder.write(view, region.places[region.current] + number * self.chunk_bytes)
         finally:
             self._buffers.put(buffer)
 
@@ -238,6 +236,7 @@ class DiskStore:
             ) from error
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _pieces(tensor: torch.Tensor, piece_bytes: int) -> list[torch.Tensor]:
+    """A dense tensor in pieces of so many bytes, in the order of its memory."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return list(flat.split(piece_bytes // tensor.itemsize))

@@ -195,7 +195,7 @@ class StatePager:
                     reads.append((here, region))
         if not pairs and not reads:
             return lambda: None
-        transfers = self._transfers_of((pairs or reads)[0][0].device)
+        transfers = self._transfers_of(part[0])
         arrived = transfers.to_device(pairs) if pairs else None
         read = self._disk.read(reads, transfers) if self._disk is not None and reads else lambda: None
 
@@ -224,17 +224,18 @@ class StatePager:
         if not leaving and not written:
             return 0, lambda: None
         size_bytes = sum(aligned(one.nbytes) for one in leaving) + sum(aligned(one.nbytes) for *_, one in written)
-        transfers = self._transfers_of((leaving or [written[0][2]])[0].device)
+        transfers = self._transfers_of(part[0])
         stored = transfers.to_host(list(zip(slots, leaving, strict=True))) if leaving else None
         wrote = self._write(written)
+        leaving += [tensor for *_, tensor in written]
         written.clear()
 
         def let_go() -> None:
             nonlocal wrote
             transfers.wait(stored)
-            leaving.clear()
             wrote()
             wrote = _nothing
+            leaving.clear()
 
         return size_bytes, let_go
 
@@ -244,7 +245,7 @@ class StatePager:
             return _nothing
         regions = [self._slots.region(parameter, name) for parameter, name, _ in written]
         tensors = [(tensor, region) for (*_, tensor), region in zip(written, regions, strict=True) if region]
-        copied = self._disk.write(tensors, self._transfers_of(written[0][2].device))
+        copied = self._disk.write(tensors, self._transfers_of(written[0][0]))
         with self.state.unwatched():
             for parameter, name, tensor in written:
                 self.state[parameter][name] = self._slots.map(parameter, name, tensor)
@@ -266,9 +267,9 @@ class StatePager:
         layer = layer_of(parameter)
         return parameter.device if layer is None else layer.device
 
-    def _transfers_of(self, device: torch.device) -> Transfers:
+    def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
         if self._transfers is None:
-            self._transfers = Transfers(device)
+            self._transfers = Transfers(self._device_of(parameter))
         return self._transfers
 
 

@@ -5,6 +5,7 @@ GPU, whose copies are all real here and whose kernels do nothing, state has to c
 """
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -264,8 +265,14 @@ def sentence(do: Callable[[], Any]) -> str:
     return ""
 
 
-def on_the_device() -> dict[str, Any]:
+def with_disk() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return on_the_device(host="4MiB", disk=f"{folder}:64MiB")
+
+
+def on_the_device(**where: Any) -> dict[str, Any]:
     """State that is loaded, stepped with, saved and copied, on a device that keeps the bytes of every copy."""
+    gc.collect()  # what an earlier one left
     size = 1 << 18
     parameters = [nn.Parameter(torch.zeros(size, device="cuda")) for _ in range(6)]
     optimizer = torch.optim.AdamW(parameters)
@@ -273,7 +280,7 @@ def on_the_device() -> dict[str, Any]:
     values = {at: {"step": torch.tensor(7.0), "exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size)}
               for at in range(len(parameters))}  # fmt: skip
     saved = {**optimizer.state_dict(), "state": values}
-    paging = stalloc.page_optimizer(optimizer, window="4MiB", host="64MiB")
+    paging = stalloc.page_optimizer(optimizer, window="4MiB", **where)
     before = torch.cuda.memory_allocated()
     optimizer.load_state_dict(saved)
     found: dict[str, Any] = {"loaded_bytes": torch.cuda.memory_allocated() - before}
@@ -290,6 +297,7 @@ def on_the_device() -> dict[str, Any]:
     wanted = {at: {**one, "step": torch.tensor(10.0)} for at, one in values.items()}
     found["as_loaded"] = same(optimizer.state_dict()["state"], wanted)
     found["host_bytes"] = paging.store.used_bytes
+    found |= paging.told()
     copied = pickle.loads(pickle.dumps(optimizer))
     kinds = {one["exp_avg"].device.type for one in copied.state.values()}
     found["copied"] = kinds == {"cuda"} and same(
@@ -319,7 +327,8 @@ def main() -> None:
         "host": host,
         "bounded": {"equal": same(train(OPTIMIZERS["AdamW"], paged=False)[:2], bounded[:2]), "bytes": bounded[2]},
         "refused": refusals(),
-        "device": on_the_device(),
+        "device": on_the_device(host="64MiB"),
+        "device and disk": with_disk(),
         "elsewhere": elsewhere(),
         "processor": by_the_processor(),
         "commits": commits(),
