@@ -9,6 +9,7 @@ import pytest
 from warm_programs import run_stalloc, told_by_file
 
 import stalloc
+from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, Stay, stays
 from stalloc.trace import load_traces
 from stalloc.trace.activity import Link, read_activity
@@ -77,6 +78,15 @@ def test_a_model_of_a_billion_parameters_trains_on_three_gibibytes(tmp_path: Pat
     assert told["budget_kept"]
     assert told["run_reserved_peak_bytes"] <= 3200 << 20
     assert told["hit_rate"] >= 0.999
+
+
+@pytest.mark.slow
+def test_layers_are_streamed_in_a_window_that_is_never_waited_for(tmp_path: Path) -> None:
+    fit = ("fit", "--gpu", "RTX-4090", "--budget", "1250MiB", "--host", "16GiB", "--policy", "page")
+    done = run_stalloc(*fit, TRAIN, "--size", "124m", "--steps", "4", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stream layers" in done.stdout
+    assert 2 < load_fit(tmp_path / "train_gpt.fit.npz").settings.tiers.streamed_window < 12
 
 
 COPIES = """

@@ -8,6 +8,7 @@ unless the solver's time was over. The recorded step is one microbatch; backward
 """
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.cost.layer_costs import LayerCost, LinkCost, together
-from stalloc.integer_program import IntegerProgram, Terms
+from stalloc.integer_program import IntegerProgram, Terms, find_solver
 
 Stage = tuple[int, int]
 """Layers [begin, end)."""
@@ -59,19 +60,29 @@ def partition_stages(
     layers: Sequence[LayerCost], pipeline: Pipeline, *, limit_seconds: float = 60.0
 ) -> StagePlan | None:
     """The best stages; None if there are none that fit. Raises SetupError without SciPy."""
-    best: StagePlan | None = None
-    is_optimal = True
-    for count in range(1, len(layers) + 1):
-        made = _Program(layers, count, pipeline)
-        values, is_proven = made.program.solve(limit_seconds / len(layers))
-        is_optimal &= is_proven or values is None
-        if values is None:
-            continue
-        stages = made.stages(values)
-        seconds = step_seconds(layers, stages, pipeline)
-        if seconds is not None and (best is None or seconds < best.seconds):
-            best = StagePlan(stages, seconds, is_optimal)
-    return best and StagePlan(best.stages, best.seconds, is_optimal)
+    even = [_even(len(layers), count) for count in range(1, len(layers) + 1)]
+    known = sorted(
+        (seconds, stages) for stages in even if (seconds := step_seconds(layers, stages, pipeline)) is not None
+    )
+    best, is_optimal, until = (known[0] if known else None), True, time.monotonic() + limit_seconds
+    find_solver()
+    likely = {len(stages): seconds for seconds, stages in known}
+    for count in sorted(range(1, len(layers) + 1), key=lambda one: likely.get(one, np.inf)):
+        program = _Program(layers, count, pipeline, best[0] if best else np.inf)
+        values, is_proven = program.program.solve(max(0.1, until - time.monotonic()))
+        is_optimal &= is_proven
+        if values is not None:
+            stages = program.stages(values)
+            seconds = step_seconds(layers, stages, pipeline)
+            if seconds is not None and (best is None or seconds < best[0]):
+                best = seconds, stages
+    return best and StagePlan(best[1], best[0], is_optimal)
+
+
+def _even(num_layers: int, count: int) -> tuple[Stage, ...]:
+    """As many layers in each stage as in the others, or one more."""
+    bounds = [num_layers * row // count for row in range(count + 1)]
+    return tuple(itertools.pairwise(bounds))
 
 
 def step_seconds(layers: Sequence[LayerCost], stages: Sequence[Stage], pipeline: Pipeline) -> float | None:
@@ -161,7 +172,7 @@ class _Sum:
 class _Program:
     """Which layers each of so many stages has. Times are counted in those of all layers, memory in budgets."""
 
-    def __init__(self, layers: Sequence[LayerCost], count: int, pipeline: Pipeline) -> None:
+    def __init__(self, layers: Sequence[LayerCost], count: int, pipeline: Pipeline, most_seconds: float) -> None:
         self.program, self._count = IntegerProgram(), count
         num, unit = len(layers), sum(one.forward_seconds + one.backward_seconds for one in layers) or 1.0
         possible = [(begin, end) for begin in range(num) for end in range(begin + 1, num + 1)]
@@ -188,13 +199,20 @@ class _Program:
             for name, other in (("forward_work", row + pipeline.num_gpus), ("backward_work", row - pipeline.num_gpus)):
                 beside = figure(other, "num_bytes", budget) if 0 <= other < count else []
                 self.program.limit([*figure(row, name, budget), *beside], -np.inf, 1)
-        self._times(count, pipeline, figure, unit)
+        self._times(count, pipeline, figure, unit, most_seconds)
 
     def stages(self, values: Column) -> tuple[Stage, ...]:
         """What was chosen."""
         return tuple(max(choices, key=lambda stage: values[choices[stage]]) for choices in self._chosen)
 
-    def _times(self, count: int, pipeline: Pipeline, figure: Callable[[int, str, float], Terms], unit: float) -> None:
+    def _times(
+        self,
+        count: int,
+        pipeline: Pipeline,
+        figure: Callable[[int, str, float], Terms],
+        unit: float,
+        most_seconds: float,
+    ) -> None:
         """The same constraints as of `step_seconds`, with sums in place of figures."""
         end: dict[str, int] = {}
         sums = [
@@ -204,7 +222,8 @@ class _Program:
         final = _name("b", 0, pipeline.num_microbatches - 1)
 
         def at_least(name: str, *after: tuple[str, _Sum]) -> None:
-            end[name] = self.program.variable(float(name == final), is_integer=False, highest=np.inf)
+            highest = most_seconds / unit if name == final else np.inf
+            end[name] = self.program.variable(float(name == final), is_integer=False, highest=highest)
             for one, seconds in after:
                 self.program.limit([(end[name], 1), (end[one], -1), *((v, -f) for v, f in seconds.terms)], 0, np.inf)
 

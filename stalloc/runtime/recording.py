@@ -92,9 +92,8 @@ class Recording:
 
     def end(self, settings: "Settings", *, goes_on: bool = False) -> None:
         """Nobody looks for steps from here on; the record ends unless the program keeps one, or it `goes_on`."""
-        keeps = settings.keep_recording
-        self._state.write(allocating_persistent=0, recording=int(keeps or goes_on), check_at=0)
-        if keeps:
+        self._state.write(allocating_persistent=0, recording=int(settings.keep_recording or goes_on), check_at=0)
+        if settings.keep_recording:
             self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
 
     def _forget_events(self) -> None:
