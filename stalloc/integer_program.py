@@ -33,7 +33,7 @@ class IntegerProgram:
         self._rows.append(([(column, factor) for column, factor in terms if column >= 0], low, high))
 
     def solve(self, limit_seconds: float) -> tuple[Column | None, bool]:
-        """The variables, None if none were found, and whether it is proven, to 0.01 %, that none cost less.
+        """The values of the variables, None if none were found, and whether it is proven that none cost 0.01 % less.
 
         Raises SetupError without SciPy.
         """

@@ -57,16 +57,16 @@ def read_deepspeed_log(path: Path, data: bytes) -> dict[int, Activity]:
             _note_times(ranks.setdefault(int(found[1] or 0), _Rank()), _moment(line), found[2])
         elif b"see_memory_usage]" in line and (moment := _moment(line)) >= 0:
             _note_memory(ranks.setdefault(0, _Rank()), moment, line)  # the first rank alone says so
-    found = {
+    activities = {
         rank: activity_of([], _phases(one.micro or one.whole), one.held)
         for rank, one in sorted(ranks.items())
         if one.micro or one.whole or one.held
     }
-    if not found:
+    if not activities:
         raise BadInputError(
             f"{path}: a log of DeepSpeed without times and memory: set wall_clock_breakdown in its configuration."
         )
-    return found
+    return activities
 
 
 def _moment(line: bytes) -> int:
