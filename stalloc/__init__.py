@@ -3,8 +3,6 @@
 Importing this package imports neither torch nor cupy nor numba: each name below loads what it needs when used.
 """
 
-import importlib
-
 from stalloc.errors import (
     BadInputError,
     CorruptionError,
@@ -15,51 +13,48 @@ from stalloc.errors import (
     StallocError,
     StreamError,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing would cost every start of Python under STALLOC=1 as much as all the rest
-    from typing import Any
+from stalloc.lazy import loaded_on_use
 
 __version__ = "0.1.0.dev0"
 
-_LAZY: dict[str, str] = {
-    "Trace": "stalloc.trace",
-    "load_traces": "stalloc.trace",
-    "save_traces": "stalloc.trace",
-    "Plan": "stalloc.planner",
-    "load_plans": "stalloc.planner",
-    "save_plans": "stalloc.planner",
-    "plan": "stalloc.planner",
-    "plan_joint": "stalloc.planner",
-    "replan": "stalloc.planner",
-    "validate": "stalloc.planner",
-    "install": "stalloc.integrations",
-    "uninstall": "stalloc.integrations",
-    "scope": "stalloc.integrations",
-    "sleep": "stalloc.integrations.sleep_and_wake",
-    "tag": "stalloc.integrations.sleep_and_wake",
-    "wake": "stalloc.integrations.sleep_and_wake",
-    "mem_pool": "stalloc.integrations",
-    "step": "stalloc.integrations",
-    "statistics": "stalloc.integrations",
-    "flight_recorder": "stalloc.integrations",
-    "alloc_conf": "stalloc.integrations",
-    "watch": "stalloc.integrations.showing",
-    "memory_scalars": "stalloc.integrations.memory_scalars",
-    "load_ipython_extension": "stalloc.integrations.notebook",
-    "adopt": "stalloc.compaction",
-    "allow_compaction": "stalloc.compaction",
-    "compact": "stalloc.compaction",
-    "compact_when_full": "stalloc.compaction",
-    "contiguous_buffers": "stalloc.compaction",
-    "checkpoint": "stalloc.techniques",
-    "page_optimizer": "stalloc.techniques",
-    "commit": "stalloc.techniques",
-    "committed": "stalloc.techniques",
-    "stream_layers": "stalloc.techniques",
-    "report": "stalloc.writers.reporting",
-    "budget": "stalloc.fitting",
-    "fit": "stalloc.fitting",
+_MODULES = {
+    "Trace": ".trace",
+    "load_traces": ".trace",
+    "save_traces": ".trace",
+    "Plan": ".planner",
+    "load_plans": ".planner",
+    "save_plans": ".planner",
+    "plan": ".planner",
+    "plan_joint": ".planner",
+    "replan": ".planner",
+    "validate": ".planner",
+    "install": ".integrations",
+    "uninstall": ".integrations",
+    "scope": ".integrations",
+    "sleep": ".integrations.sleep_and_wake",
+    "tag": ".integrations.sleep_and_wake",
+    "wake": ".integrations.sleep_and_wake",
+    "mem_pool": ".integrations",
+    "step": ".integrations",
+    "statistics": ".integrations",
+    "flight_recorder": ".integrations",
+    "alloc_conf": ".integrations",
+    "watch": ".integrations.showing",
+    "memory_scalars": ".integrations.memory_scalars",
+    "load_ipython_extension": ".integrations.notebook",
+    "adopt": ".compaction",
+    "allow_compaction": ".compaction",
+    "compact": ".compaction",
+    "compact_when_full": ".compaction",
+    "contiguous_buffers": ".compaction",
+    "checkpoint": ".techniques",
+    "page_optimizer": ".techniques",
+    "commit": ".techniques",
+    "committed": ".techniques",
+    "stream_layers": ".techniques",
+    "report": ".writers.reporting",
+    "budget": ".fitting",
+    "fit": ".fitting",
 }
 
 __all__ = [
@@ -72,14 +67,10 @@ __all__ = [
     "StallocError",
     "StreamError",
     "__version__",
-    *_LAZY,
+    *_MODULES,
 ]
 
-
-def __getattr__(name: str) -> "Any":
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'stalloc' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

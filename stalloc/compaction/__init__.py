@@ -4,8 +4,9 @@ Contract: whatever cannot be done is one error before the first byte moves. Impo
 torch nor CuPy nor Triton.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stalloc.lazy import loaded_on_use
 
 if TYPE_CHECKING:
     from stalloc.compaction.adopting import adopt, compact, compact_when_full, contiguous_buffers
@@ -16,26 +17,6 @@ if TYPE_CHECKING:
     from stalloc.compaction.layouts import Layout, largest_hole, slide, to_plan
     from stalloc.compaction.move_order import order_moves
     from stalloc.compaction.schedule import BOUNCE, Schedule
-
-_LAZY: dict[str, str] = {
-    "Allowance": "stalloc.compaction.automatic",
-    "ArenaRun": "stalloc.compaction.capped_arena",
-    "BOUNCE": "stalloc.compaction.schedule",
-    "Layout": "stalloc.compaction.layouts",
-    "Relocation": "stalloc.compaction.emptying",
-    "Schedule": "stalloc.compaction.schedule",
-    "allow_compaction": "stalloc.compaction.automatic",
-    "adopt": "stalloc.compaction.adopting",
-    "compact": "stalloc.compaction.adopting",
-    "compact_when_full": "stalloc.compaction.adopting",
-    "contiguous_buffers": "stalloc.compaction.adopting",
-    "execute": "stalloc.compaction.execution",
-    "largest_hole": "stalloc.compaction.layouts",
-    "order_moves": "stalloc.compaction.move_order",
-    "run_in_arena": "stalloc.compaction.capped_arena",
-    "slide": "stalloc.compaction.layouts",
-    "to_plan": "stalloc.compaction.layouts",
-}
 
 __all__ = [
     "BOUNCE",
@@ -57,8 +38,24 @@ __all__ = [
     "to_plan",
 ]
 
+_MODULES = {
+    "Allowance": ".automatic",
+    "ArenaRun": ".capped_arena",
+    "BOUNCE": ".schedule",
+    "Layout": ".layouts",
+    "Relocation": ".emptying",
+    "Schedule": ".schedule",
+    "allow_compaction": ".automatic",
+    "adopt": ".adopting",
+    "compact": ".adopting",
+    "compact_when_full": ".adopting",
+    "contiguous_buffers": ".adopting",
+    "execute": ".execution",
+    "largest_hole": ".layouts",
+    "order_moves": ".move_order",
+    "run_in_arena": ".capped_arena",
+    "slide": ".layouts",
+    "to_plan": ".layouts",
+}
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'stalloc.compaction' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)

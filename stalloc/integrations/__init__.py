@@ -4,18 +4,15 @@ Contract: importing this package imports neither numba nor NumPy nor torch nor C
 and is run without stalloc pays for nothing else.
 """
 
+from stalloc.lazy import loaded_on_use
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing would hold up every start of Python under STALLOC=1
-    from typing import Any
-
     from stalloc.integrations.allocator_settings import alloc_conf
     from stalloc.integrations.flight_record import flight_recorder
     from stalloc.integrations.installing import install, scope, statistics, step, uninstall
     from stalloc.integrations.torch_pool import mem_pool
     from stalloc.runtime import Report, Runtime, Settings
-
-_OF_INSTALLING = ("install", "scope", "statistics", "step", "uninstall")
-_OF_RUNTIME = ("Report", "Runtime", "Settings")
 
 __all__ = [
     "Report",
@@ -31,26 +28,18 @@ __all__ = [
     "uninstall",
 ]
 
+_MODULES = {
+    "Report": "stalloc.runtime",
+    "Runtime": "stalloc.runtime",
+    "Settings": "stalloc.runtime",
+    "alloc_conf": ".allocator_settings",
+    "flight_recorder": ".flight_record",
+    "install": ".installing",
+    "mem_pool": ".torch_pool",
+    "scope": ".installing",
+    "statistics": ".installing",
+    "step": ".installing",
+    "uninstall": ".installing",
+}
 
-def __getattr__(name: str) -> "Any":
-    if name in _OF_RUNTIME:
-        from stalloc import runtime
-
-        return getattr(runtime, name)
-    if name in _OF_INSTALLING:
-        from stalloc.integrations import installing
-
-        return getattr(installing, name)
-    if name == "alloc_conf":
-        from stalloc.integrations.allocator_settings import alloc_conf
-
-        return alloc_conf
-    if name == "flight_recorder":
-        from stalloc.integrations.flight_record import flight_recorder
-
-        return flight_recorder
-    if name == "mem_pool":
-        from stalloc.integrations.torch_pool import mem_pool
-
-        return mem_pool
-    raise AttributeError(f"module 'stalloc.integrations' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)

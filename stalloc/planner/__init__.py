@@ -28,8 +28,9 @@ holds packings of others to compare with; methods lists what can be asked for by
 Importing this package does not import numba; the first plan does.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stalloc.lazy import loaded_on_use
 
 if TYPE_CHECKING:
     from stalloc.planner.budget import Progress
@@ -68,30 +69,26 @@ __all__ = [
     "validate_kinds",
 ]
 
-_LAZY = {
-    "METHODS": "orders",
-    "Layout": "intervals",
-    "decomposition": "pieces",
-    "plan_arrays": "layout",
-    "plan": "planning",
-    "plan_joint": "joint_plans",
-    "Moves": "least_moves",
-    "plan_moving_least": "least_moves",
-    "plan_tape": "planning",
-    "replan": "replanning",
-    "Plan": "plan_record",
-    "Progress": "budget",
-    "load_plans": "plan_record",
-    "plans_from_bytes": "plan_record",
-    "plans_to_bytes": "plan_record",
-    "save_plans": "plan_record",
-    "Verdict": "verdict",
-    "validate": "validator",
-    "validate_kinds": "kinds_check",
+_MODULES = {
+    "METHODS": ".orders",
+    "Layout": ".intervals",
+    "decomposition": ".pieces",
+    "plan_arrays": ".layout",
+    "plan": ".planning",
+    "plan_joint": ".joint_plans",
+    "Moves": ".least_moves",
+    "plan_moving_least": ".least_moves",
+    "plan_tape": ".planning",
+    "replan": ".replanning",
+    "Plan": ".plan_record",
+    "Progress": ".budget",
+    "load_plans": ".plan_record",
+    "plans_from_bytes": ".plan_record",
+    "plans_to_bytes": ".plan_record",
+    "save_plans": ".plan_record",
+    "Verdict": ".verdict",
+    "validate": ".validator",
+    "validate_kinds": ".kinds_check",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"stalloc.planner.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'stalloc.planner' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)

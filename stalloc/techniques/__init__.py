@@ -5,28 +5,22 @@ of the unmodified program to the last bit, or the technique refuses with one sen
 no torch.
 """
 
+from stalloc.lazy import loaded_on_use
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
-    from typing import Any
-
     from stalloc.techniques.checkpointing import checkpoint
     from stalloc.techniques.model_streaming import stream_layers
     from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
 __all__ = ["checkpoint", "commit", "committed", "page_optimizer", "stream_layers"]
 
+_MODULES = {
+    "checkpoint": ".checkpointing",
+    "commit": ".optimizer_paging",
+    "committed": ".optimizer_paging",
+    "page_optimizer": ".optimizer_paging",
+    "stream_layers": ".model_streaming",
+}
 
-def __getattr__(name: str) -> "Any":
-    if name == "checkpoint":
-        from stalloc.techniques.checkpointing import checkpoint
-
-        return checkpoint
-    if name in ("commit", "committed", "page_optimizer"):
-        from stalloc.techniques import optimizer_paging
-
-        return getattr(optimizer_paging, name)
-    if name == "stream_layers":
-        from stalloc.techniques.model_streaming import stream_layers
-
-        return stream_layers
-    raise AttributeError(f"module 'stalloc.techniques' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """What happened on a device: the Trace record, and reading and writing it. Importing this needs numpy only."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stalloc.lazy import loaded_on_use
 from stalloc.trace.record import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, Trace
 
 if TYPE_CHECKING:
@@ -21,15 +22,13 @@ __all__ = [
     "save_traces",
 ]
 
+# a program that runs on its plan reads no file, of a dozen formats
+_MODULES = {
+    "DeviceRecord": ".load",
+    "load_devices": ".load",
+    "load_traces": ".load",
+    "record_of": ".load",
+    "save_traces": ".storage",
+}
 
-def __getattr__(name: str) -> Any:
-    # a program that runs on its plan reads no file, of a dozen formats
-    if name in ("load_traces", "load_devices", "record_of", "DeviceRecord"):
-        from stalloc.trace import load
-
-        return getattr(load, name)
-    if name == "save_traces":
-        from stalloc.trace.storage import save_traces
-
-        return save_traces
-    raise AttributeError(f"module 'stalloc.trace' has no attribute {name!r}")
+__getattr__ = loaded_on_use(__name__, _MODULES)
