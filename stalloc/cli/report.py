@@ -5,8 +5,8 @@ opens from disk; it asks nothing of any network, and shows all devices of all fi
 words, with the figures of `explain`, `top` and `stats`; then come what is allocated and reserved over time; the map of
 addresses, as recorded, as stalloc plans it, and as each --allocator or --conf would have placed it; who holds memory at
 the moment that is clicked, and what grew between two; and what keeps memory reserved that nobody uses. Of a profile
-with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says; with --gpu also of a
-recording by `stalloc record --ops`, with estimated times.
+with kernels and copies, which needs no memory events, it draws what `stalloc timeline` says; with --gpu, or recorded on
+the virtual GPU, also of a recording by `stalloc record --ops`, with estimated times.
 
 The ending of the output's name chooses what is written: .html is the page, .md a summary in Markdown for the page of a
 CI job, .png, .svg and .pdf a picture of load and map (of one device; needs matplotlib: pip install 'stalloc[report]').
