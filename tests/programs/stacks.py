@@ -4,7 +4,9 @@ A small GPT on the processor, with accumulation, clipping and a scheduler: losse
 are compared bit by bit with those of the program as it is.
 """
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -30,16 +32,26 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 STACKS = ("page", "recompute page", "page stream", "page stream ahead", "recompute page stream",
           "recompute page stream ahead")  # fmt: skip
+ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor's updates; disk is for any
+    "processor": {"processor": 1.0},
+    "processor stream": {"processor": 1.0},
+    "recompute half processor stream ahead": {"processor": 0.5, "device": 0.2},
+    "disk": {"host": "64KiB", "disk": "1MiB"},
+    "recompute disk stream": {"host": "64KiB", "disk": "1MiB"},
+}
 
 
-def train(make: Callable[[Any], torch.optim.Optimizer], stack: str) -> Any:
+def train(make: Callable[[Any], torch.optim.Optimizer], stack: str, folder: str = "") -> Any:
     torch.manual_seed(1)
     model = streaming.gpt()()
     optimizer = make(list(model.parameters()))
     if "recompute" in stack:
         stalloc.checkpoint(model)
-    if "page" in stack:
-        stalloc.page_optimizer(optimizer, window=20_000)
+    where: dict[str, Any] = dict(ELSEWHERE.get(stack, {}))
+    if "disk" in where:
+        where["disk"] = f"{tempfile.mkdtemp(dir=folder)}:{where['disk']}"
+    if stack:
+        stalloc.page_optimizer(optimizer, window=20_000, **where)
     if "stream" in stack:
         stalloc.stream_layers(model, window=2 if "ahead" in stack else 1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -58,6 +70,12 @@ def train(make: Callable[[Any], torch.optim.Optimizer], stack: str) -> Any:
 
 def main() -> None:
     told = {}
+    with tempfile.TemporaryDirectory() as folder:
+        fused = functools.partial(torch.optim.AdamW, fused=True)
+        as_it_is = train(fused, "")
+        for stack in ELSEWHERE:
+            is_same = streaming.same(as_it_is, train(fused, stack, folder))
+            told[f"AdamW fused: {stack}"] = "equal" if is_same else "differs"
     for name, make in OPTIMIZERS.items():
         as_it_is = train(make, "")
         for stack in STACKS:
