@@ -83,6 +83,7 @@ def test_the_processors_updates_differ_by_rounding_and_fused_ones_not_at_all(fou
     told = found["elsewhere"]
     assert len(told["by the processor"]) == 5
     assert max(told["by the processor"].values()) < 1e-6, "of the largest value, after six steps"
+    assert told["in other layouts"] < 1e-6
     assert told["fused is fused"]
     assert told["bounded"], "what has no room in the host is updated on the device"
 

@@ -103,7 +103,7 @@ class ProcessorUpdates:
         for one in part:
             gradient: Any = one.grad
             host = take(one, gradient.dtype)
-            if gradient.stride() != host.stride():
+            if gradient.stride() != host.stride():  # torch's fused Adam goes through all of them in a row
                 gradient = torch.empty_like(gradient).as_strided(host.shape, host.stride()).copy_(gradient)
                 way.kept.append(gradient)
             way.gradients.append(host)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.techniques.disk_store import DiskStore, Region
-from stalloc.techniques.host_store import HostStore, has_values
+from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import Place, aligned
 from stalloc.techniques.state_slots import Named, StateSlots
 from stalloc.techniques.streamed_layers import layer_of
@@ -104,7 +104,8 @@ class StatePager:
         """Have the whole state of some parameters in host memory, before the processor updates them.
 
         `of_meta` gives the state that the optimizer begins with, whose large tensors are zeros. False where there is
-        no room: what there was of state is left where it was.
+        no room, or where numbers lie in another order than those of their parameter, which the processor goes through
+        in a row: what there was of state is left where it was.
         """
         with self.state.unwatched():
             self._take_away(part, to_disk=False)[1]()
@@ -122,8 +123,11 @@ class StatePager:
                 {one: {name: torch.zeros_like(value, device="cpu") if _is_meta(value) else value
                        for name, value in values.items()} for one, values in new.items()}
             )  # fmt: skip
-            on_disk = any(self._slots.region(one, name) for one in part for name in self._slots.of(one))
-            return not on_disk and not any(True for _ in self._large(part))
+            lies_well = all(
+                self._slots.region(one, name) is None and slot.stride() == dense_strides(one)
+                for one, name, slot in self.elsewhere(part)
+            )
+            return lies_well and not any(True for _ in self._large(part))
 
     def about_to_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep large tensors back, which would be brought to the device."""

@@ -147,10 +147,42 @@ def elsewhere() -> dict[str, Any]:
                 shared = train(make, paged=True, processor=0.5, device=0.2)
                 found["by the processor"][name] = farthest(shared[0], as_it_is[0])
     all_fused = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0)
+    found["in other layouts"] = in_other_layouts()
     found["fused is fused"] = same(train(OPTIMIZERS["AdamW fused"], paged=False)[:2], all_fused[:2])
     short = train(OPTIMIZERS["AdamW fused"], paged=True, processor=1.0, host=100_000)
     found["bounded"] = same(all_fused[:2], short[:2]) and all_fused[2] > 100_000 >= short[2] > 0
     return found
+
+
+def in_other_layouts() -> float:
+    """Parameters, gradients and state whose numbers lie in other orders: by the processor, against as it is."""
+    found = []
+    for processor in (0.0, 1.0):
+        torch.manual_seed(6)
+        parameters = [
+            nn.Parameter(torch.randn(8, 4, 16, 16).to(memory_format=torch.channels_last)),
+            nn.Parameter(torch.randn(64, 80).t()),
+        ]
+
+        def made(parameters: Any = parameters, share: float = processor) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(parameters)
+            if share:
+                stalloc.page_optimizer(optimizer, processor=share)
+            return optimizer
+
+        optimizer = made()
+        for step in range(4):
+            for one in parameters:
+                one.grad = torch.randn(one.shape)
+            optimizer.step()
+            if step == 1:  # resumed from state in the usual order
+                state = copy.deepcopy(optimizer.state_dict())
+                for values in state["state"].values():
+                    values |= {name: values[name].contiguous() for name in ("exp_avg", "exp_avg_sq")}
+                optimizer = made()
+                optimizer.load_state_dict(state)
+        found.append([one.detach() for one in parameters])
+    return farthest(*found)
 
 
 def by_the_processor() -> dict[str, Any]:
