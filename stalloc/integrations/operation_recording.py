@@ -36,7 +36,7 @@ class OperationRecording:
         self.steps: list[dict[int, int]] = []
         """Requests and frees of each device until the end of each step."""
         self.host_bytes = 0  #: that techniques held after the last step
-        self._number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of modules
+        self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}  # modules by id: number, name of their ranges
         self._open = threading.local()
         self._first: weakref.ref[Any] | None = None  # the optimizer whose steps count
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizers: entries of state
@@ -51,20 +51,19 @@ class OperationRecording:
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
         self._range = _RecordFunctionFast
-
         self._hooks = [
             register_module_forward_pre_hook(self._called),
             register_module_forward_hook(self._returned, always_call=True),
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._about_to_step(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)),
         ]
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))  # steps are counted on
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that events of earlier cycles are gone: there are none
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU],
                 profile_memory=True,
                 record_shapes=True,
-                experimental_config=_ExperimentalConfig(capture_overload_names=True),
+                experimental_config=_ExperimentalConfig(capture_overload_names=True, disable_external_correlation=True),
             )
             self._profiler.start()
 
@@ -72,6 +71,8 @@ class OperationRecording:
         """End recording; steps are counted on. Nothing happens the second time."""
         if not self._stopped and self._profiler is not None:
             self._stopped = True
+            for hook in self._hooks:
+                hook.remove()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
@@ -123,10 +124,11 @@ class OperationRecording:
         if not stack and len(self.steps) >= RECORDED_STEPS:
             self.stop()
             return
-        number = self._number.get(module)
-        if number is None:
-            number = self._name(module)
-        opened = self._range(f"{MODULE_PREFIX}{number}")
+        known = self._known.get(id(module))
+        if known is None or known[0]() is not module:
+            self._name(module)
+            known = self._known[id(module)]
+        opened = self._range(known[2])
         opened.__enter__()
         stack.append((module, opened))
 
@@ -142,18 +144,19 @@ class OperationRecording:
             if inner is module:
                 return
 
-    def _name(self, model: Any) -> int:
+    def _name(self, model: Any) -> None:
         """Number a module and all that it holds; it is a model, as nothing that is known holds it."""
         self._look_at(Role.PARAMETER, (*model.parameters(), *model.buffers()))
         numbers: dict[str, int] = {}
         blocks = {block.name for block in find_blocks(model)}
         for name, module in model.named_modules(remove_duplicate=True):
             parent = numbers.get(name.rpartition(".")[0], -1) if name else -1
-            if module not in self._number:
-                self._number[module] = len(self.modules)
+            known = self._known.get(id(module))
+            if known is None or known[0]() is not module:
+                number = len(self.modules)
+                known = self._known[id(module)] = weakref.ref(module), number, f"{MODULE_PREFIX}{number}"
                 self.modules.append(ProfiledModule(ModuleName(name, type(module).__name__), parent, name in blocks))
-            numbers[name] = self._number[module]
-        return self._number[model]
+            numbers[name] = known[1]
 
     def _about_to_step(self, optimizer: Any) -> None:
         if self._stopped:
