@@ -85,8 +85,8 @@ def test_small_integers_are_computed(values: Any, what: str, expected: Any) -> N
     assert values[what] == expected
 
 
-def test_what_is_known_is_no_doubtful_decision(values: Any) -> None:
-    assert values["decisions"] == []
+def test_what_is_known_is_no_doubtful_decision(values: Any, more_values: Any) -> None:
+    assert values["decisions"] == more_values["decisions"] == []
 
 
 _MORE = (
@@ -100,6 +100,7 @@ starts = F.pad(lengths.cumsum(0), (1, 0))
 kept = torch.empty(3, dtype=torch.long, device="cuda")
 kept.copy_(torch.tensor([4, 5, 6]))
 cleared = torch.empty(2, dtype=torch.long, device="cuda").zero_()
+packed = torch.nn.utils.rnn.pack_padded_sequence(torch.empty(9, 3, 2).cuda(), lengths.cpu(), enforce_sorted=False)
 weight, scaler = torch.ones(4, device="cuda", requires_grad=True), torch.cuda.amp.GradScaler(growth_interval=2)
 scales = []
 for _ in range(4):
@@ -117,6 +118,7 @@ print(json.dumps({
     "arguments by name": [torch.cat(tensors=[lengths, lengths]).tolist(), torch.sum(input=lengths).item()],
     "all that was overwritten": [kept.tolist(), cleared.tolist(), kept.copy_(lengths).tolist()],
     "scales of gradients": scales,
+    "an order turned round": packed.unsorted_indices.tolist(),
     "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
     "few floating-point numbers": [
         (torch.tensor([[1.0, 2.0]]).cuda() * torch.tensor(1.5).cuda()).tolist(),
@@ -144,6 +146,7 @@ def more_values(run_checks: Any) -> Any:
         ("runs of columns", [2, 4]),
         ("entries of a sparse matrix", 4),
         ("copies", [3, 9, 4]),
+        ("an order turned round", [2, 0, 1]),
         ("scales of gradients", [65536.0, 131072.0, 131072.0, 262144.0]),
         ("arguments by name", [[3, 9, 4, 3, 9, 4], 16]),
         ("all that was overwritten", [[4, 5, 6], [0, 0], [3, 9, 4]]),

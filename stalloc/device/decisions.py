@@ -5,6 +5,7 @@ what the user assumes that line to read (`STALLOC_ASSUME`, which `stalloc dryrun
 EndlessLoopError once so many values were taken without any new line that the program has to be waiting for one.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -63,7 +64,7 @@ class Decisions:
     """The decisions of this process; `skipped` are the folders whose lines are not the program's."""
 
     def __init__(self, skipped: tuple[str, ...]) -> None:
-        self._skipped = skipped
+        self._skipped = (*skipped, contextlib.__file__)  # whose decorators call what they decorate
         self._places: Counter[str] = Counter()
         self._in_a_row = self._numbers = 0
         text = os.environ.get(VARIABLE, "")

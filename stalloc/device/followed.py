@@ -139,7 +139,7 @@ def _runner(values: Values, name: str, function: Callable[..., Any]) -> Callable
             return function(*args, **named)
         if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_known(args)):
             return function(*args, **named)
-        if overwrites:
+        if overwrites or (name == "scatter_" and _is_permuted(values, first, args)):
             values.overwrite(first)
         computed = values.compute(function, args, named)
         if not counted:
@@ -153,6 +153,14 @@ def _runner(values: Values, name: str, function: Callable[..., Any]) -> Callable
         return result
 
     return run
+
+
+def _is_permuted(values: Values, tensor: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `tensor.scatter_(0, order, source)` writes each element once, as it does to turn an order round."""
+    if len(args) < 3 or tensor.dim() != 1 or not values.is_followed(args[2]) or args[2].shape != tensor.shape:
+        return False
+    order = values.known(args[2])
+    return order is not None and order.certain and len(set(values.host(args[2], order).tolist())) == len(tensor)
 
 
 def _count(name: str, computed: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
