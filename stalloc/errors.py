@@ -51,3 +51,7 @@ class StreamError(StallocError, RuntimeError):
 
 class DiskError(StallocError, RuntimeError):
     """State of an optimizer cannot be read from its file, or written to it; what was committed is whole."""
+
+
+class OffloadError(StallocError, RuntimeError):
+    """What backward needs was changed after it was saved, so gradients would be wrong."""

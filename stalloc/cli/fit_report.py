@@ -35,9 +35,11 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
     if fit.best >= 0:
-        used = fit.settings.tiers
-        more = ["--host", size_text(used.host_bytes)] if used else []
-        more += ["--disk", f"FOLDER:{size_text(used.disk_bytes)}"] if fit.candidates[fit.best].disk_bytes else []
+        host_bytes = fit.settings.host_bytes
+        more = ["--host", size_text(host_bytes)] if host_bytes else []
+        more += ["--disk", f"FOLDER:{size_text(fit.settings.tiers.disk_bytes)}"] * (
+            fit.candidates[fit.best].disk_bytes > 0
+        )
         words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *command)
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
+from stalloc.fitting.activation_search import Expected, try_activations
 from stalloc.fitting.block_graph import optimal_blocks
 from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
@@ -61,6 +62,7 @@ class Fitting:
     base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
     beside: int = 0  #: the candidate of the base alone
     foresight: Foresight | None = None  #: of the base
+    offload: Expected | None = None  #: of the base, where it keeps activations in the host
     _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
@@ -81,7 +83,7 @@ class Fitting:
         if self.step.is_compiled and (policy == "compile-budget" or (policy is None and not fits)):
             try_compiled(self)
         if not whole_blocks(self.step):
-            self.notes.append(self.step.why_no_blocks)
+            self.note([self.step.why_no_blocks])
         elif policy is not None:
             self._try_named(policy)
         elif fits:
@@ -93,11 +95,13 @@ class Fitting:
             try_whole(self)
         if is_of_tiers(policy) or (policy is None and self.host_bytes and not fits):
             try_tiers(self, plain, policy)
+        if (policy or "").startswith("offload-ratio") or (policy is None and self.host_bytes and not fits):
+            try_activations(self, policy)
         return cheapest(self.candidates, self.budget_bytes)
 
     def _observe(self) -> None:
         self.tell("looking at a step of the program")
-        if (measured := self._trial(TrialWork("observed"))).failure:
+        if (measured := self.try_once(TrialWork("observed"))).failure:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
         self.step = ProgramSeen.from_json(measured.seen)
         if self.step.num_steps <= MEMORY_STEP:
@@ -110,7 +114,7 @@ class Fitting:
             self.note([f"each run has {self.num_steps} steps, and {LATER}"])
             return
         self.tell("looking at later steps of the program")
-        ahead = look_ahead(self._trial, STEPS)
+        ahead = look_ahead(self.try_once, STEPS)
         self.num_steps = ahead.num_steps
         self.note([ahead.note])
 
@@ -119,12 +123,12 @@ class Fitting:
 
         Why that cannot be done comes back; empty if it can.
         """
-        as_is = self._watch(self.base)
+        as_is = self.watch(self.base)
         if as_is.failure:
             return as_is.failure
         while True:
-            settings = self._settings(proposal(self.step, whole_blocks(self.step)))
-            again = self._watch(settings) if settings.recompute.blocks else as_is
+            settings = self.settings_with(proposal(self.step, whole_blocks(self.step)))
+            again = self.watch(settings) if settings.recompute.blocks else as_is
             if not again.failure:
                 break
             if self._is_of_base(again):
@@ -134,13 +138,15 @@ class Fitting:
         self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
         return ""
 
-    def _settings(self, proposed: Proposal) -> Settings:
+    def settings_with(self, proposed: Proposal) -> Settings:
+        """The base with what is proposed beside it."""
         return dataclasses.replace(self.base, recompute=settings_of(self.step, proposed.choices))
 
-    def _watch(self, settings: Settings) -> Measured:
+    def watch(self, settings: Settings) -> Measured:
+        """Run the program under stalloc, and note which request is made for what."""
         self.tell(f"running the program with {plural(len(settings.recompute.blocks), 'block')} computed again")
         rows = {(block.model, block.name): row for row, block in enumerate(self.step.blocks)}
-        self._recorded[settings] = self._trial(TrialWork("recorded", settings, watched=rows))
+        self._recorded[settings] = self.try_once(TrialWork("recorded", settings, watched=rows))
         return self._recorded[settings]
 
     def search(self) -> None:
@@ -191,6 +197,8 @@ class Fitting:
         What the program as it is needed more than was foreseen, as when its runs differ, any way may need that leaves
         blocks as they are.
         """
+        if self.offload is not None:
+            return self.offload.peak_bytes
         if self.foresight is None:
             return 0
         if self.base.tiers:
@@ -202,7 +210,7 @@ class Fitting:
 
     def _try_named(self, policy: str) -> None:
         name, _, number = policy.partition(":")
-        if policy in ("step-in-backward", "compile-budget") or is_of_tiers(policy):
+        if name in ("step-in-backward", "compile-budget", "offload-ratio") or is_of_tiers(policy):
             return  # they have been, or will be tried
         if policy == "recompute":
             self.search()
@@ -219,7 +227,7 @@ class Fitting:
 
     def measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
         """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
-        settings = self._settings(proposed)
+        settings = self.settings_with(proposed)
         if settings in self.settings:
             return self.candidates[self.settings.index(settings)]
         if settings.step_in_backward and proposed.choices:
@@ -233,7 +241,7 @@ class Fitting:
             factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
         )
         plan = b""
-        native = self._trial(TrialWork("native", settings))
+        native = self.try_once(TrialWork("native", settings))
         if native.failure:
             if not self._is_of_base(native):
                 self._leave_out(native)
@@ -249,13 +257,13 @@ class Fitting:
         return candidate
 
     def _under_stalloc(self, candidate: Candidate, settings: Settings) -> tuple[Candidate, bytes]:
-        recorded = self._recorded.pop(settings, None) or self._trial(TrialWork("recorded", settings))
+        recorded = self._recorded.pop(settings, None) or self.try_once(TrialWork("recorded", settings))
         if recorded.failure:
             return dataclasses.replace(candidate, refused=recorded.failure), b""
         work = TrialWork("planned", settings, plan=recorded.plan)
-        planned = self._trial(work)
+        planned = self.try_once(work)
         if not planned.failure and planned.reserved_bytes > self.budget_bytes >= planned.allocated_bytes:
-            within = self._trial(dataclasses.replace(work, limit_bytes=self.budget_bytes))
+            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes))
             planned = planned if within.failure else within
         if planned.failure:
             return dataclasses.replace(candidate, refused=planned.failure), b""
@@ -265,7 +273,8 @@ class Fitting:
             candidate, allocated_bytes=planned.allocated_bytes, needed_bytes=planned.reserved_bytes, checked=how
         ), recorded.plan
 
-    def _trial(self, work: TrialWork) -> Measured:
+    def try_once(self, work: TrialWork) -> Measured:
+        """Run the program once."""
         self.num_trials += 1
         return self.trial(dataclasses.replace(work, num_steps=max(work.num_steps, self.num_steps)))
 

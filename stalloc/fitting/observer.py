@@ -5,6 +5,7 @@ looked at.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ class Observer:
     """To be made before the program begins, and told of every step that has ended."""
 
     def __init__(self, rates: GpuRates) -> None:
-        self._rates = rates
         self._step = 0
         self._blocks: list[BlockSeen] = []
         self._calls: list[CallSeen] = []
         self._seconds: list[float] = []  # of the operations of the step
-        self._mode = _Timing(self)
+        self._mode = Timing(rates, self.took)
         self._early = EarlyReads()
         when_models_appear(self._appeared)
 
@@ -44,21 +44,18 @@ class Observer:
         elif self._step == OPERATIONS_STEP + 1:
             self._mode.__exit__(None, None, None)
 
-    def seen(self) -> ProgramSeen:
-        """What was seen so far."""
+    def seen(self) -> dict[str, Any]:
+        """What was seen so far: a ProgramSeen as JSON."""
         compiled = sys.modules.get("torch._dynamo.utils")
         is_compiled = compiled is not None and compiled.counters["stats"]["unique_graphs"] > 0
-        return ProgramSeen(self._blocks, self._calls, sum(self._seconds), self._step, is_compiled, self._early.reason)
+        reads_early, seconds = self._early.reason, sum(self._seconds)
+        seen = ProgramSeen(self._blocks, self._calls, seconds, self._step, is_compiled, reads_early)
+        return seen.as_json()
 
     def took(self, seconds: float, args: Any, kwargs: Any) -> None:
         """An operation of the second step was made."""
         self._seconds.append(seconds)
         self._early.look(args, kwargs)
-
-    @property
-    def rates(self) -> GpuRates:
-        """Those of the GPU that the program is for."""
-        return self._rates
 
     def _appeared(self, model: int, blocks: list[Block], _: Any) -> None:
         for block in blocks:
@@ -126,18 +123,17 @@ class Observer:
         return results
 
 
-class _Timing(TorchDispatchMode):
-    """Estimates every operation of a step, those that backward makes included."""
+class Timing(TorchDispatchMode):
+    """Estimates every operation of a step, those that backward makes included; `took` is told of each."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, rates: GpuRates, took: Callable[[float, Any, Any], None]) -> None:
         super().__init__()
-        self._observer = observer
+        self._rates, self._took = rates, took
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func not in SAC_IGNORED_OPS:
-            seconds = operator_seconds(func, args, kwargs or {}, results, self._observer.rates)
-            self._observer.took(seconds, args, kwargs)
+            self._took(operator_seconds(func, args, kwargs or {}, results, self._rates), args, kwargs)
         return results
 
 

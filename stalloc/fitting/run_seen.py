@@ -14,6 +14,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.fitting.alignment import aligned
+from stalloc.fitting.foreseen_activations import ActivationsRecorded, as_rows, from_rows
 from stalloc.fitting.foreseen_paging import UpdateRecorded, paged, peak_bytes
 from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass
 from stalloc.techniques.tier_settings import TierSettings
@@ -42,6 +43,16 @@ class RunSeen:
     calls: list[CallRecorded]
     updates: list[UpdateRecorded] = field(default_factory=list)
     layers: list[LayerRecorded] = field(default_factory=list)
+    activations: ActivationsRecorded = field(default_factory=ActivationsRecorded)
+
+    @property
+    def passes(self) -> list[Pass]:
+        """When each block that was computed again was called, and when backward reached it."""
+        return [
+            Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
+            for call in self.calls
+            if call.forward
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """For another process."""
@@ -49,7 +60,7 @@ class RunSeen:
         rows = {
             name: [list(vars(one).values()) for one in getattr(self, name)] for name in ("calls", "updates", "layers")
         }
-        return {**columns, **rows}
+        return {**columns, **rows, "activations": as_rows(self.activations)}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "RunSeen":
@@ -57,7 +68,8 @@ class RunSeen:
         start, end, size = (np.array(told[name], np.int64) for name in ("start", "end", "size"))
         updates = [UpdateRecorded(*update) for update in told["updates"]]
         layers = [LayerRecorded(*layer) for layer in told["layers"]]
-        return cls(start, end, size, [CallRecorded(*call) for call in told["calls"]], updates, layers)
+        calls = [CallRecorded(*call) for call in told["calls"]]
+        return cls(start, end, size, calls, updates, layers, from_rows(told["activations"]))
 
 
 @dataclass(frozen=True)
@@ -114,12 +126,7 @@ class Foresight:
             run = self._run
             live, end = self.lifespans(kept)
             size = np.where(live, run.size, 0)
-        passes = [
-            Pass(call.block, call.forward[0][0], call.forward[-1][1], call.again[0][0] if call.again else -1)
-            for call in run.calls
-            if call.forward
-        ]
-        return peak_bytes(paged((run.start, end, size), run.updates, tiers, run.layers, passes).lifespans)
+        return peak_bytes(paged((run.start, end, size), run.updates, tiers, run.layers, run.passes).lifespans)
 
     def lifespans(self, kept: Mapping[int, Collection[int]]) -> tuple[Column, Column]:
         """Which requests would be made, and where each would end."""

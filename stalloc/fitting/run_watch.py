@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stalloc.fitting.activation_watch import ActivationWatch
 from stalloc.fitting.run_seen import CallRecorded, RunSeen, Span
 from stalloc.fitting.update_watch import UpdateWatch
 from stalloc.techniques.block_tape import BlockTape, Wanted
@@ -51,6 +52,7 @@ class RunWatch:
         trace: Trace,
         rows: Mapping[tuple[int, str], int],
         updates: UpdateWatch | None = None,
+        activations: ActivationWatch | None = None,
     ) -> RunSeen:
         """The run, of the record's trace; `rows` are those of blocks by model and name."""
         sizes = [rounded(size) for size in trace.size.tolist()]
@@ -77,6 +79,8 @@ class RunWatch:
         run = RunSeen(trace.start, trace.end, np.array(sizes, np.int64), calls)
         if updates is not None:
             run = replace(run, updates=updates.seen(request), layers=updates.layers(request, rows))
+        if activations is not None:
+            run = replace(run, activations=activations.seen(request))
         return run
 
 

@@ -48,8 +48,14 @@ SYSTEMS: tuple[System, ...] = (
     System("dtr", "DTR", "evicts when memory is short", "not yet"),
     System("dte", "MegTaiChi", "evicts by neighbours in memory", "not yet"),
     System("coop", "Coop", "evicts what frees a contiguous window", "not yet"),
-    System("offload-ratio", "Yuan et al.", "a share of saved activations in host memory", "not yet"),
-    System("tsplit", "TSPLIT", "splits operations along the batch", "not yet"),
+    System(
+        "offload-ratio",
+        "Yuan et al.",
+        "a share of saved activations in host memory",
+        "executes",
+        f"{_FIT} offload-ratio --host SIZE",
+    ),
+    System("tsplit", "TSPLIT", "the head and its loss, rows in parts", "executes", "stalloc.chunked_cross_entropy"),
     System("tmo", "TMO", "what several ranks save, once in the host", "not yet"),
     System("page", "stalloc", "optimizer state in host memory, part by part", "executes", f"{_FIT} page --host SIZE"),
     System(

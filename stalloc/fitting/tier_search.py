@@ -47,7 +47,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
     for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
         fitting.base = Settings(tiers=_widest(fitting, windows, processor))
-        first = fitting.measure(proposal(fitting.step, {}), _what(fitting.base.tiers), name)
+        first = fitting.measure(proposal(fitting.step, {}), what_of(fitting.base.tiers), name)
         if not first.refused or not fitting.base.tiers.streamed_window:
             break
         fitting.note([f"layers are not streamed: with parameters in the host between passes {first.refused}"])
@@ -87,7 +87,7 @@ def _keep_some(fitting: "Fitting", name: str, most: float) -> None:
         kept = share
     if kept > 0:
         fitting.base = Settings(tiers=dataclasses.replace(tiers, device_share=kept))
-        fitting.measure(nothing, _what(fitting.base.tiers), name)
+        fitting.measure(nothing, what_of(fitting.base.tiers), name)
 
 
 def _widest(fitting: "Fitting", streamed_windows: tuple[int, ...], processor: float) -> TierSettings:
@@ -125,7 +125,7 @@ def _windows(fitting: "Fitting") -> list[int]:
     return sorted({unstalled, 2, 1} - {0}, reverse=True)
 
 
-def _what(tiers: TierSettings) -> str:
+def what_of(tiers: TierSettings) -> str:
     """For people."""
     done = []
     if tiers.processor_share:
@@ -142,19 +142,22 @@ def _percent(share: float) -> str:
 
 def with_host(fitting: "Fitting", candidate: Candidate, native: "Measured") -> Candidate:
     """A candidate with what was seen of it under PyTorch's allocator, and what its copies take, estimated."""
-    tiers, step = fitting.base.tiers, fitting.step
+    tiers, step, offload = fitting.base.tiers, fitting.step, fitting.offload
     candidate = dataclasses.replace(
         candidate, native_bytes=native.reserved_bytes, host_bytes=native.host_bytes, disk_bytes=native.disk_bytes
     )
-    if not tiers:
+    if not tiers and offload is None:
         return candidate
-    if not native.num_paged:
+    if tiers and not native.num_paged:
         return dataclasses.replace(candidate, refused=next(iter(native.notes), "no optimizer was made"))
     if tiers.processor_share and not native.processor_bytes:
         reason = next(iter(native.notes), "there is no room in host memory for what the processor needs")
         return dataclasses.replace(candidate, refused=reason)
-    seconds = tier_seconds(tiers, native, step, fitting.link_bytes_per_second)
+    seconds = 0.0 if offload is None else offload.seconds
+    if tiers:
+        seconds += tier_seconds(tiers, native, step, fitting.link_bytes_per_second)
     added = candidate.added_seconds + seconds
     factor = 1 + added / step.step_seconds if step.step_seconds else 1.0
-    what = candidate.what if candidate.technique in POLICIES else f"{candidate.what}, {_what(tiers)}"
+    said = candidate.technique in (*POLICIES, "offload-ratio")
+    what = candidate.what if said else f"{candidate.what}, {what_of(tiers)}"
     return dataclasses.replace(candidate, added_seconds=added, factor=factor, what=what)

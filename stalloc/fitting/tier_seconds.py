@@ -11,13 +11,13 @@ from stalloc.cost.host_rates import (
     DISK_READ_BYTES_PER_SECOND,
     DISK_WRITE_BYTES_PER_SECOND,
 )
+from stalloc.cost.step_seconds import LINK_SHARE, LINK_START
 from stalloc.fitting.observation import ProgramSeen
 from stalloc.techniques.tier_settings import TierSettings
 
 if TYPE_CHECKING:
     from stalloc.fitting.trials import Measured
 
-_LINK_SHARE, _START_SECONDS = 0.8, 1e-5  # of what the link promises, that copies of pinned memory reach
 _FLOAT_BYTES = 4
 
 
@@ -28,16 +28,16 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
     is a window, and for their update on the device, from which they go back. Of what the processor updates gradients
     go to the host, and parameters that are not streamed both ways.
     """
-    rate = _LINK_SHARE * link_bytes_per_second
+    rate = LINK_SHARE * link_bytes_per_second
     disk = trial.disk_state_bytes * (1 / DISK_READ_BYTES_PER_SECOND + 1 / DISK_WRITE_BYTES_PER_SECOND)
     resident_bytes = trial.processor_bytes - trial.processor_streamed_bytes
     to_host = (trial.paged_bytes + trial.processor_bytes + resident_bytes) / rate
     to_device = (trial.paged_bytes + resident_bytes) / rate
     processor = trial.processor_bytes / _FLOAT_BYTES / ADAM_PARAMETERS_PER_SECOND
     if tiers.paged_window_bytes > 1 or not trial.paged_bytes:  # the processor has a window of its own
-        seconds = max(to_host, to_device, disk, processor) + _START_SECONDS
+        seconds = max(to_host, to_device, disk, processor) + LINK_START
     else:
-        seconds = to_host + to_device + disk + processor + 2 * _START_SECONDS
+        seconds = to_host + to_device + disk + processor + 2 * LINK_START
     if trial.streamed_bytes:
         num_passes = 2 * max(1, len(step.calls) // max(1, len({call.block for call in step.calls})))
         passes = num_passes * trial.streamed_bytes / rate

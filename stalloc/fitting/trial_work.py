@@ -21,8 +21,9 @@ from stalloc.techniques.technique_settings import Settings
 class TrialWork:
     """What is to be measured."""
 
-    under: Literal["native", "observed", "recorded", "planned"]
-    """Under torch's allocator; the same, looked at block by block; under stalloc, to make a plan; on that plan."""
+    under: Literal["native", "observed", "timed", "recorded", "planned"]
+    """Under torch's allocator; the same, looked at block by block, or at when activations are saved and needed; under
+    stalloc, to make a plan; on that plan."""
     settings: Settings = field(default_factory=Settings)
     num_steps: int = 3
     most_seconds: float = 0.0  #: it ends with the first step after so long; 0: after num_steps
@@ -51,11 +52,12 @@ class _Trial:
         self._begun = time.monotonic()
         self._notes: list[str] = []
         self._first: Any = None  # the optimizer whose steps count
-        self._observer: Any = None
+        self._observer: Any = None  # of the program as it is, or of when activations are saved
         self._runtime: Any = None
         self._watched: Any = None
         self._updates: Any = None
-        self._tiers: Any = None
+        self._activations: Any = None
+        self._in_host: Any = None
 
     def begin(self) -> None:
         """Before the program: torch is imported, and nothing has used the device."""
@@ -69,18 +71,28 @@ class _Trial:
             from stalloc.fitting.observer import Observer
 
             self._observer = Observer(rates_of(work.gpu_name))
-        elif work.settings != Settings():
-            from stalloc.techniques.applying import apply_settings
-
-            if work.watched is None:
-                self._tiers = apply_settings(work.settings, self._notes.append)
-            else:
-                apply_settings(work.settings, self._notes.append, self._watch().of_model)
+        elif work.settings != Settings() or work.under == "timed":
+            self._apply()
         if work.watched is not None and not work.settings.step_in_backward:
             from stalloc.fitting.update_watch import UpdateWatch
 
             self._updates = UpdateWatch(self._clock)
         register_optimizer_step_post_hook(self._stepped)
+
+    def _apply(self) -> None:
+        from stalloc.cost.gpu_rates import rates_of
+        from stalloc.fitting.activation_watch import ActivationWatch, TimedStep
+        from stalloc.techniques.applying import apply_settings
+        from stalloc.techniques.block_tape import BlockTape
+
+        work = self._work
+        make_tape = (lambda _: BlockTape) if work.watched is None else self._watch().of_model
+        if work.under == "timed":
+            self._observer = TimedStep(rates_of(work.gpu_name))
+            self._activations = self._observer.watch
+        elif work.watched is not None and work.settings.activations:
+            self._activations = ActivationWatch(self._clock)
+        self._in_host = apply_settings(work.settings, self._notes.append, make_tape, self._activations)
 
     def _clock(self) -> int:
         """How many events were recorded so far."""
@@ -134,10 +146,10 @@ class _Trial:
         if self._work.under == "planned":  # whatever the program does to torch's statistics
             reports = self._runtime.reports()
             told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
-        if self._tiers is not None:
-            told |= self._tiers.told()
+        if self._in_host is not None:
+            told |= self._in_host.told()
         if self._observer is not None:
-            told["seen"] = self._observer.seen().as_json()
+            told["seen"] = self._observer.seen()
         if self._work.watched is not None:
             told["seen"] = self._run_seen(self._work.watched)
         if self._work.under == "recorded":
@@ -154,7 +166,7 @@ class _Trial:
 
         watch = self._watched or RunWatch(lambda: 0)
         trace = self._runtime.controllers[0].recording.trace()
-        seen: dict[str, Any] = watch.seen(trace, rows, self._updates).as_json()
+        seen: dict[str, Any] = watch.seen(trace, rows, self._updates, self._activations).as_json()
         return seen
 
 

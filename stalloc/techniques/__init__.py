@@ -1,24 +1,36 @@
 """What can be done to a program so that it needs less memory: each technique is executed, on the program's own objects.
 
 Contract: a technique changes bytes and time, never a number that the program computes: losses and gradients are those
-of the unmodified program to the last bit, or the technique refuses with one sentence. Importing this package imports
-no torch.
+of the unmodified program to the last bit, or the technique refuses with one sentence. What rounds otherwise is for the
+program itself to call (`chunked_cross_entropy`). Importing this package imports no torch.
 """
 
 from stalloc.lazy import loaded_on_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
+    from stalloc.techniques.activation_offload import offload_activations
     from stalloc.techniques.checkpointing import checkpoint
+    from stalloc.techniques.chunked_loss import chunked_cross_entropy
     from stalloc.techniques.model_streaming import stream_layers
     from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
-__all__ = ["checkpoint", "commit", "committed", "page_optimizer", "stream_layers"]
+__all__ = [
+    "checkpoint",
+    "chunked_cross_entropy",
+    "commit",
+    "committed",
+    "offload_activations",
+    "page_optimizer",
+    "stream_layers",
+]
 
 _MODULES = {
     "checkpoint": ".checkpointing",
+    "chunked_cross_entropy": ".chunked_loss",
     "commit": ".optimizer_paging",
     "committed": ".optimizer_paging",
+    "offload_activations": ".activation_offload",
     "page_optimizer": ".optimizer_paging",
     "stream_layers": ".model_streaming",
 }

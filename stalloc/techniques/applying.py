@@ -5,28 +5,48 @@ settings do not name is left as it is.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stalloc.techniques.appearing import recompute_as_models_appear
 from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.recompute import MakeTape
 from stalloc.techniques.technique_settings import Settings
 
 if TYPE_CHECKING:
+    from stalloc.techniques.saved_activations import SavedActivations, Watcher
     from stalloc.techniques.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class InHost:
+    """What of the program is in host memory."""
+
+    store: HostStore
+    tiers: "Tiers | None" = None
+    activations: "SavedActivations | None" = None
+
+    def told(self) -> dict[str, int]:
+        """How much it is, at the most."""
+        told = {} if self.tiers is None else self.tiers.told()
+        if self.activations is not None:
+            told["offloaded_bytes"] = self.activations.left_bytes
+        return {**told, "host_bytes": self.store.peak_bytes}
 
 
 def apply_settings(
     settings: Settings,
     say: Callable[[str], None],
     make_tape: Callable[[int], MakeTape] = lambda _: BlockTape,
+    watcher: "Watcher | None" = None,
     folder: Path | None = None,
-) -> "Tiers | None":
+) -> InHost:
     """Do to the program of this process what the settings name; `say` what cannot be done.
 
-    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks. `folder` is for what
-    goes to disk. What comes back knows what is in host memory, if anything is to be.
+    `make_tape` gives, for the number of a model, what makes the tapes of its recomputed blocks; `watcher` is told of
+    saved activations; `folder` is for what goes to disk.
     """
     if settings.step_in_backward:
         from stalloc.techniques.step_in_backward import step_in_backward
@@ -38,8 +58,14 @@ def apply_settings(
         partitioner.activation_memory_budget = settings.activation_share
     if settings.recompute.blocks:
         recompute_as_models_appear(settings.recompute, say, make_tape)
-    if not settings.tiers:
-        return None
-    from stalloc.techniques.tiers import Tiers
+    store, tiers, activations = HostStore(settings.host_bytes), None, None
+    if settings.tiers:
+        from stalloc.techniques.tiers import Tiers
 
-    return Tiers(settings.tiers, say, folder)  # after recomputation, which streamed blocks have inside
+        tiers = Tiers(settings.tiers, store, say, folder)  # after recomputation, which streamed blocks have inside
+    if settings.activations or watcher is not None:
+        from stalloc.techniques.saved_activations import SavedActivations
+
+        activations = SavedActivations(settings.activations, store, watcher=watcher)
+        activations.__enter__()  # for the rest of the program
+    return InHost(store, tiers, activations)

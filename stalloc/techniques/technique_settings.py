@@ -7,6 +7,7 @@ settings can only choose among the techniques that are here. The default does no
 from dataclasses import dataclass, field
 from typing import Any
 
+from stalloc.techniques.activation_settings import ActivationSettings, activations_from_json
 from stalloc.techniques.recompute_settings import RecomputeSettings, settings_from_json
 from stalloc.techniques.tier_settings import TierSettings, tiers_from_json
 
@@ -19,6 +20,12 @@ class Settings:
     step_in_backward: bool = False  #: of every optimizer
     activation_share: float = 1.0  #: of what code under torch.compile would save, what its partitioner may save
     tiers: TierSettings = field(default_factory=TierSettings)
+    activations: ActivationSettings = field(default_factory=ActivationSettings)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, at the most; 0: none is used."""
+        return max(self.tiers.host_bytes if self.tiers else 0, self.activations.host_bytes if self.activations else 0)
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
@@ -27,6 +34,7 @@ class Settings:
             "step_in_backward": self.step_in_backward,
             "activation_share": self.activation_share,
             "tiers": self.tiers.as_json(),
+            "activations": self.activations.as_json(),
         }
 
     @classmethod
@@ -40,4 +48,5 @@ class Settings:
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise ValueError("what compiled code saves is no share")
         recompute, tiers = settings_from_json(told["recompute"]), tiers_from_json(told["tiers"])
-        return cls(recompute, told["step_in_backward"], float(share), tiers)
+        activations = activations_from_json(told["activations"])
+        return cls(recompute, told["step_in_backward"], float(share), tiers, activations)

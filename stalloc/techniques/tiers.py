@@ -27,9 +27,11 @@ from stalloc.techniques.tier_settings import TierSettings
 class Tiers:
     """The tiers of this process, from here on; torch is imported by now, and the program has not begun."""
 
-    def __init__(self, settings: TierSettings, say: Callable[[str], None], folder: Path | None = None) -> None:
+    def __init__(
+        self, settings: TierSettings, store: HostStore, say: Callable[[str], None], folder: Path | None = None
+    ) -> None:
         """`folder` is for what goes to disk; each optimizer has one of its own in it."""
-        self.store = HostStore(settings.host_bytes)
+        self.store = store
         self._room, self._folder = DiskRoom(settings.disk_bytes), folder
         self._paged: list[PagedOptimizer] = []
         self.num_paged = self.streamed_bytes = 0
@@ -44,7 +46,6 @@ class Tiers:
     def told(self) -> dict[str, int]:
         """What is in host memory."""
         return {
-            "host_bytes": self.store.peak_bytes,
             "disk_bytes": self._room.peak_bytes,
             "num_paged": self.num_paged,
             "streamed_bytes": self.streamed_bytes,

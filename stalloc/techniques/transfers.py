@@ -81,10 +81,10 @@ class Transfers:
         if event is not None:
             event.synchronize()
 
-    def wait(self, event: Any) -> None:
-        """Let the program's stream wait for copies."""
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Let the program's stream wait for copies: the current one, or another."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            (stream or torch.cuda.current_stream()).wait_event(event)
 
     def settle(self) -> None:
         """Let the processor wait for all copies to the host, before it looks at what they write."""

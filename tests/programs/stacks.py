@@ -1,4 +1,6 @@
-"""Optimizers of torch under every stack of recomputation, paging and streaming: prints what came of each as JSON.
+"""Optimizers of torch under stacks of recomputation, activations in the host, paging and streaming.
+
+Prints what came of each as JSON.
 
 A small GPT on the processor, with accumulation, clipping and a scheduler: losses, parameters and state of three steps
 are compared bit by bit with those of the program as it is.
@@ -8,9 +10,10 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import streaming  # beside this file; it puts the device in place
+import offloading  # beside this file; it puts the device in place
 import torch
 from torch import nn
 
@@ -31,7 +34,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
 }
 STACKS = ("page", "recompute page", "page stream", "page stream ahead", "recompute page stream",
-          "recompute page stream ahead")  # fmt: skip
+          "recompute page stream ahead", "offload", "offload page", "recompute offload page",
+          "offload page stream", "recompute offload page stream ahead")  # fmt: skip
 ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor's updates; disk is for any
     "processor": {"processor": 1.0},
     "processor stream": {"processor": 1.0},
@@ -43,28 +47,31 @@ ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor'
 
 def train(make: Callable[[Any], torch.optim.Optimizer], stack: str, folder: str = "") -> Any:
     torch.manual_seed(1)
-    model = streaming.gpt()()
+    model = offloading.gpt()()
     optimizer = make(list(model.parameters()))
     if "recompute" in stack:
         stalloc.checkpoint(model)
     where: dict[str, Any] = dict(ELSEWHERE.get(stack, {}))
     if "disk" in where:
         where["disk"] = f"{tempfile.mkdtemp(dir=folder)}:{where['disk']}"
-    if stack:
+    if "page" in stack or where:
         stalloc.page_optimizer(optimizer, window=20_000, **where)
     if "stream" in stack:
         stalloc.stream_layers(model, window=2 if "ahead" in stack else 1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    offload = stalloc.offload_activations(0.5, window="200KiB", device="cpu") if "offload" in stack else nullcontext()
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(2):
-            loss = model(*torch.randint(64, (2, 2, 16)))
+            with offload:
+                loss = model(*offloading.inputs(model))
             loss.backward()
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         scheduler.step()
+    assert "offload" not in stack or offload.left_bytes
     return losses, [one.detach() for one in model.parameters()], optimizer.state_dict()["state"]
 
 
@@ -74,13 +81,13 @@ def main() -> None:
         fused = functools.partial(torch.optim.AdamW, fused=True)
         as_it_is = train(fused, "")
         for stack in ELSEWHERE:
-            is_same = streaming.same(as_it_is, train(fused, stack, folder))
+            is_same = offloading.same(as_it_is, train(fused, stack, folder))
             told[f"AdamW fused: {stack}"] = "equal" if is_same else "differs"
     for name, make in OPTIMIZERS.items():
         as_it_is = train(make, "")
         for stack in STACKS:
             try:
-                told[f"{name}: {stack}"] = "equal" if streaming.same(as_it_is, train(make, stack)) else "differs"
+                told[f"{name}: {stack}"] = "equal" if offloading.same(as_it_is, train(make, stack)) else "differs"
             except stalloc.StallocError as error:
                 told[f"{name}: {stack}"] = str(error)
     print(json.dumps(told))

@@ -1,0 +1,185 @@
+"""A run whose saved activations go to the host in part, foreseen from one in which all of them do, each at once.
+
+Contract: nothing is modelled that was not seen. In the recorded run memory goes as soon as it is saved, unless somebody
+else holds it, and comes back when it is needed; so it shows how long others hold what is saved, and how long backward
+does. What else a ratio and a window change, the executed run decides by the same code (`OffloadOrder`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from stalloc.columns import Column
+from stalloc.cost.queues import Queue, Task, schedule
+from stalloc.fitting.foreseen_paging import Lifespans
+from stalloc.techniques.activation_settings import ActivationSettings
+from stalloc.techniques.offload_order import OffloadOrder
+from stalloc.techniques.parts import aligned
+
+
+class Kind(IntEnum):
+    """What became of an activation."""
+
+    SAVED = 0
+    NEEDED = 1
+    GONE = 2
+
+
+@dataclass(frozen=True)
+class ActivationsRecorded:
+    """What was saved in a run: of events (moment, kind, number), and of each activation, by its number."""
+
+    events: list[tuple[float, int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  #: bytes
+    requests: list[int] = field(default_factory=list)  #: that held it; -1: nothing that was requested
+    returns: list[int] = field(default_factory=list)  #: requests that held it once it was back; -1: it never went
+
+
+class Does(IntEnum):
+    """What is done with one."""
+
+    COPY_OUT = 0
+    LET_GO = 1
+    BRING = 2
+    USE = 3
+    FORGET = 4
+
+
+class Action(NamedTuple):
+    """Something that is done with an activation."""
+
+    moment: float
+    does: Does
+    number: int
+
+
+def actions(recorded: ActivationsRecorded, settings: ActivationSettings) -> Iterator[Action]:
+    """What a run with these settings does."""
+    order = OffloadOrder(settings.ratio, settings.window_bytes)
+    away: set[int] = set()
+    for moment, kind, number in recorded.events:
+        if kind == Kind.SAVED:
+            if order.is_wanted(recorded.sizes[number]):
+                yield Action(moment, Does.COPY_OUT, number)
+                for one in order.leaves(number, recorded.sizes[number]):
+                    away.add(one)
+                    yield Action(moment, Does.LET_GO, one)
+        elif kind == Kind.NEEDED:
+            for one in order.needed(number):
+                if one in away:
+                    away.remove(one)
+                    yield Action(moment, Does.BRING, one)
+            yield Action(moment, Does.USE, number)
+        else:
+            order.gone(number)
+            yield Action(moment, Does.FORGET, number)
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """The same run with these settings: the lifespans of its requests, and what lies in the host at the most."""
+
+    lifespans: Lifespans
+    host_bytes: int
+
+
+def offloaded(run: Lifespans, recorded: ActivationsRecorded, settings: ActivationSettings) -> Offloaded:
+    """What would have become of the requests of the recorded run; of those that would not be made the size is 0."""
+    let_go: dict[int, int] = {}
+    brought: dict[int, int] = {}
+    copied: set[int] = set()
+    held: Counter[int] = Counter()  # places in the host by size, and those of them that are in use
+    used: Counter[int] = Counter()
+    for moment, does, number in actions(recorded, settings):
+        place_bytes = aligned(recorded.sizes[number])
+        if does == Does.COPY_OUT:
+            copied.add(number)
+            used[place_bytes] += 1
+            held[place_bytes] = max(held[place_bytes], used[place_bytes])
+        elif does == Does.LET_GO:
+            let_go[number] = int(moment)
+        elif does == Does.BRING:
+            brought[number] = int(moment)
+        elif does == Does.FORGET and number in copied:
+            used[place_bytes] -= 1
+    start, end, size = (column.copy() for column in run)
+    gone = {number: int(moment) for moment, kind, number in recorded.events if kind == Kind.GONE}
+    for number, (row, back) in enumerate(zip(recorded.requests, recorded.returns, strict=True)):
+        _change(start, end, size, run[1], _Course(row, back, let_go.get(number), brought.get(number), gone.get(number)))
+    return Offloaded((start, end, size), sum(place_bytes * count for place_bytes, count in held.items()))
+
+
+class _Course(NamedTuple):
+    row: int
+    back: int
+    let_go: int | None
+    brought: int | None
+    gone: int | None
+
+
+def _change(start: Column, end: Column, size: Column, held: Column, one: _Course) -> None:
+    """Put the course of one activation in force; `held` is where others let go of requests."""
+    if one.row < 0:
+        return
+    needed_until = int(end[one.back]) if one.back >= 0 else max(one.gone or 0, int(held[one.row]))
+    stays = one.let_go is None or (one.brought is not None and held[one.row] > one.brought)
+    if stays:
+        end[one.row] = max(end[one.row], needed_until)
+    else:
+        end[one.row] = max(end[one.row], one.let_go or 0)
+    if one.back >= 0 and (stays or one.brought is None):
+        size[one.back] = 0
+    elif one.back >= 0 and one.brought is not None:
+        start[one.back] = min(start[one.back], one.brought)
+
+
+def added_seconds(
+    recorded: ActivationsRecorded,
+    settings: ActivationSettings,
+    step_seconds: float,
+    bytes_per_second: float,
+    start_seconds: float,
+) -> float:
+    """How much longer a step takes, of which `recorded` has the moments in seconds: what copies are waited for."""
+    tasks = [Task("compute", Queue.COMPUTE, 0.0)]
+    computed, now = 0, 0.0
+    waits: set[int] = set()
+    copy_out: dict[int, int] = {}
+    copy_back: dict[int, int] = {}
+
+    def compute(moment: float) -> None:
+        nonlocal computed, now
+        if moment > now or waits:
+            computed = len(tasks)
+            tasks.append(Task("compute", Queue.COMPUTE, max(0.0, moment - now), tuple(waits)))
+            now = max(now, moment)
+            waits.clear()
+
+    for moment, does, number in actions(recorded, settings):
+        compute(moment)
+        seconds = recorded.sizes[number] / bytes_per_second + start_seconds
+        if does == Does.COPY_OUT:
+            copy_out[number] = len(tasks)
+            tasks.append(Task("save", Queue.TO_HOST, seconds, (computed,)))
+        elif does == Does.LET_GO:
+            waits.add(copy_out[number])
+        elif does == Does.BRING:
+            copy_back[number] = len(tasks)
+            tasks.append(Task("bring", Queue.TO_DEVICE, seconds, (computed, copy_out[number])))
+        elif does == Does.USE and number in copy_back:
+            waits.add(copy_back[number])
+    compute(max(now, step_seconds))
+    return max(0.0, schedule(tasks).seconds - step_seconds)
+
+
+def as_rows(recorded: ActivationsRecorded) -> list[list[Any]]:
+    """For another process."""
+    return [list(column) for column in vars(recorded).values()]
+
+
+def from_rows(rows: list[list[Any]]) -> ActivationsRecorded:
+    """What `as_rows` gave."""
+    events, sizes, requests, returns = rows
+    return ActivationsRecorded([(moment, kind, number) for moment, kind, number in events], sizes, requests, returns)

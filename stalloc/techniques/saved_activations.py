@@ -1,0 +1,284 @@
+"""What autograd saves for backward, in host memory until backward needs it.
+
+Contract: memory, not tensors, goes to the host: once for all tensors that share it, unless it was changed in place in
+between. Parameters and their views, what outlives a backward pass (buffers), small, sparse and odd kinds of tensors,
+and what is saved while backward is at work, stay where they are. Memory that somebody else still holds is not brought a
+second time. What was changed in place after it was saved is an error, as it is without hooks, for which autograd does
+not look itself. Memory is let go at fixed points of the program, after its stream has waited for the copy. Hooks that a
+program has inside come first: what they take is theirs.
+"""
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stalloc.errors import OffloadError
+from stalloc.techniques.activation_settings import ActivationSettings
+from stalloc.techniques.host_slots import HostSlots
+from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.offload_order import OffloadOrder
+from stalloc.techniques.transfers import Transfers, phase
+
+LEAST_BYTES = 64 << 10  #: a copy of less takes as long to begin as it takes
+_MOST_LASTING = 4096
+
+
+class Watcher(Protocol):
+    """Who is told what becomes of activations, by their number."""
+
+    def saved(self, number: int, storage: torch.UntypedStorage) -> None:
+        """One that may go to the host is saved."""
+
+    def needed(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Backward asks for it; it lies here."""
+
+    def gone(self, number: int) -> None:
+        """Nothing needs it any more."""
+
+
+class SavedActivations:
+    """A context, which may be entered often: of what is saved in it a share goes to the host."""
+
+    def __init__(
+        self,
+        settings: ActivationSettings,
+        store: HostStore,
+        device_type: str = "cuda",
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.store = store
+        self.left_bytes = 0  #: that went to the host in all
+        self._order = OffloadOrder(settings.ratio, settings.window_bytes)
+        self._device_type, self._watcher = device_type, watcher
+        self._slots = HostSlots(store, self._settle, pinned=device_type == "cuda")
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._known: WeakValueDictionary[tuple[int, int], _Activation] = WeakValueDictionary()  # by memory and version
+        self._live: WeakValueDictionary[int, _Activation] = WeakValueDictionary()  # by number
+        self._over: deque[int] = deque()  # numbers that the order is still to hear of: threads let go at any time
+        self._lock = RLock()  # backward passes of several devices have a thread each
+        self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
+        self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._num_saved = 0
+        self._entered: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> "SavedActivations":
+        self._entered.append(saved_tensors_hooks(self._pack, _Packed.unpacked))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().__exit__()
+
+    def _pack(self, tensor: torch.Tensor) -> "_Packed":
+        activation = self._activation_of(tensor) if self._may_leave(tensor) else None
+        return _Packed(self, activation, tensor)
+
+    def _may_leave(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or tensor.is_nested:
+            return False
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return False
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+            return False
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES or storage._cdata in self._lasting:
+            return False
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not in_backward and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _activation_of(self, tensor: torch.Tensor) -> "_Activation":
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        with self._lock:
+            found = self._known.get(key)
+            if found is None:
+                found = _Activation(self, self._num_saved, storage, tensor.device)
+                self._num_saved += 1
+                self._known[key] = self._live[found.number] = found
+                if self._watcher is not None:
+                    self._watcher.saved(found.number, storage)
+                self._forget()
+                if self._order.is_wanted(found.size_bytes):
+                    self._leave(found)
+        return found
+
+    def _leave(self, activation: "_Activation") -> None:
+        slot = self._slots.take(activation.size_bytes)
+        if slot is None:
+            return
+        activation.slot = slot
+        self.left_bytes += activation.size_bytes
+        with phase("forward"):
+            activation.copy_out(self._transfers_of(activation.device))
+        for number in self._order.leaves(activation.number, activation.size_bytes):
+            leaving = self._live.get(number)
+            if leaving is not None:
+                leaving.let_go()
+
+    def needed(self, activation: "_Activation") -> torch.UntypedStorage:
+        """Backward is about to use it: bring it, and begin to bring those that will be needed next."""
+        stream = activation.current_stream()
+        with self._lock, phase("backward"):
+            self._forget()
+            for number in self._order.needed(activation.number):
+                other = self._live.get(number)
+                if other is not None and (other is activation or other.stream == stream):
+                    other.bring(self._transfers_of(other.device))
+            storage = activation.arrive(self._transfers_of(activation.device))
+        if self._watcher is not None:
+            self._watcher.needed(activation.number, storage)
+        return storage
+
+    def _forget(self) -> None:
+        while self._over:
+            self._order.gone(self._over.popleft())
+
+    def gone(self, activation: "_Activation") -> None:
+        """Nothing that was saved needs it any more."""
+        self._over.append(activation.number)
+        activation.let_go()
+        if activation.slot is not None:
+            self._slots.give_back(activation.slot)
+        if not activation.memory.expired():
+            if len(self._lasting) >= _MOST_LASTING:
+                self._lasting = {key: one for key, one in list(self._lasting.items()) if not one.expired()}
+            self._lasting[activation.memory.cdata] = activation.memory
+        if self._watcher is not None:
+            self._watcher.gone(activation.number)
+
+    def without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor that knows how often it is changed in place, and holds no memory."""
+        kind = tensor.dtype, tensor.device
+        if kind not in self._empty:
+            self._empty[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        alias = tensor.detach()
+        alias.data = self._empty[kind]
+        return alias
+
+    def _transfers_of(self, device: torch.device) -> Transfers:
+        if device not in self._transfers:
+            self._transfers[device] = Transfers(device)
+        return self._transfers[device]
+
+    def _settle(self) -> None:
+        for device in self._transfers:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+class _Packed:
+    """A tensor that autograd has saved. `_alias` shares its count of changes; its memory is the activation's."""
+
+    __slots__ = ("_activation", "_alias", "_layout", "_owner", "_version")
+
+    def __init__(self, owner: SavedActivations, activation: "_Activation | None", tensor: torch.Tensor) -> None:
+        self._owner, self._activation, self._version = owner, activation, tensor._version
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        if activation is not None:
+            self._alias = owner.without_memory(tensor)
+        else:
+            self._alias = tensor if tensor.is_leaf else tensor.detach()  # a result itself would hold what made it
+
+    def unpacked(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        if self._alias._version != self._version:
+            raise OffloadError(
+                f"a tensor of shape {tuple(self._layout[1])} that backward needs was changed in place after it was "
+                "saved: its gradients would be wrong. Do not change it before backward."
+            )
+        if self._activation is None:
+            return self._alias
+        storage = self._owner.needed(self._activation)
+        values = torch.empty(0, dtype=self._alias.dtype, device=self._alias.device)
+        tensor = self._alias.detach()
+        tensor.data = values.set_(storage, *self._layout)
+        return tensor
+
+
+class _Activation:
+    """Memory that was saved, as it was at that moment. Invariant: unless `here` holds it, it is whole in `slot`."""
+
+    def __init__(
+        self, owner: SavedActivations, number: int, storage: torch.UntypedStorage, device: torch.device
+    ) -> None:
+        self.number, self.size_bytes, self.device = number, storage.nbytes(), device
+        self._kind = torch.uint8 if self.size_bytes % 4 else torch.float32  # that it is copied as
+        self.memory = StorageWeakRef(storage)
+        self.here: torch.UntypedStorage | None = storage
+        self.slot: torch.Tensor | None = None
+        self.stream = self.current_stream()  # which its memory was used on
+        self._wait: Callable[[], None] | None = None  # for the copy that uses `here`
+        self._brought_on: Any = None  # the stream whose memory `here` is, if it was brought
+        self._owner = owner
+
+    def current_stream(self) -> Any:
+        """The program's."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def copy_out(self, transfers: Transfers) -> None:
+        """Begin to copy it to the host."""
+        assert self.here is not None
+        left = transfers.to_host([(self._place(), self._numbers(self.here))])
+        self._wait = functools.partial(transfers.wait, left, self.stream)
+
+    def let_go(self) -> None:
+        """Nothing is held here any more, once no copy uses it."""
+        self.land()
+        self.here = None
+
+    def land(self) -> None:
+        """No copy uses what is here any more."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def bring(self, transfers: Transfers) -> None:
+        """Begin to bring it back, unless it is here or somebody else has held it all the time."""
+        if self.here is not None:
+            return
+        held = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if held is not None and held.nbytes() == self.size_bytes:
+            self.here = held
+            return
+        self._brought_on = self.current_stream()
+        self.here, arrived = self._copied_back(transfers)
+        self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
+
+    def arrive(self, transfers: Transfers) -> torch.UntypedStorage:
+        """Where it is; the program's stream waits for it."""
+        assert self.here is not None
+        if self._brought_on is None:
+            return self.here
+        stream = self.current_stream()
+        if stream != self._brought_on:  # its memory would be given away without asking this stream
+            storage, arrived = self._copied_back(transfers)
+            transfers.wait(arrived, stream)
+            return storage
+        self.land()
+        return self.here
+
+    def _copied_back(self, transfers: Transfers) -> tuple[torch.UntypedStorage, Any]:
+        if self.current_stream() != self.stream:  # which has waited for the copy to the host
+            self.current_stream().wait_stream(self.stream)
+        room = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        return room, transfers.to_device([(self._numbers(room), self._place())])
+
+    def _place(self) -> torch.Tensor:
+        assert self.slot is not None
+        return self.slot[: self.size_bytes].view(self._kind)
+
+    def _numbers(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self._kind, device=self.device).set_(storage)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._owner.gone(self)
