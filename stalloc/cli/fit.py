@@ -162,9 +162,12 @@ def _fitted(
 
 
 def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
-    least = human_bytes(fit.least_bytes) if fit.least_bytes else "unknown"
     lowest = min((one for one in fit.candidates if one.needed_bytes), key=lambda one: one.needed_bytes, default=None)
-    how = f" ({lowest.what})" if lowest is not None else ""
+    if lowest is None:
+        why = "is not known to be kept within {}: none of its runs could be measured, for the reasons in the table."
+    else:
+        reached = f"the least that was reached is {human_bytes(fit.least_bytes)} ({lowest.what})"
+        why = f"cannot be kept within {{}}: {reached}; give that much, or a smaller batch."
     return {
         "program": dataclasses.asdict(fit.program),
         "gpu": fit.program.gpu,
@@ -179,6 +182,5 @@ def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
         "num_trials": num_trials,
         "sentence": ""
         if fit.best >= 0
-        else f"{command_text(fit.program.name)} cannot be kept within {human_bytes(fit.budget_bytes)}: the least that "
-        f"was reached is {least}{how}; give that much, or a smaller batch.",
+        else f"{command_text(fit.program.name)} {why.format(human_bytes(fit.budget_bytes))}",
     }
