@@ -36,12 +36,12 @@ class ForkedChild:
         return self._watched
 
     def starved_seconds(self) -> float:
-        """How long it waited for a processor that others had: the most of its threads; 0 if that is not known."""
-        waited = [0]
+        """How long its threads waited for a processor that others had, all together; 0 if that is not known."""
+        waited = 0
         for thread in Path(f"/proc/{self._pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                waited.append(int(thread.read_text(encoding="ascii").split()[1]))
-        return 1e-9 * max(waited)
+                waited += int(thread.read_text(encoding="ascii").split()[1])
+        return 1e-9 * waited
 
     def end(self) -> None:
         """Kill it if it is there still."""
