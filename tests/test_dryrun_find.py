@@ -76,6 +76,18 @@ def test_the_largest_that_fits_is_found_with_where_the_next_one_ends(pieces: Pat
     assert said == "", "in pipes nothing is said of progress"
 
 
+def test_what_convolutions_leave_open_is_said(pieces: Path) -> None:
+    pieces.write_text(
+        "import sys, torch\n"
+        "convolution = torch.nn.Conv2d(3, 64, 3, padding=1, device='cuda')\n"
+        "convolution(torch.ones(int(sys.argv[1]), 3, 96, 96, device='cuda', requires_grad=True)).sum().backward()\n"
+    )
+    result, shown, said, code = find(pieces, "n=1..2", "--memory", "32MiB", "--gpu", "L4")
+    assert code == 0, said
+    assert result["uncertain"]["convolutions"]["num_unseen"] > 0
+    assert "convolutions: peaks may be" in shown
+
+
 @pytest.mark.slow
 def test_it_is_that_of_running_every_one(pieces: Path) -> None:
     result, *_ = find(pieces, "n=4..26:2", "--memory", MEMORY)
