@@ -1,6 +1,7 @@
 """stalloc: watch one step of a GPU program, plan where every allocation will live, run on the plan.
 
 Importing this package imports neither torch nor cupy nor numba: each name below loads what it needs when used.
+For pytest: PYTEST_DONT_REWRITE, since a program under stalloc has imported it before pytest could.
 """
 
 from stalloc.errors import (

@@ -126,6 +126,7 @@ def test_a_baseline_is_written_kept_and_what_grew_is_told(
     session(BASELINE_TESTS.format(factor=1), *options, "--stalloc-update", "-k", "not new")
     assert (tmp_path / "memory.json").read_bytes() == first
     same = session(BASELINE_TESTS.format(factor=1), *options)
+    assert "warning" not in same.stdout.lower()
     assert "1 test not in the baseline" in same.stdout
     # the line moves, as edits make it do
     (tmp_path / "model.py").write_text(MODEL.replace("return torch", "# a remark\n    return torch"))

@@ -150,18 +150,29 @@ def test_a_trace_without_call_sites_says_how_to_get_them(tmp_path, capsys):
     assert "by size" in shown
 
 
-def test_a_recording_with_stacks_names_the_lines_of_the_program(tmp_path, capsys, cuda_torch):
+def test_a_recording_with_stacks_names_the_lines_of_the_program_and_what_grows(tmp_path, capsys, cuda_torch):
     program, file = tmp_path / "program.py", tmp_path / "run.trace.npz"
     program.write_text(
         "import torch\n"
-        "kept = [torch.empty(1 << 20, device='cuda') for _ in range(5)]\n"
+        "convolution = torch.nn.Conv2d(3, 8, 3, device='cuda')\n"
+        "optimizer = torch.optim.SGD(convolution.parameters())\n"
+        "kept = []\n"
+        "for _ in range(8):\n"
+        "    made = convolution(torch.ones(4, 3, 128, 128, device='cuda'))\n"
+        "    made.sum().backward()\n"
+        "    optimizer.step()\n"
+        "    kept.append(made)\n"
         "torch.empty(1 << 33, dtype=torch.uint8, device='cuda')\n"
     )
     options = ["--device", "virtual", "--memory", "1GiB", str(program)]
     command = [sys.executable, "-m", "stalloc", "record", "--stacks", "-o", str(file), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert "OutOfMemoryError" in done.stderr, done.stderr
+    assert "8 steps" in done.stdout
     (device,) = top(capsys, str(file))
-    assert device["by_site"][0]["name"].startswith("program.py:2 <")
-    assert device["tree"]["children"][0]["name"] == "program.py:2 <module>", "no frame of stalloc's own"
-    assert (device["wanted_bytes"], device["wanted_by"]) == (1 << 33, "program.py:3 <module>")
+    assert device["by_site"][0]["name"] == "program.py:6 <module>"
+    assert not [entry for entry in device["by_site"] if "redispatch" in entry["name"]], "no frame of stalloc's own"
+    assert (device["wanted_bytes"], device["wanted_by"]) == (1 << 33, "program.py:10 <module>")
+    (grows,) = device["growth"]
+    assert grows["name"] == "program.py:6 <module>"
+    assert grows["bytes_per_step"] >= 4 * 8 * 126 * 126 * 4

@@ -30,8 +30,8 @@ def site_keys(trace: Trace, rows: Column) -> list[Hashable]:
     keys: list[Hashable] = []
     for number in range(sites.num_stacks):
         stack = sites.stack(number)
-        frame = user_frames(stack)[0]
-        keys.append(frame if is_python(frame) else site_name(stack))
+        frames = user_frames(stack)
+        keys.append(frames[0] if frames and is_python(frames[0]) else site_name(stack))
     keys.append(UNKNOWN)  # -1 picks the last
     return [keys[number] for number in sites.site[rows].tolist()]
 
@@ -72,7 +72,7 @@ def stack_names(trace: Trace, rows: Column) -> list[tuple[str, ...]]:
     names: list[tuple[str, ...]] = []
     for number in range(sites.num_stacks):
         frames = user_frames(sites.stack(number))
-        kept = frames[::-1] if is_python(frames[0]) else frames[:1]
-        names.append(tuple(site_name([frame]) for frame in kept))
+        kept = frames[::-1] if frames and is_python(frames[0]) else frames[:1]
+        names.append(tuple(site_name([frame]) for frame in kept) or (UNKNOWN,))
     names.append((UNKNOWN,))
     return [names[number] for number in sites.site[rows].tolist()]

@@ -49,8 +49,8 @@ def _place(trace: Trace, names: Sequence[str]) -> tuple[str, int] | None:
         return None
     frames: dict[str, Frame] = {}
     for number in range(sites.num_stacks):
-        frame = user_frames(sites.stack(number))[0]
-        frames.setdefault(site_name([frame]), frame)
+        for frame in user_frames(sites.stack(number))[:1]:
+            frames.setdefault(site_name([frame]), frame)
     found = next((frames[name] for name in names if name in frames), None)
     if found is None or not found.line:
         return None

@@ -37,7 +37,7 @@ from stalloc.figures import human_bytes
 from stalloc.notices import say
 from stalloc.techniques.optimizer_paging import parse_disk
 
-_WARM = ("torch._dynamo", "torch.utils.checkpoint", "torch.utils.flop_counter", "stalloc.fitting.observer",
+_WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",
          "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
          "stalloc.lifespans.tape", "cupy")  # fmt: skip
 

@@ -13,8 +13,9 @@ Ctrl-C or SIGTERM is written all the same.
 """
 
 import argparse
+import pickle
 import sys
-import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stalloc.analysis import recorded
@@ -104,11 +105,12 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     from stalloc.imports import after_import
     from stalloc.integrations.convolutions import SeenConvolutions
     from stalloc.integrations.operation_recording import OperationRecording
-    from stalloc.trace import load_traces
+    from stalloc.integrations.step_times import StepTimes
+    from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 
     kind = device.activate(args.device, gpu)
     operations = OperationRecording() if args.ops else None
-
+    steps = StepTimes()
     seen: list[SeenConvolutions] = []
 
     def begin() -> None:
@@ -121,6 +123,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
             operations.start()
         else:
             seen.append(SeenConvolutions(torch))
+            steps.begin()
 
     after_import("torch", begin)
     code = run_program(command)
@@ -129,9 +132,9 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return code, []
-    with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
-        torch.cuda.memory._dump_snapshot(f"{folder}/history.pickle")
-        traces = load_traces(f"{folder}/history.pickle")
+    snapshot = torch.cuda.memory._snapshot()
+    steps.add_to(snapshot)
+    traces = read_torch_snapshot(Path(args.output), pickle.dumps(snapshot))
     if operations:
         traces = operations.add_to(traces)
     more = [known_release() | _card(kind, torch, trace) | _work_spaces(kind, torch, trace, seen) for trace in traces]
@@ -172,7 +175,7 @@ def _entry(trace: Trace) -> dict[str, Any]:
 def _print(output: str, devices: list[dict[str, Any]], *, stacks: bool, failed: bool) -> None:
     console = table_console()
     for device in devices:
-        steps = f"{plural(device['steps'], 'step')}, " if not stacks else ""
+        steps = f"{plural(device['steps'], 'step')}, " if device["steps"] or not stacks else ""
         console.print(
             f"device {device['device']}: {plural(device['requests'], 'request')} in {device['events']:,} events, "
             f"{steps}allocated peak {human_bytes(device['allocated_peak_bytes'])}, "

@@ -5,12 +5,13 @@ the tensors that are read and made or changed, each once, whatever stays in cach
 """
 
 import itertools
+import logging
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from stalloc.cost.calls import CallError, arguments_of, overloads_of
 from stalloc.trace.sources.profiled_operations import Work
@@ -66,8 +67,16 @@ def work_of(operator: Any, args: Any, kwargs: Any, results: Any) -> Work:
     return Work(flops, sum(map(tensor_bytes, first_read)), sum(map(tensor_bytes, itertools.chain(made, written))))
 
 
+@cache
+def _formulas() -> dict[Any, Any]:
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns where there is no Triton
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def _flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
-    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    formula = _formulas().get(getattr(operator, "overloadpacket", None))
     if formula is None:
         return 0
     for given in (args, _with_equal_heads(args)):

@@ -14,6 +14,7 @@ from typing import Any
 
 from stalloc.imports import after_import
 from stalloc.integrations.cupy_requests import CupyRequests, Event
+from stalloc.integrations.step_times import StepTimes
 from stalloc.torch_release import known_release
 from stalloc.trace import Trace
 from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
@@ -43,6 +44,7 @@ class NativeHistory:
         self._is_observing = False
         self._cupy = CupyRequests(max_events, stacks=stacks, out_of_memory=out_of_memory)
         self._watches_cupy = self._records_torch = False
+        self._steps = StepTimes()
 
     def begin(self) -> None:
         """Record from here on, or from when a library is imported and CUDA used."""
@@ -67,6 +69,7 @@ class NativeHistory:
             max_entries=self._max_events,
             clear_history=True,
         )
+        self._steps.begin()
         self._begun()
 
     def _begin_cupy(self) -> None:
@@ -106,6 +109,7 @@ class NativeHistory:
         """Record no more."""
         if self._records_torch:
             sys.modules["torch"].cuda.memory._record_memory_history(enabled=None)
+            self._steps.end()
             self._records_torch = False
         if self._watches_cupy:
             self._cupy.end()
@@ -115,6 +119,7 @@ class NativeHistory:
         """The record as a snapshot of torch, None if nothing was allocated."""
         if self._records_torch:
             found: dict[str, Any] = sys.modules["torch"].cuda.memory._snapshot()
+            self._steps.add_to(found)
         elif self._cupy_events() or self._cupy_live():
             found = {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
         else:

@@ -216,11 +216,16 @@ def user_frames(stack: Sequence[Frame]) -> list[Frame]:
     """The frames that tell whose memory it is, innermost first.
 
     Python frames outside torch and the standard library; where there are none, those inside torch; where there is no
-    Python at all, as in the threads of autograd, the node of the backward pass, else the operator.
+    Python at all, as in the threads of autograd, the node of the backward pass, else the operator; none where only
+    functions of stalloc stand between autograd and the allocator.
     """
     python = [frame for frame in stack if is_python(frame)]
-    if python:
-        return [frame for frame in python if not is_library(frame)] or python
+    theirs = [frame for frame in python if not is_library(frame)]
+    if theirs:
+        return theirs
+    if python and not any(_OURS.search(frame.filename) for frame in python):
+        return python
+    stack = [frame for frame in stack if not is_python(frame)]  # a thread of autograd, seen through our functions
     nodes = [frame for frame in stack if _NODE.search(frame.name)]
     if nodes:
         return nodes
@@ -254,7 +259,8 @@ _ALLOCATOR = ("torch::unwind", "torch::CapturedTraceback", "torch::cuda::(anonym
 _LIBRARIES = re.compile(r"^/(torch|torch_npu|torchgen|functorch|triton|cupy|cupy_backends)/")
 _STANDARD = re.compile(r"/(lib/python3(\.\d+)?|torch/(nn|cuda|utils|optim|autograd|_\w+|distributed))/")
 _OURS = re.compile(
-    r"/stalloc/((cli|core|integrations|runtime)/(\w+/)?\w+|device/(followed|values|value_reads)|__main__)\.py$"
+    r"/stalloc/((analysis|cli|compaction|core|cost|device|fitting|guard|integrations|lifespans|planner|replay|runtime|"
+    r"sizing|techniques|trace|writers)/(\w+/)*\w+|imports|lazy|__main__)\.py$"
 )
 _TORCH_FILES = re.compile(
     r"(module|functional|_tensor|_ops|container|conv|linear|batchnorm|normalization|pooling|activation|embedding|sparse|"
