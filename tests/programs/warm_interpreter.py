@@ -3,6 +3,7 @@
 Most of what a small program takes is `import torch` and `import cupy`. This process has done both, on libraries of the
 virtual GPU, and has put their modules aside: a program imports them as ever, so that whatever happens at an import
 happens (the choice of the device, hooks, what is looked up in `sys.modules`), but nothing is read or executed again.
+So it has done with torch._dynamo, which torch imports for the first optimizer, and takes as long as all the rest.
 The GPU is chosen by the program: it is no more than figures in the virtual GPU's library, which the last choice sets.
 
 At its end a program does what it registered for its end, but nothing is taken apart, which takes a third of a second:
@@ -22,39 +23,72 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("torch", "cupy")
-NAMES = ("torch", "functorch", "cupy", "cupy_backends")
+LIBRARIES = ("torch", "torch._dynamo", "cupy")  # each comes back with all that its import brought
+#: what most programs import, and where nothing happens at the import
+USUAL = ("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual",
+         "stalloc.integrations.installing", "stalloc.planner.planning", "stalloc.lifespans.tape", "stalloc.runtime")  # fmt: skip
+PACKAGES = ("torch", "functorch", "cupy", "cupy_backends")
 
 _exit_codes: list[int] = []  # of the program, once it has one
 
 
-class _Restored:
-    """The loader of a package that has been imported before."""
+class _Library:
+    """What the import of a library brought, put aside; the loader of each of these modules, which brings all back."""
 
-    def __init__(self, modules: dict[str, ModuleType]) -> None:
+    def __init__(self, name: str, modules: dict[str, ModuleType]) -> None:
+        self._name = name
         self._modules = modules
+        self._names_in_others: list[tuple[ModuleType, str, ModuleType]] = []
+
+    def put_aside(self) -> None:
+        """Forget the modules, until one of them is imported."""
+        for name, module in self._modules.items():
+            package, _, short = name.rpartition(".")
+            if not package:
+                self._wait_in(str(Path(module.__file__ or "").parents[1]))
+            elif package not in self._modules:
+                parent = sys.modules[package]
+                for folder in parent.__path__:
+                    self._wait_in(folder)
+                if vars(parent).get(short) is module:
+                    delattr(parent, short)
+                    self._names_in_others.append((parent, short, module))
+        for name in self._modules:
+            del sys.modules[name]
+
+    def _wait_in(self, folder: str) -> None:
+        """Be the loader of the modules that are found in a folder."""
+        finder = sys.path_importer_cache[folder]
+        if not isinstance(finder, _Finder):
+            finder = sys.path_importer_cache[folder] = _Finder(finder)  # type: ignore[assignment]
+        finder.loaders.update(dict.fromkeys(self._modules, self))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ != self._name:
+            importlib.import_module(self._name)
         sys.modules.update(self._modules)
+        for parent, short, child in self._names_in_others:
+            setattr(parent, short, child)
 
 
 class _Finder:
-    """What finds the packages of a folder, with some of them imported before."""
+    """What finds the modules of a folder, with some of them imported before."""
 
-    def __init__(self, finder: Any, kept: dict[str, dict[str, ModuleType]]) -> None:
+    def __init__(self, finder: Any) -> None:
         self._finder = finder
-        self._kept = kept
+        self.loaders: dict[str, _Library] = {}
 
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = self._finder.find_spec(name, target)
-        if spec is not None and name in self._kept.get(name, ()):
-            spec.loader = _Restored(self._kept[name])
+        if spec is not None and name in self.loaders:
+            spec.loader = self.loaders[name]
         return spec
 
     def __getattr__(self, name: str) -> Any:
@@ -70,24 +104,20 @@ def import_libraries() -> None:
         importlib.import_module("ctypes").CDLL("libstalloc_virtual_gpu.so")
     )
     sys.meta_path[:] = finders  # what it does at an import, it shall do at the program's
-    for name in LIBRARIES:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
+    libraries = []
+    for library in LIBRARIES:
+        before = set(sys.modules)
+        if importlib.util.find_spec(library.partition(".")[0]) is not None:
+            importlib.import_module(library)
+        new = [name for name in sys.modules if name not in before and name.partition(".")[0] in PACKAGES]
+        libraries.append(_Library(library, {name: sys.modules[name] for name in new}))
     os.environ.clear()
     os.environ.update(variables)
-    kept: dict[str, dict[str, ModuleType]] = {name: {} for name in NAMES}
+    for one in reversed(libraries):
+        one.put_aside()
     for name in list(sys.modules):
-        package = name.partition(".")[0]
-        if package in kept:
-            kept[package][name] = sys.modules.pop(name)
-        elif package == "stalloc":
+        if name.partition(".")[0] == "stalloc":
             del sys.modules[name]
-    for package, modules in kept.items():
-        if package in modules:
-            folder = os.path.dirname(os.path.dirname(modules[package].__file__ or ""))
-            finder = sys.path_importer_cache[folder]
-            if not isinstance(finder, _Finder):
-                sys.path_importer_cache[folder] = _Finder(finder, kept)  # type: ignore[assignment]
 
 
 def serve(connection: socket.socket) -> Callable[[], None] | None:
@@ -144,7 +174,7 @@ if __name__ == "__main__":
     atexit.register(end_at_once)  # the first that is registered is the last that is called
     sys.path[0] = ""  # as for `python -c`
     import_libraries()
-    for name in ("numba", "rich.console", "stalloc.integrations", "stalloc.runtime", "stalloc.planner"):
+    for name in USUAL:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
