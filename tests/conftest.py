@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,18 +101,24 @@ def run_fresh() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+#: variables that stalloc, torch and CuPy look up when they are used; torch's backend is chosen when it is loaded
+_READ_LATE = re.compile(
+    "STALLOC[_=]|PYTORCH_(CUDA_)?ALLOC_CONF=(?!.*backend:)|CUPY_GPU_MEMORY_LIMIT=|CUDA_VISIBLE_DEVICES=|NO_COLOR=|MEMORY="
+)
+
+
 @pytest.fixture(scope="session")
 def run_program(
     run_fresh: Callable[..., subprocess.CompletedProcess[str]],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python source in a process of its own, as `run_fresh` does, without paying for its start and its imports.
 
-    A process can choose its devices only once, hence one for each program. Where an environment is given that more
-    than stalloc may look at, it is a fresh interpreter after all.
+    A process can choose its devices only once, hence one for each program. Where a variable is given that may be read
+    before the program begins, it is a fresh interpreter after all.
     """
 
     def run(source: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        if not all(name.startswith("STALLOC_") for name in environment):
+        if not all(_READ_LATE.match(f"{name}={value}") for name, value in environment.items()):
             return run_fresh(source, *arguments, **environment)
         return run_warm(source, *arguments, variables=_variables(environment))
 

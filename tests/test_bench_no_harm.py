@@ -70,6 +70,7 @@ def test_a_random_program_is_large_whole_and_the_same_again(seed: int, tmp_path:
             live.remove(-event)
 
 
+@pytest.mark.slow
 def test_programs_drawn_from_recordings_reach_their_load(shared_traces: Path) -> None:
     recorded = sources(shared_traces)
     assert len(recorded) > 10

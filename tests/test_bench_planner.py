@@ -58,6 +58,7 @@ def test_a_baseline_needs_no_more_than_the_load_where_nothing_meets(baseline: Ba
     assert not baseline.place(start, start + 1, size).any()
 
 
+@pytest.mark.slow
 def test_gap_fillers_take_many_requests_and_the_peak_stays_below_stacking() -> None:
     stage = generator.make("recompute", 3_000, num_steps=1)
     case = Case("stage", stage.name, stage.start, stage.end, stage.size, 512)

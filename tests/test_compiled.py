@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from warm_programs import run_warm
 
 import stalloc
 from stalloc import source_stamps
@@ -130,6 +131,12 @@ def test_an_editable_install_compiles_ahead(tmp_path: Path) -> None:
     assert set(sources.rglob("*.compiled")) == before
 
 
+def compile_warm(source: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose functions are compiled, without the start of a Python and the import of numba."""
+    anew = "import sys, numba; sys.dont_write_bytecode = True; numba.config.reload_config()\n"
+    return run_warm(anew + source, *arguments, variables=os.environ | variables)
+
+
 class Compiling:
     """A module with two compiled functions, whose code is kept in the folder that NUMBA_CACHE_DIR names."""
 
@@ -140,10 +147,14 @@ class Compiling:
         (self.sources / "made_up.py").write_text(MADE_UP)
 
     def run(self, before: str = "", **variables: str) -> tuple[list[int], list[str]]:
-        """How many functions were found compiled, and what was said."""
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(self.kept), "XDG_CACHE_HOME": str(self.home), **variables}
-        command = [sys.executable, "-B", "-c", before + PROGRAM, str(self.sources)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        """How many functions were found compiled, and what was said; `before` is done before numba is imported."""
+        variables = {"NUMBA_CACHE_DIR": str(self.kept), "XDG_CACHE_HOME": str(self.home), **variables}
+        if not before:
+            done = compile_warm(PROGRAM, self.sources, **variables)
+        else:
+            command = [sys.executable, "-B", "-c", before + PROGRAM, str(self.sources)]
+            environment = os.environ | variables
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["hits"], done.stderr.splitlines()
 
@@ -316,9 +327,7 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
     )
 
     def run() -> list[object]:
-        command = [sys.executable, "-B", "-c", program, str(tmp_path)]
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = compile_warm(program, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "kept"))
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -475,9 +484,7 @@ def test_functions_that_only_compiled_code_calls_are_compiled_into_their_callers
         "print(json.dumps([total, squares.tolist(), callers.first_half(np.arange(5)).tolist()]))\n"
     )
     for _ in range(2):  # compiled, and as it was kept
-        command = [sys.executable, "-B", "-c", program, str(tmp_path)]
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = compile_warm(program, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "kept"))
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == [[5 + 1 - 1 - 1 + 4 + 1, 3], [25, 4, 9, 16], [1, 2]]
     assert len(list((tmp_path / "kept").rglob("*.compiled"))) == 2

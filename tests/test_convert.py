@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recordings import EVERY, SNAPSHOTS, each
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -17,25 +18,6 @@ from stalloc.trace import MARK_PHASE_BEGIN, MARK_PHASE_END, MARK_STEP, Action, l
 from stalloc.trace.record import COLUMNS
 from stalloc.trace.recorder import from_recorded
 from stalloc.trace.sites import site_names
-
-SNAPSHOTS = (
-    "cnn_counterfactuals gnn_llm_3gpu_expandable_oom llama3_8b_fsdp4_oom_rank0 llama_offload_10streams "
-    "llm_quantize_sqattn lm27b_compiled_fwd lm27b_ctx128_fullstep lm_fb_ctx200 lm_fwd_ctx200 lm_step_steady "
-    "octree_nca_train resnet50_pytorch_blog resnet_adam_npu_expandable tiny_transformer"
-)
-OTHERS = (
-    "ddp_sgd_v100_kineto.json.gz dtr_resnet32.log.gz dtr_transformer.log.gz qwen05b_h100.json.gz "
-    "resnet18_zdevito.html.gz resnet50_v100_kineto_nw0.json.gz resnet_timeline_hta.json.gz somas_resnet50.csv.gz"
-)
-# of those with as many sites and events the smaller ones are converted always
-_LARGE = (
-    "llama_offload_10streams",
-    "llm_quantize_sqattn",
-    "lm27b_compiled_fwd",
-    "lm27b_ctx128_fullstep",
-    "lm_step_steady",
-)
-EVERY = [f"{name}.pickle.gz" for name in SNAPSHOTS.split(" ")] + OTHERS.split(" ")
 
 
 def convert(source, output, *options):
@@ -57,11 +39,9 @@ def test_every_shared_trace_is_in_the_table(shared_traces):
     assert {path.name for path in shared_traces.glob("*.gz")} == set(EVERY)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(_LARGE)) for name in SNAPSHOTS.split(" ")]
-)
+@pytest.mark.parametrize("name", each(SNAPSHOTS))
 def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
-    source = shared_traces / f"{name}.pickle.gz"
+    source = shared_traces / name
     told = convert(source, tmp_path / "s.pickle.gz")
     again = load_traces(tmp_path / "s.pickle.gz")
     for first, second in zip(load_traces(source), again, strict=True):
@@ -72,9 +52,7 @@ def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
     assert not [note for note in told["notes"] if "made up" in note or "left out" in note]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(_LARGE)) for name in EVERY]
-)
+@pytest.mark.parametrize("name", each())
 def test_every_real_trace_goes_through_every_format(shared_traces, tmp_path, name):
     originals = load_traces(shared_traces / name)
     convert(shared_traces / name, tmp_path / "t.trace.npz")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,18 +24,15 @@ print(before, build(), built_directory(), cache_directory(), sep="\\n")
 
 
 @needs_compiler
-def test_build_is_kept_and_found_again(run_program, tmp_path):
-    first = run_program(_BUILD, XDG_CACHE_HOME=str(tmp_path))
-    assert first.returncode == 0, first.stderr
-    before, built, after, cache = first.stdout.splitlines()
+def test_build_is_kept_and_found_again(run_program, built_once):
+    before, built, after, cache = built_once.said
     assert before == "None"
     assert built == after
-    assert Path(built).parent == Path(cache) == tmp_path / "stalloc" / "virtual-gpu"
+    assert Path(built).parent == Path(cache) == built_once.cache / "stalloc" / "virtual-gpu"
     written = (Path(built) / MAIN_LIBRARY).stat().st_mtime_ns
-    second = run_program(_BUILD, XDG_CACHE_HOME=str(tmp_path))
+    second = run_program(_BUILD, XDG_CACHE_HOME=str(built_once.cache))
     assert second.stdout.splitlines()[:2] == [built, built]
     assert (Path(built) / MAIN_LIBRARY).stat().st_mtime_ns == written
-    assert [path.name for path in Path(cache).iterdir()] == [Path(built).name]
 
 
 @pytest.mark.slow
@@ -131,19 +129,35 @@ def _activation_error(run_program, cache):
     return sentence
 
 
+class Built(NamedTuple):
+    """A cache with a finished build in it, and what the process said that built it."""
+
+    cache: Path
+    said: list[str]
+
+
 @pytest.fixture(scope="module")
 def built_once(run_program, tmp_path_factory):
-    """A cache with a finished build in it."""
+    """A build made under the umask 0, in a cache where two killed ones had left something."""
     cache = tmp_path_factory.mktemp("built") / "cache"
-    done = run_program("import os; os.umask(0o022)\n" + _BUILD, XDG_CACHE_HOME=str(cache))
+    folder = cache / "stalloc" / "virtual-gpu"
+    for left in ("building-old1", "building-new1"):
+        (folder / left).mkdir(parents=True)
+    for path in (cache, *cache.rglob("*")):
+        path.chmod(0o755)
+    (folder / "building-old1" / "stubs.c").write_text("")
+    two_days_ago = time.time() - 48 * 3600
+    os.utime(folder / "building-old1", (two_days_ago, two_days_ago))
+    done = run_program("import os; os.umask(0)\n" + _BUILD, XDG_CACHE_HOME=str(cache))
     assert done.returncode == 0, done.stderr
-    return cache
+    return Built(cache, done.stdout.splitlines())
 
 
 @pytest.fixture
 def built(built_once, tmp_path):
     """A cache of the test's own with a finished build in it: the folder of the build."""
-    shutil.copytree(built_once, tmp_path / "cache")
+    shutil.copytree(built_once.cache, tmp_path / "cache")
+    (tmp_path / "cache" / "stalloc" / "virtual-gpu" / "building-new1").rmdir()
     (folder,) = (tmp_path / "cache" / "stalloc" / "virtual-gpu").iterdir()
     return folder
 
@@ -195,16 +209,8 @@ def test_only_libraries_that_were_built_are_loaded_and_only_if_nobody_else_could
 
 
 @needs_compiler
-def test_a_build_can_be_used_whatever_the_umask_and_clears_away_what_killed_ones_left(run_program, tmp_path):
-    folder = tmp_path / "cache" / "stalloc" / "virtual-gpu"
-    (folder / "building-old1").mkdir(parents=True)
-    (folder / "building-old1" / "stubs.c").write_text("")
-    (folder / "building-new1").mkdir()
-    two_days_ago = time.time() - 48 * 3600
-    os.utime(folder / "building-old1", (two_days_ago, two_days_ago))
-    done = run_program(f"import os; os.umask(0); {_ACTIVATE}", XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.stdout == "virtual\n", done.stderr
-    names = os.listdir(folder)
-    assert len(names) == 2
-    assert "building-new1" in names
-    assert run_program(_ACTIVATE, XDG_CACHE_HOME=str(tmp_path / "cache")).stdout == "virtual\n"
+def test_a_build_can_be_used_whatever_the_umask_and_clears_away_what_killed_ones_left(run_program, built_once):
+    """It was made under the umask 0, beside what two killed ones had left, one of them long ago."""
+    _, built, _, folder = built_once.said
+    assert sorted(os.listdir(folder)) == sorted(["building-new1", Path(built).name])
+    assert run_program(_ACTIVATE, XDG_CACHE_HOME=str(built_once.cache)).stdout == "virtual\n"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from stalloc.device.decisions import MOST_IN_A_ROW
+
 pytestmark = pytest.mark.usefixtures("cuda_torch")
 
 _PROLOGUE = """
@@ -341,6 +343,8 @@ def test_scripts_compilers_and_pickles_find_the_functions_of_torch(run_checks: A
 _WAITING = (
     _PROLOGUE
     + """
+from stalloc.device import decisions as limits
+limits.MOST_IN_A_ROW = int(sys.argv[1])
 scores, num_turns = torch.randn(4, device="cuda"), 0
 try:
     while not (scores.softmax(0) > 2).any():
@@ -352,9 +356,10 @@ except RuntimeError as error:
 )
 
 
-def test_a_loop_that_waits_for_what_no_kernel_computes_is_ended_with_its_line(run_checks: Any) -> None:
-    num_turns, sentence = run_checks(_WAITING)
+@pytest.mark.parametrize("most", [1_000, pytest.param(MOST_IN_A_ROW, marks=pytest.mark.slow)])
+def test_a_loop_that_waits_for_what_no_kernel_computes_is_ended_with_its_line(run_checks: Any, most: int) -> None:
+    num_turns, sentence = run_checks(_WAITING, str(most))
     line = 1 + _WAITING.splitlines().index("    while not (scores.softmax(0) > 2).any():")
-    assert num_turns == 100_000
+    assert num_turns == most
     assert f":{line} reads again and again" in sentence
     assert "stalloc dryrun --assume" in sentence

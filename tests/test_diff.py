@@ -160,7 +160,7 @@ def test_bad_input_is_one_sentence_and_code_2(pair, tmp_path, monkeypatch, capsy
 
 PAIRS = [
     ("lm_fwd_ctx200.pickle.gz", "lm_fb_ctx200.pickle.gz"),
-    ("lm27b_compiled_fwd.pickle.gz", "lm27b_ctx128_fullstep.pickle.gz"),
+    pytest.param("lm27b_compiled_fwd.pickle.gz", "lm27b_ctx128_fullstep.pickle.gz", marks=pytest.mark.slow),
     ("resnet50_v100_kineto_nw0.json.gz", "resnet_timeline_hta.json.gz"),
     ("somas_resnet50.csv.gz", "dtr_resnet32.log.gz"),
 ]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import test_pytest_plugin
 from documented import answers, commands, files, typed
-from warm_programs import run_stalloc, run_warm, without_compiling
+from warm_programs import run_file, run_stalloc, run_warm, without_compiling
 
-from stalloc.cli import VERBS
+from stalloc.cli import VERBS, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
@@ -48,22 +48,26 @@ def test_each_command_answers_what_the_page_shows(text: str, tmp_path: Path) -> 
     dropped = ("STALLOC", "PYTEST", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     for words, shown in commands(text):
-        done = answer(words, tmp_path, clean | {"STALLOC_CACHE": "off"})
+        done = answer(words, tmp_path, clean | {"STALLOC_CACHE": "off"}, shows_stacks="by stack" in text)
         error = without_compiling(done.stderr)
         assert done.returncode in (0, 1), done.stdout + error
         assert answers(done.stdout, shown) or answers(done.stdout + error, shown), f"{words}\n{done.stdout}{error}"
 
 
-def answer(words: list[str], folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What a command of a page does, in a folder."""
+def answer(
+    words: list[str], folder: Path, variables: dict[str, str], shows_stacks: bool
+) -> subprocess.CompletedProcess[str]:
+    """What a command of a page does, in a folder; stacks that are shown begin where the interpreter does."""
     given = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     variables = variables | given
     program, *rest = words[len(given) :]
     if program == "pytest":
         options = [*test_pytest_plugin.PLUGIN, "-p", "no:cacheprovider", "--rootdir", str(folder), *rest]
         return run_warm(_PYTEST, *options, folder=folder, variables=variables)
-    if program == "stalloc" and rest[0] != "record":  # stacks begin where the interpreter does
+    if program == "stalloc" and not (shows_stacks and rest[0] == "record"):
         return run_stalloc(*rest, folder=folder, variables=variables)
+    if program == "python" and "STALLOC" not in given:  # which is read at the start of one
+        return run_file(folder / rest[0], *rest[1:], folder=folder, variables=variables)
     python = {"stalloc": ["-P", "-m", "stalloc"], "python": []}
     command = [sys.executable, *python[program], *rest] if program in python else [program, *rest]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
@@ -84,17 +88,18 @@ def test_every_page_has_a_place_in_the_site() -> None:
     assert {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")} <= placed
 
 
-def test_commands_and_their_options_exist() -> None:
+def test_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known: dict[str, set[str]] = {}
     for name, page in PAGES.items():
         for verb, *options in typed(page):
             if verb not in known:
                 assert verb in VERBS, f"{name}: stalloc {verb}"
-                known[verb] = option_strings(verb)
+                known[verb] = option_strings(verb, capsys)
             assert known[verb].issuperset(options), f"{name}: stalloc {verb} {options}"
 
 
-def option_strings(verb: str) -> set[str]:
+def option_strings(verb: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The options that the help of a verb names."""
-    done = run_stalloc(verb, "--help")
-    return set(re.findall(r"--[\w-]+", done.stdout))
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    return set(re.findall(r"--[\w-]+", capsys.readouterr().out))

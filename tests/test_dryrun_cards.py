@@ -14,6 +14,10 @@ pytestmark = pytest.mark.usefixtures("cuda_torch")
 _ASKS = """
 import json, sys, torch
 properties = torch.cuda.get_device_properties(0)
+best, num_turns = torch.zeros(1, device="cuda"), 0
+while not (torch.randn(4096, device="cuda").max() > best + 1).any():
+    num_turns += 1
+    block = torch.empty(num_turns << 20, dtype=torch.uint8, device="cuda")
 torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 with open(sys.argv[1], "a") as file:
     file.write(json.dumps([properties.name, properties.multi_processor_count, torch.cuda.get_device_capability(),
@@ -36,14 +40,17 @@ def _dryrun(*arguments: str) -> Any:
     return done.stdout
 
 
-def test_the_program_sees_the_card_that_was_named(tmp_path: Path) -> None:
-    program, answers = tmp_path / "asks.py", tmp_path / "answers"
+def test_the_program_sees_the_card_that_was_named_and_what_is_assumed_of_a_line(tmp_path: Path) -> None:
+    program, answers, file = tmp_path / "asks.py", tmp_path / "answers", tmp_path / "result.json"
     program.write_text(_ASKS)
-    _dryrun("--gpu", "L4", "--headroom", "1GiB", str(program), str(answers))
+    _dryrun("--gpu", "L4", "--assume", "asks.py:5=true", "--json", str(file), str(program), str(answers))
     seen = [json.loads(line) for line in answers.read_text().splitlines()]
     assert len(seen) >= 3  # natively, with expandable segments and under stalloc
     for name, multiprocessors, capability, _ in seen:
         assert (name, multiprocessors, capability) == ("NVIDIA L4", 58, [8, 9])
+    result = json.loads(file.read_text())
+    assert result["native"]["allocated_peak_bytes"] < 65 << 20
+    assert result["uncertain"]["decisions"] == []
 
 
 @pytest.mark.slow
@@ -70,28 +77,9 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     assert low <= result["native"]["taken_bytes"] <= high
 
 
-_WAITS = """
-import torch
-best, num_turns = torch.zeros(1, device="cuda"), 0
-while not (torch.randn(4096, device="cuda").max() > best + 1).any():
-    num_turns += 1
-    block = torch.empty(num_turns << 20, dtype=torch.uint8, device="cuda")
-torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-"""
-
-
-def test_a_line_reads_what_is_assumed_of_it(tmp_path: Path) -> None:
-    program, file = tmp_path / "waits.py", tmp_path / "result.json"
-    program.write_text(_WAITS)
-    _dryrun("--gpu", "L4", "--assume", "waits.py:4=true", "--json", str(file), str(program))
-    result = json.loads(file.read_text())
-    assert result["native"]["allocated_peak_bytes"] < 65 << 20
-    assert result["uncertain"]["decisions"] == []
-
-
 def test_an_assumption_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
-    program.write_text(_WAITS)
+    program.touch()
     done = run_stalloc("dryrun", "--assume", "waits.py=1", program, variables=os.environ | {"STALLOC_CACHE": "off"})
     assert done.returncode == 2
     assert "write FILE:LINE=NUMBER" in done.stderr

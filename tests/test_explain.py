@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from recordings import SNAPSHOTS, each
 
 from stalloc.analysis import explain
 from stalloc.cli import main
@@ -153,20 +154,20 @@ def test_an_out_of_memory_error_with_too_little_in_all_is_capacity(tmp_path, cap
     assert "keeps.py:1 f" in said
 
 
-def test_causes_of_real_snapshots_add_up(shared_traces):
+@pytest.mark.parametrize("name", each(SNAPSHOTS))
+def test_causes_of_real_snapshots_add_up(shared_traces, name):
     rng = np.random.default_rng(4)
-    for path in sorted(shared_traces.glob("*.pickle.gz")):
-        for trace in load_traces(path):
-            for moment in ("peak", int(rng.integers(trace.num_events))):
-                made = explain(trace, moment, advise=False)
-                where = f"{path.name} device {trace.device} at {moment}"
-                reserved = np.append(trace.reserved_bytes(), trace.reserved_start_bytes)
-                asked = trace.free_requested > made.event
-                live = asked & (trace.start <= made.event) & (made.event < trace.end)
-                assert made.reserved_bytes == reserved[made.event], where
-                assert made.allocated_bytes == trace.size[live].sum(), where
-                assert sum(made.causes.values()) == made.reserved_bytes - made.allocated_bytes, where
-                assert min(made.causes.values()) >= 0, where
+    for trace in load_traces(shared_traces / name):
+        for moment in ("peak", int(rng.integers(trace.num_events))):
+            made = explain(trace, moment, advise=False)
+            where = f"device {trace.device} at {moment}"
+            reserved = np.append(trace.reserved_bytes(), trace.reserved_start_bytes)
+            asked = trace.free_requested > made.event
+            live = asked & (trace.start <= made.event) & (made.event < trace.end)
+            assert made.reserved_bytes == reserved[made.event], where
+            assert made.allocated_bytes == trace.size[live].sum(), where
+            assert sum(made.causes.values()) == made.reserved_bytes - made.allocated_bytes, where
+            assert min(made.causes.values()) >= 0, where
 
 
 def test_the_llama_run_failed_by_fragmentation_and_says_what_would_have_helped(shared_traces, capsys):

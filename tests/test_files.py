@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.errors import BadInputError
 from stalloc.files import SCRATCH_PATTERN, check_writable, whole, write_whole
@@ -110,20 +111,20 @@ def test_a_full_disk_leaves_what_was_there(requests: Path, tmp_path: Path, argum
 
 
 def test_a_device_that_is_full_is_one_sentence(requests: Path) -> None:
-    done = _run(["stats", str(requests), "--json", "/dev/full"], capture_output=True)
+    done = run_stalloc("stats", requests, "--json", "/dev/full")
     assert done.returncode == 2
-    assert done.stderr.decode().startswith("stalloc: cannot write /dev/full: No space left on device: choose another")
+    assert done.stderr.startswith("stalloc: cannot write /dev/full: No space left on device: choose another")
 
 
 def test_standard_output_may_be_named_as_a_file(requests: Path, tmp_path: Path) -> None:
     """A pipe takes the bytes as they come; a file goes on where it is, and is still the same file."""
     table, command = tmp_path / "table.csv", ["plan", str(requests), "--json", os.devnull, "--csv"]
-    assert _run([*command, str(table)], capture_output=True).returncode == 0
+    assert run_stalloc(*command, table).returncode == 0
     assert _run([*command, "/dev/stdout"], capture_output=True).stdout.startswith(table.read_bytes())
     log = tmp_path / "log"
     log.write_bytes(b"before\n")
     with log.open("ab") as output:
-        assert _run([*command, "/dev/stdout"], stdout=output).returncode == 0
+        assert run_stalloc(*command, "/dev/stdout", stdout=output.fileno()).returncode == 0
         assert os.fstat(output.fileno()).st_ino == log.stat().st_ino
     assert log.read_bytes().startswith(b"before\n" + table.read_bytes())
     assert Path("/dev/stdout").is_symlink()
@@ -134,7 +135,7 @@ def test_a_pipe_with_a_name_is_written_to(requests: Path, tmp_path: Path) -> Non
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
-        assert _run(["stats", str(requests), "--json", str(pipe)], capture_output=True).returncode == 0
+        assert run_stalloc("stats", requests, "--json", pipe).returncode == 0
         assert reader.stdout is not None
         assert json.loads(reader.stdout.read())["devices"]
     assert pipe.is_fifo()

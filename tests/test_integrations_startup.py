@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import without_compiling
+from warm_programs import run_warm, without_compiling
 
 import stalloc
 from stalloc.allocator_conf import VARIABLES, conf_in_force
@@ -21,6 +21,7 @@ from stalloc.integrations.startup import chosen_device
 ROOT = Path(__file__).parents[1]
 LOOP = ROOT / "tests" / "programs" / "cupy_loop.py"
 HEAVY = ("numba", "numpy", "torch", "cupy", "networkx")
+HOOKED = "from stalloc.integrations.startup import arm; arm()\n"  #: what the hook does at the start of a Python
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -44,6 +45,15 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return done
 
     return run
+
+
+def served(source: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that the hook has prepared, on the virtual GPU, without the start of a Python."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("STALLOC")}
+    ours = {"STALLOC": "1", "STALLOC_DEVICE": "virtual", "STALLOC_CACHE": "off"}
+    done = run_warm(f"{HOOKED}{source}", variables={**clean, **ours, **variables})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def loaded(python: Run, source: str, **variables: str) -> set[str]:
@@ -265,7 +275,7 @@ def test_the_hook_can_be_placed_and_removed_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 @pytest.mark.parametrize("order", ["torch, cupy", "cupy, torch"])
-def test_both_libraries_are_served_whichever_comes_first(python: Run, order: str) -> None:
+def test_both_libraries_are_served_whichever_comes_first(order: str) -> None:
     source = f"""
 import {order}
 import stalloc.integrations.installing as installing
@@ -273,20 +283,20 @@ x = {"torch.ones(1000, device='cuda')" if order.startswith("cupy") else "cupy.on
 y = {"cupy.ones(1000)" if order.startswith("cupy") else "torch.ones(1000, device='cuda')"}
 print(installing.current().controllers[0].state.record.total.num_live, torch.cuda.memory_allocated())
 """
-    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
+    done = served(source)
     assert done.stdout == f"2 {4096 + 8192}\n"
     assert done.stderr == ""
 
 
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
-def test_a_history_asked_for_first_of_all_is_stallocs(python: Run) -> None:
+def test_a_history_asked_for_first_of_all_is_stallocs() -> None:
     source = """
 import torch
 torch.cuda.memory._record_memory_history()
 x = torch.ones(1000, device="cuda")
 print(torch.cuda.memory.get_allocator_backend(), len(torch.cuda.memory._snapshot()["device_traces"][0]) > 0)
 """
-    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
+    done = served(source)
     assert done.stdout == "pluggable True\n", done.stderr
 
 
@@ -496,17 +506,16 @@ def test_whatever_a_variable_holds_the_program_runs(bare: Run, variable: str, va
             {"STALLOC_DEVICE": "virtual:64x4194303TiB", "STALLOC_REPORT": "/dev/full"},
             "cannot write /dev/full: No space",
         ),
-        ({"XDG_CACHE_HOME": "/dev/null"}, "the virtual GPU cannot be kept in /dev/null/stalloc/virtual-gpu"),
         ({"CC": "no-such-compiler", "XDG_CACHE_HOME": "{empty}"}, "CC=no-such-compiler is not there"),
     ],
 )
 def test_what_fails_later_costs_a_sentence_each_and_never_the_program(
-    python: Run, tmp_path: Path, variables: dict[str, str], said: str
+    tmp_path: Path, variables: dict[str, str], said: str
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("import cupy\ntry:\n    cupy.ones(1)\nexcept Exception:\n    print('no GPU')\nprint('the end')")
-    given = {name: value.format(empty=tmp_path) for name, value in variables.items()}
-    done = python(program, **{"STALLOC": "1", "STALLOC_DEVICE": "virtual", **given})
+    run = f"import runpy, sys; sys.argv = [{str(program)!r}]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = served(run, **{name: value.format(empty=tmp_path) for name, value in variables.items()})
     assert done.stdout.endswith("the end\n")
     lines = done.stderr.splitlines()
     assert any(said in line for line in lines), done.stderr

@@ -133,7 +133,7 @@ def fewest_moved(blocks: list[tuple[int, int]], height: int, hole: int) -> int:
     return best
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4), st.integers(0, 4), st.data())
 def test_no_other_choice_moves_fewer_bytes(pieces, hole, data):
     offset, at = [], 0

@@ -41,7 +41,9 @@ def test_small_problems_get_the_lowest_peak_there_is(rows: list[tuple[int, int, 
     assert layout.lower_bound_bytes <= layout.bound_bytes <= layout.peak_bytes
 
 
-@pytest.mark.parametrize("name", "ABCDEFGHIJK")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in "DJ")) for name in "ABCDEFGHIJK"]
+)
 def test_the_hard_minimalloc_instances_fit_their_capacity(shared_instances, name: str) -> None:
     (trace,) = load_traces(shared_instances / f"{name}.1048576.csv")
     made = plan(trace, alignment=1)

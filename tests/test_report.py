@@ -17,8 +17,9 @@ import stalloc
 from stalloc.cli import main
 from stalloc.writers.page.detail import LARGEST_IN_COLUMN, detail_levels
 
-QUICK = ("llm_quantize_sqattn.pickle.gz", "gnn_llm_3gpu_expandable_oom.pickle.gz", "somas_resnet50.csv.gz")
+QUICK = ("gnn_llm_3gpu_expandable_oom.pickle.gz", "somas_resnet50.csv.gz")
 OTHERS = (
+    "llm_quantize_sqattn.pickle.gz",
     *("cnn_counterfactuals.pickle.gz", "ddp_sgd_v100_kineto.json.gz", "dtr_resnet32.log.gz", "dtr_transformer.log.gz"),
     *("llama3_8b_fsdp4_oom_rank0.pickle.gz", "llama_offload_10streams.pickle.gz", "lm27b_compiled_fwd.pickle.gz"),
     *(

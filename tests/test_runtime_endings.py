@@ -32,7 +32,7 @@ def observer(*facts):
 class Slow:
     '''Python's end takes a while.'''
     def __del__(self, sleep=time.sleep):
-        sleep(1.5)
+        sleep(0.5)
 def in_thread(function):
     def work():
         while True:
@@ -176,7 +176,8 @@ def test_a_child_of_a_thread_of_a_process_that_plans(run_checks: Any) -> None:
         _PROLOGUE
         + """
 import json
-planners.append(lambda tape, **options: time.sleep(1e6))
+over = threading.Event()
+planners.append(lambda tape, **options: over.wait())
 CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
 steps(6)
 assert CONTROLLER.status.phase.value == "planning"
@@ -207,6 +208,7 @@ forking = threading.Thread(target=fork)
 forking.start()
 forking.join()
 stop = True
+over.set()
 print(json.dumps(codes))
 """
     )

@@ -7,8 +7,10 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
-LINES = int(os.environ.get("LINES", "20"))  # of the slow path that fail, for each kind of error, with and without marks
-ROUNDS = int(os.environ.get("ROUNDS", "60"))  # that a signal interrupts, or comes too late for
+#: lines of the slow path that fail, for each kind of error, with and without marks
+LINES = [6, pytest.param(int(os.environ.get("LINES", "40")), marks=pytest.mark.slow)]
+#: programs that a signal interrupts, or comes too late for
+ROUNDS = [30, pytest.param(int(os.environ.get("ROUNDS", "120")), marks=pytest.mark.slow)]
 
 _PROLOGUE = """
 import ctypes, gc, json, signal, sys, threading, warnings
@@ -95,14 +97,15 @@ program(True), left_over()  # everything is compiled
 """
 
 
+@pytest.mark.parametrize("num_lines", LINES)
 @pytest.mark.parametrize("raised", ["RuntimeError('made up')", "MemoryError()", "RecursionError()"])
-def test_an_error_at_any_line_of_the_slow_path_loses_nothing(run_checks: Any, raised: str) -> None:
+def test_an_error_at_any_line_of_the_slow_path_loses_nothing(run_checks: Any, raised: str, num_lines: int) -> None:
     total, refused, left, planned = run_checks(
         _PROLOGUE
         + _EVERY_LINE
         + f"""
 raised = lambda: {raised}
-NUM = {LINES}
+NUM = {num_lines}
 """
         + """
 rng = np.random.default_rng(5)
@@ -211,12 +214,15 @@ print(json.dumps([fired, sorted(set(range(1, fired + 1)) - set(heard)), wrong, C
 """
 
 
+@pytest.mark.parametrize("num_rounds", ROUNDS)
 @pytest.mark.parametrize("raised", ["KeyboardInterrupt", "Stop"])
-def test_a_signal_at_any_moment_reaches_the_program_and_loses_nothing(run_checks: Any, raised: str) -> None:
+def test_a_signal_at_any_moment_reaches_the_program_and_loses_nothing(
+    run_checks: Any, raised: str, num_rounds: int
+) -> None:
     """What a handler raises, ends a program that allocates, shares blocks with other streams and marks steps."""
-    source = _SIGNALS.format(raised=raised, seed=7, rounds=ROUNDS)
+    source = _SIGNALS.format(raised=raised, seed=7, rounds=num_rounds)
     fired, unheard, wrong, planned = run_checks(_PROLOGUE + "import time\n" + _EVERY_LINE + source)
-    assert fired > ROUNDS // 10
+    assert fired > num_rounds // 10
     assert unheard == []
     assert wrong == []
     assert planned > 0
@@ -337,8 +343,9 @@ driver = lambda: cp.cuda.runtime.CUDARuntimeError(700)
 """
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_allocation_from_the_device_that_fails_at_any_time_has_its_own_error_and_loses_nothing(
-    run_checks: Any,
+    run_checks: Any, every: int
 ) -> None:
     """While steps are observed, at the switch, on the plan, and when the program does something else."""
     calls, refused, wrong, planned = run_checks(
@@ -370,7 +377,7 @@ for marked in (True, False):
     number = POOL.calls
     total += number
     for make in (out_of_memory, driver):
-        for nth in range(1, number + 1):
+        for nth in range(1, number + 1, int(sys.argv[1])):
             for many in (1, 8):
                 POOL.calls, POOL.error, POOL.failing = 0, make, range(nth, nth + many)
                 refused += attempt(make, marked)
@@ -382,7 +389,8 @@ for marked in (True, False):
                 if found or refused_now:
                     wrong.append([marked, nth, many, found, refused_now])
 print(json.dumps([total, refused, wrong, planned]))
-"""
+""",
+        str(every),
     )
     assert calls > 10
     assert wrong == []

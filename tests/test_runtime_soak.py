@@ -22,7 +22,7 @@ def soak(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("seed", [1, 1_000_000])
+@pytest.mark.parametrize("seed", [1, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_programs_that_left_their_plan_are_served_from_it_again(seed: int) -> None:
     print(f"seeds from {seed}")
     figures = soak_programs(300, seed)

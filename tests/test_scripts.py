@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import run_file
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PYTHON_SCRIPTS = sorted(
@@ -15,11 +16,24 @@ PYTHON_SCRIPTS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", PYTHON_SCRIPTS)
-def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["STALLOC_PYTHON"] = sys.executable
-    done = subprocess.run([SCRIPTS / name, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def check_help(name: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {Path(name).name} ")
     assert ("--json" in done.stdout) == (name not in ("real_programs", "pictures", "site"))
+
+
+@pytest.mark.parametrize("name", PYTHON_SCRIPTS)
+def test_a_script_says_how_it_is_used(name: str, tmp_path: Path) -> None:
+    check_help(name, run_file(SCRIPTS / name, "--help", folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "bench/soak")) for name in PYTHON_SCRIPTS]
+)
+def test_a_script_enters_the_environment_by_itself(name: str, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["STALLOC_PYTHON"] = sys.executable
+    command = [SCRIPTS / name, "--help"]
+    check_help(
+        name, subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    )

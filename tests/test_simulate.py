@@ -52,7 +52,9 @@ def test_the_result_holds_what_each_allocator_would_have_done(csv, capsys):
         assert result["exact"] is None  # a planning CSV does not say what its allocator did
 
 
-@pytest.mark.parametrize("name", ["octree_nca_train.pickle.gz", "llm_quantize_sqattn.pickle.gz"])
+@pytest.mark.parametrize(
+    "name", ["octree_nca_train.pickle.gz", pytest.param("llm_quantize_sqattn.pickle.gz", marks=pytest.mark.slow)]
+)
 def test_what_only_fragmentation_stops_completes_with_compaction(name, shared_traces, capsys):
     file = str(next(shared_traces.rglob(name)))
     (free,) = simulated(capsys, file, "--allocator", "compacting:move:0")["devices"]
@@ -166,7 +168,7 @@ def test_replaying_again_gives_the_same_figures(shared_traces):
 RECORDED = ("octree_nca_train", "resnet50_pytorch_blog", "lm27b_compiled_fwd", "llama_offload_10streams")
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [RECORDED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECORDED[1:])])
 def test_stats_explain_and_simulate_say_the_same_of_one_file(shared_traces, capsys, name):
     file = str(shared_traces / f"{name}.pickle.gz")
     (trace,) = load_traces(file)

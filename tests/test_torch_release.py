@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 from stalloc.planner import load_plans, save_plans
@@ -36,8 +35,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stalloc(folder: Path, verb: str, *arguments: str) -> str:
     options = ["--device", "virtual"] if verb in ("record", "run") else []
-    command = [sys.executable, "-P", "-m", "stalloc", verb, *options, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = run_stalloc(verb, *options, *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
     return " ".join((done.stdout + done.stderr).split())
 

@@ -57,7 +57,7 @@ def assert_same(one: Trace, other: Trace) -> None:
         assert getattr(one, name) == getattr(other, name), name
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(one=recordings(device=0), other=recordings(device=3))
 def test_what_is_saved_comes_back(tmp_path_factory, one, other):
     path = tmp_path_factory.mktemp("trace") / "two.trace.npz"

@@ -173,7 +173,7 @@ def test_every_figure_of_a_verb_that_runs_a_program_is_there(
         assert "…" not in shown
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, *(pytest.param(width, marks=pytest.mark.slow) for width in (80, 120))])
 def test_lines_other_than_what_is_copied_fit_the_terminal(
     width: int, render: Render, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,13 +117,18 @@ def run_stalloc(
     return run_warm(source, *arguments, folder=folder, variables=variables, stdout=stdout)
 
 
-def run_file(path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program that lies in a file."""
+def run_file(
+    path: Path,
+    *arguments: object,
+    folder: Path | str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that lies in a file; arguments as of `run_warm`."""
     source = (
         "import os, runpy, sys\ndel sys.argv[0]\nsys.path[0] = os.path.dirname(sys.argv[0])\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    return run_warm(source, path, *arguments, timeout=600)
+    return run_warm(source, path, *arguments, folder=folder, variables=variables, timeout=600)
 
 
 def told_by_file(path: Path, *arguments: object) -> Any:

@@ -372,5 +372,5 @@ def twice() -> dict[str, Any]:
 if __name__ == "__main__":
     results: dict[str, Any] = {"copies": copies(), "twice": twice()} if sys.argv[1] == "0" else {}
     for case in CASES:
-        results[case] = compared(case, int(sys.argv[1]) or 4)
+        results[case] = compared(case, int(sys.argv[1]) or 2)
     print(json.dumps(results))

@@ -29,8 +29,10 @@ from typing import Any
 
 LIBRARIES = ("torch", "torch._dynamo", "cupy")  # each comes back with all that its import brought
 #: what most programs import, and where nothing happens at the import
-USUAL = ("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual",
-         "stalloc.integrations.installing", "stalloc.planner.planning", "stalloc.lifespans.tape", "stalloc.runtime")  # fmt: skip
+USUAL = (
+    *("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual"),
+    *("stalloc.integrations.installing", "stalloc.lifespans.tape", "stalloc.planner.planning", "stalloc.runtime"),
+)
 PACKAGES = ("torch", "functorch", "cupy", "cupy_backends")
 
 _exit_codes: list[int] = []  # of the program, once it has one
@@ -76,6 +78,8 @@ class _Library:
         sys.modules.update(self._modules)
         for parent, short, child in self._names_in_others:
             setattr(parent, short, child)
+        if self._name == "torch._dynamo":  # it has looked up functions, in whose place the virtual GPU puts its own
+            self._modules["torch._dynamo.trace_rules"].clear_lru_cache()
 
 
 class _Finder:
