@@ -190,7 +190,7 @@ for step in range(300):
 
 
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
-def test_torch_is_served_from_its_first_use_of_cuda_and_settings_are_reported(python: Run) -> None:
+def test_torch_is_served_from_its_first_use_of_cuda_and_settings_are_reported() -> None:
     source = """
 import os, torch, stalloc.integrations.installing as installing
 before = installing.current()
@@ -205,7 +205,7 @@ except torch.OutOfMemoryError:
     print("limited")
 """
     settings = "expandable_segments:True,per_process_memory_fraction:0.01,pinned_use_background_threads:True"
-    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual:24GiB", PYTORCH_CUDA_ALLOC_CONF=settings)
+    done = served(source, STALLOC_DEVICE="virtual:24GiB", PYTORCH_CUDA_ALLOC_CONF=settings)
     assert done.stdout.splitlines() == [f"1 {4 << 20} {settings}", "limited"]
     [sentence] = done.stderr.splitlines()
     assert "pinned_use_background_threads, per_process_memory_fraction in force" in sentence

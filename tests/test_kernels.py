@@ -78,7 +78,10 @@ print(json.dumps({"failures": failures, "counts": counts, "torch": "torch" in sy
 @pytest.mark.usefixtures("triton_installed")
 @pytest.mark.parametrize(
     ("seed", "cases", "largest"),
-    [(1, 60, 4096), (3, 20, MIB), *(pytest.param(seed, 230, 4096, marks=pytest.mark.slow) for seed in (1, 2))],
+    [
+        (1, 60, 4096),
+        *(pytest.param(*numbers, marks=pytest.mark.slow) for numbers in ((3, 20, MIB), (1, 230, 4096), (2, 230, 4096))),
+    ],
 )
 def test_kernels_leave_memory_as_the_reference_does(run_checks: Any, seed: int, cases: int, largest: int) -> None:
     print(f"seed {seed}")
@@ -90,7 +93,7 @@ def test_kernels_leave_memory_as_the_reference_does(run_checks: Any, seed: int, 
 
 
 @pytest.mark.usefixtures("triton_installed")
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.slow) for one in (80, 100))])
 def test_kernels_compile_without_a_gpu_and_move_128_bits_at_a_time(capability: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget

@@ -178,7 +178,7 @@ def test_without(): grab(2)
 """
 
 
-@pytest.mark.parametrize("which", [(), ("-k", "second or third"), ("-k", "third or without")])
+@pytest.mark.parametrize("which", [(), ("-k", "second or third")])
 def test_what_a_fixture_holds_counts_for_those_who_use_it(session: Session, which: tuple[str, ...]) -> None:
     found = hungriest(session(FIXTURES, "--stalloc", *which))
     alone = {

@@ -227,7 +227,7 @@ def test_the_capacity_is_never_exceeded(name: str, settings: str, seeds: range) 
 
 @pytest.mark.parametrize(("name", "settings", "kept"), MODELS, ids=IDS)
 def test_what_is_left_when_all_is_freed_and_the_cache_is_emptied(name: str, settings: str, kept: int | None) -> None:
-    for seed in range(30, 33):
+    for seed in range(30, 32):
         print(f"seed {seed}")
         events = program(seed, all_freed=True)
         model = prepared(name, settings, events)
@@ -291,7 +291,7 @@ def test_every_tested_model_is_in_the_registry() -> None:
 
 @pytest.mark.parametrize(("name", "settings", "kept"), MODELS, ids=IDS)
 def test_models_in_threads_do_not_disturb_each_other(name: str, settings: str, kept: int | None) -> None:
-    programs = [program(seed, num_events=800) for seed in range(40, 44)]
+    programs = [program(seed, num_events=500) for seed in range(40, 44)]
 
     def one(events: Events) -> Any:
         model = prepared(name, settings, events)

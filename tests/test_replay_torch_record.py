@@ -48,7 +48,13 @@ def snapshot(shared_traces):
     return load
 
 
-@pytest.mark.parametrize(("name", "device"), SNAPSHOTS)
+#: the longest, whose settings and kinds of events others have too
+LONG = ("lm27b_compiled_fwd", "lm27b_ctx128_fullstep", "lm_fb_ctx200", "lm_step_steady", "octree_nca_train")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [pytest.param(*row, marks=[pytest.mark.slow] * (row[0] in LONG)) for row in SNAPSHOTS]
+)
 def test_real_snapshots_are_replayed_exactly(snapshot, name, device):
     check = check_record(snapshot(name, device))
     assert check.exact, f"event {check.first_difference}: {check.reason}"
