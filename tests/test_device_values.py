@@ -113,6 +113,7 @@ for _ in range(4):
 print(json.dumps({
     "numbers of Python": [float(lengths.sum()), complex(lengths.max()).real],
     "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
+    "segments of given lengths": list(torch.segment_reduce(weight.new_empty(16, 2), "max", lengths=lengths).shape),
     "different columns": torch.unique(edges, dim=1).tolist(),
     "runs of columns": list(torch.unique_consecutive(edges, dim=1).shape),
     "entries of a sparse matrix": torch.sparse_coo_tensor(edges, torch.ones(6).cuda(), (3, 3)).coalesce()._nnz(),
@@ -144,6 +145,7 @@ def more_values(run_checks: Any) -> Any:
     [
         ("numbers of Python", [16.0, 9.0]),
         ("starts of packed sequences", [[0, 3, 12, 16], 9]),
+        ("segments of given lengths", [3, 2]),
         ("different columns", [[0, 1, 2, 2], [1, 0, 1, 2]]),
         ("runs of columns", [2, 4]),
         ("entries of a sparse matrix", 4),
@@ -172,19 +174,21 @@ below = bool(loss < 1)
 close = torch.allclose(scores, scores * 2)
 labels = torch.zeros(3, 600, 600, dtype=torch.long, device="cuda").random_(0, 20)
 picked = list(torch.randn(3, 600, 600, 4, device="cuda")[labels != 255].shape)
+beams, ended = scores[:2].detach(), torch.zeros(2, 4, dtype=torch.bool, device="cuda")
+goes_on = bool((beams > torch.where(ended, beams, -1e9)).any())  # as beam search asks
 kept = scores[scores[:, 0] > 0.5]
 kept.sum().backward()
 torch.distributions.Categorical(logits=scores, validate_args=True)
 loss.item()
 str(scores)
-print(json.dumps({"answers": [finite, below, close, picked, len(kept)], "decisions": decisions()}))
+print(json.dumps({"answers": [finite, below, close, goes_on, picked, len(kept)], "decisions": decisions()}))
 """
 )
 
 
 def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_checks: Any) -> None:
     found = run_checks(_DOUBTFUL)
-    assert found["answers"] == [True, True, True, [0, 4], 0]
+    assert found["answers"] == [True, True, True, True, [0, 4], 0]
     lines = [1 + _DOUBTFUL.splitlines().index(line) for line in _DOUBTFUL.splitlines() if _decides(line)]
     assert sorted(int(line) for line, _ in found["decisions"]) == lines
 
@@ -205,7 +209,7 @@ def test_a_count_that_no_kernel_wrote_is_not_what_was_uploaded_there_before(run_
 
 
 def _decides(line: str) -> bool:
-    return line.startswith(("finite", "below", "close", "picked", "kept =", "torch.distributions"))
+    return line.startswith(("finite", "below", "close", "goes_on", "picked", "kept =", "torch.distributions"))
 
 
 _GENERATION = (

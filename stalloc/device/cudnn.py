@@ -166,6 +166,7 @@ def table_answer(
         tensor.rank, tensor.sizes = len(its), _Sizes(*its)
         tensor.tensor_strides = _Sizes(*(prod(its[i + 1 :]) for i in range(len(its))))
     asked.strides = _Sizes(*([stride] * (len(sizes) - 2)))
+    asked.dilations = _Sizes(*([1] * (len(sizes) - 2)))
     library.convolution_workspace_bytes.restype = ctypes.c_int64
     return int(library.convolution_workspace_bytes(ctypes.byref(asked), ctypes.c_int(cudnn_version)))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from stalloc.device import value_reads
 from stalloc.device.value_reads import (
+    checker,
     coalescer,
     copier,
     count_nonzero_on_read,
@@ -24,7 +25,6 @@ from stalloc.device.value_reads import (
     mover,
     reader,
     reader_of_lengths,
-    sampler,
     scale_updater,
 )
 from stalloc.device.values import MAX_ELEMENTS, Values
@@ -242,9 +242,10 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     replace(tensor, "coalesce", functools.partial(coalescer, values))
     replace(tensor, "copy_", functools.partial(copier, values))
     replace(torch, "ctc_loss", functools.partial(reader_of_lengths, values))
+    replace(torch, "segment_reduce", functools.partial(checker, values, 1))
     replace(torch, "_amp_update_scale_", functools.partial(scale_updater, values))
     for owner in (torch, tensor):
-        replace(owner, "multinomial", functools.partial(sampler, values))
+        replace(owner, "multinomial", functools.partial(checker, values, 0))
     count_nonzero_on_read(values, torch)
     return values
 

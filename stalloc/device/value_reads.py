@@ -130,15 +130,19 @@ def _on_host(values: Values, value: Any) -> Any:
     return value if host is None else host
 
 
-def sampler(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`multinomial`, which before torch 2.3 reads whether its probabilities are in order."""
+def checker(values: Values, count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads whether its arguments are in order: they are, where a `count` that it reads is the one given.
+
+    `multinomial` did before torch 2.3, with the number of rows that are zero; `segment_reduce` does, with the shortest
+    length.
+    """
 
     @functools.wraps(function)
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        with values.expecting(0):
+    def check(*args: Any, **kwargs: Any) -> Any:
+        with values.expecting(count):
             return function(*args, **kwargs)
 
-    return sample
+    return check
 
 
 def scale_updater(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:

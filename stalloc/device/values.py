@@ -3,7 +3,8 @@
 Contract: what is known of a tensor is kept beside its storage, goes with it, and is the host's result of the functions
 that wrote it. What is not known counts as zero, as everything that a kernel would have computed does, and so does what
 follows from it: a decision on it is counted, with the line that took it. Changes in place that are not followed are
-seen by the version that PyTorch counts. Floating-point numbers are kept only where they are certain.
+seen by the version that PyTorch counts. A read of floating-point numbers gives only those that are certain; others
+that followed functions made serve to compare.
 """
 
 import contextlib
@@ -174,14 +175,12 @@ class Values:
             for one, known in zip(result, host, strict=False):
                 self.learn(one, (known, certain))
         elif type(result) in self.plain and self.can_keep(result) and result.shape == host.shape:
-            if result.dtype not in self.kinds and not certain:
-                return
             there = self._known.get(result.untyped_storage()._cdata)
             if there is not None:  # changed in place on the host too, or a view
                 there.certain, there.version = there.certain and certain, self._version(result)
             elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
                 num = result.untyped_storage().nbytes() // result.element_size()
-                self.knows_numbers = self.knows_numbers or result.dtype not in self.kinds
+                self.knows_numbers = self.knows_numbers or (certain and result.dtype not in self.kinds)
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
                 with self.unseen():
                     self._copy(self.host(result, kept), host)

@@ -75,6 +75,11 @@ static bool has_sizes(const int64_t *wanted, const int64_t *sizes, int num) {
     return true;
 }
 
+// Whether cuDNN has Winograd's algorithm for it, window and stride aside.
+static bool can_be_tiled(const Convolution *c) {
+    return c->filter.rank == 4 && c->dilations[0] == 1 && c->dilations[1] == 1;
+}
+
 static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_version) {
     bool strided = false, has_window = true;
     int64_t widest = 1;
@@ -86,7 +91,7 @@ static bool fits(const WorkspaceRow *row, const Convolution *c, int cudnn_versio
     }
     if (row->window <= 0) has_window = row->window < 0 || widest > 1; // any, or wide
     bool grouped = c->input.sizes[1] != c->filter.sizes[1], last = c->input.rank > 2 && c->input.strides[1] == 1;
-    if (!in_range(cudnn_version, row->cudnn_from, row->cudnn_below) ||
+    if ((row->tile && !can_be_tiled(c)) || !in_range(cudnn_version, row->cudnn_from, row->cudnn_below) ||
         !in_range(10 * gpu.major + gpu.minor, row->architecture_from, row->architecture_below) ||
         !is_any_or(row->element_bytes, element_bytes(c->input.type)) || !is_any_or(row->channels_last, last) ||
         !is_any_or(row->direction, c->direction) || !has_window ||
@@ -105,7 +110,7 @@ static int64_t unknown_bytes(const WorkspaceRow *row, const Convolution *c, int6
     int64_t filter = padded_bytes(&c->filter, row, 0, true);
     int64_t tensors = padded_bytes(&c->input, row, 0, false) + filter + padded_bytes(&c->output, row, 0, false);
     int64_t most = row->unknown_tensors * tensors + 2 * filter;
-    if (row->unknown_tensors > 1 && row->window == 3) {
+    if (row->unknown_tensors > 1 && row->window == 3 && can_be_tiled(c)) {
         int64_t in_tiles = padded_bytes(&c->input, row, 6, false) + padded_bytes(&c->filter, row, 6, true) +
                            padded_bytes(&c->output, row, 6, false);
         if (in_tiles > most) most = in_tiles;
