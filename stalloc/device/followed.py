@@ -67,6 +67,7 @@ _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
     *("tril_indices", "triu_indices", "linspace"),
 )
+_DRAWN = ("rand", "rand_like", "randint", "randint_like", "randperm")
 _NEW = ("new_ones", "new_zeros", "new_full", "new_tensor")
 _FIRST = ("input", "tensors", "condition")
 """Names under which the first argument of a function may be given."""
@@ -186,6 +187,21 @@ def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[.
     return make
 
 
+def _drawn(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What draws numbers: others of the same kind stand for them, which are as many, as far apart and as different."""
+    generator = values.torch.Generator()  # the host's numbers are the program's own
+
+    @functools.wraps(function)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if type(result) in values.plain and values.is_small(result) and not result.requires_grad:
+            computed = values.compute(function, args, kwargs | {"generator": generator}, makes=True)
+            values.learn_drawn(result, None if computed is None else computed[0])
+        return result
+
+    return draw
+
+
 def _setter(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def change(self: Any, index: Any, value: Any) -> None:
@@ -229,6 +245,8 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     for name in _METHODS:
         replace(tensor, name, functools.partial(_followed, values, name))
     replace(tensor, "__setitem__", functools.partial(_setter, values))
+    for name in _DRAWN:
+        replace(torch, name, functools.partial(_drawn, values))
     for owner, names in ((torch, _MAKERS), (tensor, _NEW)):
         for name in names:
             replace(owner, name, functools.partial(_made, values, name))

@@ -185,6 +185,11 @@ class Values:
                 with self.unseen():
                     self._copy(self.host(result, kept), host)
 
+    def learn_drawn(self, result: Any, host: Any) -> None:
+        """Keep numbers that might have been drawn, which serve to compare and to choose by; none is certain."""
+        if host is not None and host.shape == result.shape and self._covers(result):
+            self._keep_known(result, host.reshape(-1), certain=False)
+
     def _covers(self, tensor: Any) -> bool:
         """Whether a tensor has each element of its storage once."""
         return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
