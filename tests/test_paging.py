@@ -92,6 +92,13 @@ def test_the_processor_updates_what_lies_on_a_device_and_takes_no_memory_of_it(f
     assert found["processor"] == {"equal": True, "state": True, "more": 0, "undone": True}
 
 
+def test_what_an_optimizer_had_goes_back_when_the_program_drops_it(found: dict[str, Any]) -> None:
+    for used in found["remade"].values():
+        before, after = used[: len(used) // 2], used[len(used) // 2 :]
+        assert min(before) > 0
+        assert max(after) == 0
+
+
 def test_what_was_committed_comes_back_and_what_goes_wrong_on_disk_is_a_sentence(found: dict[str, Any]) -> None:
     told = found["commits"]
     assert told["committed"]

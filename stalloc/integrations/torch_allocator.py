@@ -5,7 +5,6 @@ answer (statistics, peaks, histories) is answered in torch_answers.
 """
 
 import ctypes
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection
@@ -106,11 +105,9 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
 
     All of that belongs to the devices of its parameters: another GPU's program may be anywhere in its step.
     """
-    from torch.optim.optimizer import (
-        Optimizer,
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 
     devices = _Devices(len(runtime.controllers))
     known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have stepped: some never have any state
@@ -122,14 +119,7 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
 
     register_optimizer_step_pre_hook(about_to_step)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped(devices.of(optimizer)))
-    make = Optimizer.__init__
-
-    @functools.wraps(make)
-    def make_and_expect(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        runtime.expect_marks(devices.of(self))
-
-    Optimizer.__init__ = make_and_expect
+    when_optimizers_are_made(lambda optimizer: runtime.expect_marks(devices.of(optimizer)))
 
 
 def _tell_tasks_apart(folder: Path, runtime: Runtime) -> None:

@@ -8,22 +8,22 @@ threads with a pinned buffer each. A virtual GPU has no bytes: then no file is m
 
 import contextlib
 import mmap
-import queue
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stalloc.errors import BadInputError, DiskError
+from stalloc.errors import DiskError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
-from stalloc.techniques.host_store import HostStore, dense_strides, has_values
-from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_bytes, disk_chunk_bytes, in_pages
+from stalloc.techniques.disk_threads import DiskThreads
+from stalloc.techniques.host_store import dense_strides, has_values
+from stalloc.techniques.parts import in_pages
 from stalloc.techniques.state_folder import StateFolder
 from stalloc.techniques.transfers import Transfers
 
@@ -44,6 +44,10 @@ class DiskRoom:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return True
 
+    def give_back(self, size_bytes: int) -> None:
+        """Count so many less."""
+        self.used_bytes -= size_bytes
+
 
 @dataclass(eq=False)
 class Region:
@@ -60,25 +64,15 @@ class Region:
 class DiskStore:
     """The file of one optimizer, in a folder that nobody else may use meanwhile."""
 
-    def __init__(self, folder: Path, room: DiskRoom, host: HostStore, device: torch.device) -> None:
-        """Raises BadInputError if the folder cannot be used, or `host` has no room for buffers."""
-        self.chunk_bytes = disk_chunk_bytes(host.limit_bytes)
-        size_bytes = disk_buffers_bytes(self.chunk_bytes)
-        block = host.take(size_bytes, pinned=device.type == "cuda") if self.chunk_bytes else None
-        if block is None:
-            raise BadInputError(
-                f"state on disk needs {human_bytes(2 * DISK_THREADS * PAGE_BYTES)} of host memory for its buffers: "
-                "allow as much."
-            )
-        begin = -block.data_ptr() % PAGE_BYTES
-        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for number in range(DISK_THREADS):
-            self._buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
+    def __init__(self, folder: Path, room: DiskRoom, threads: DiskThreads, device: torch.device) -> None:
+        """Raises BadInputError if the folder cannot be used."""
+        self.chunk_bytes = threads.chunk_bytes
+        self._threads = threads
         self.room = room
         self.folder = StateFolder(folder) if has_values(device) else None
-        self._threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="stalloc-disk")
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
         self._end = 0  # of the file
+        self._taken: list[weakref.finalize[Any, Any]] = []  # give room back when this is gone; a commit stays
         self._failed = ""
 
     def take(self, sizes: Sequence[int]) -> list[Region] | None:
@@ -97,7 +91,7 @@ class DiskStore:
         for target, region in wanted:
             self._wait(region.writing)
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                reading.append(self._threads.submit(self._read, region, number, piece, transfers))
+                reading.append(self._threads.pool.submit(self._read, region, number, piece, transfers))
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
@@ -112,7 +106,7 @@ class DiskStore:
             for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self._threads.submit(self._write, region, number, [piece], transfers, done)
+                task = self._threads.pool.submit(self._write, region, number, [piece], transfers, done)
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
@@ -156,6 +150,8 @@ class DiskStore:
             self.folder.commit(manifest)
         for region in self._regions:
             region.committed = region.current
+        for taken in self._taken:
+            taken.detach()
 
     def _extend(self, sizes: Sequence[int]) -> list[int] | None:
         total = sum(sizes)
@@ -167,9 +163,12 @@ class DiskStore:
             try:
                 self.folder.allocate(self._end, total)
             except OSError as error:
-                self.room.used_bytes -= total
+                self.room.give_back(total)
                 say(f"{self.folder.path} has no room for {human_bytes(total)} of state ({error.strerror}).")
                 return None
+        taken = weakref.finalize(self, self.room.give_back, total)
+        taken.atexit = False
+        self._taken.append(taken)
         begins = []
         for size in sizes:
             begins.append(self._end)
@@ -177,7 +176,7 @@ class DiskStore:
         return begins
 
     def _read(self, region: Region, number: int, target: torch.Tensor, transfers: Transfers) -> None:
-        buffer = self._buffers.get()
+        buffer = self._threads.buffers.get()
         begin = number * self.chunk_bytes
         try:
             if self.folder is not None:
@@ -187,7 +186,7 @@ class DiskStore:
                     raise OSError(0, "what was read is not what was written")
             transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype))
         finally:
-            self._buffers.put(buffer)
+            self._threads.buffers.put(buffer)
 
     def _write(
         self,
@@ -198,7 +197,7 @@ class DiskStore:
         copied: "Future[None]",
     ) -> None:
         """`piece` has one tensor, which is taken out, so that nobody here holds it once it is copied."""
-        buffer = self._buffers.get()
+        buffer = self._threads.buffers.get()
         try:
             source = piece.pop()
             num_bytes = source.nbytes
@@ -212,7 +211,7 @@ class DiskStore:
                 region.sums[number] = zlib.crc32(view[:num_bytes])
                 self.folder.write(view, region.places[region.current] + number * self.chunk_bytes)
         finally:
-            self._buffers.put(buffer)
+            self._threads.buffers.put(buffer)
 
     def _wait(self, tasks: "list[Future[None]]") -> None:
         with self._told("use"):

@@ -1,16 +1,18 @@
 """What an optimizer's class says about updating its parameters one by one.
 
-Contract: only optimizers of PyTorch that were tried are taken as updating each parameter by its own gradient and state
+Contract: only optimizers that were tried are taken as updating each parameter by its own gradient and state
 alone; the own step of one is that of its class, without what calls its hooks.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 KNOWN = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
          "Rprop", "SGD")  # fmt: skip
+KNOWN_ELSEWHERE = {"transformers.optimization": ("Adafactor",)}  #: the same in other libraries, by module
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -26,8 +28,7 @@ def own_step(kind: type) -> Callable[..., Any]:
 def why_not_one_by_one(optimizer: Any) -> str:
     """Why the parameters of an optimizer cannot be updated one by one; empty if they can."""
     kind = type(optimizer)
-    known = [getattr(torch.optim, name) for name in KNOWN if hasattr(torch.optim, name)]
-    if not any(own_step(kind) is own_step(one) for one in known):
+    if not any(own_step(kind) is own_step(one) for one in _known()):
         return f"{kind.__name__} is not known to update each parameter by its own gradient and state alone"
     for group in optimizer.param_groups:
         for option in ("differentiable", "capturable"):
@@ -39,3 +40,11 @@ def why_not_one_by_one(optimizer: Any) -> str:
         if strange:
             return f"{kind.__name__} updates a {strange[0]}, a kind of tensor that was not tried"
     return ""
+
+
+def _known() -> Iterator[type]:
+    for module, names in {"torch.optim": KNOWN, **KNOWN_ELSEWHERE}.items():
+        for name in names:
+            found = getattr(sys.modules.get(module), name, None)
+            if isinstance(found, type):
+                yield found

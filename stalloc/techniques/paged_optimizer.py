@@ -72,6 +72,7 @@ class PagedOptimizer:
         ]
         self._arrange(optimizer)
         _paged[optimizer] = self
+        weakref.finalize(optimizer, self._forget).atexit = False
         self.pager.take_over(optimizer)
 
     def told(self) -> dict[str, int]:
@@ -95,6 +96,13 @@ class PagedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self.pager.bring_home(optimizer)
+
+    def _forget(self) -> None:
+        """The optimizer is gone: room goes back now, not when Python next looks for what refers to itself."""
+        self.pager.forget()
+        self._processor.forget()
+        self.disk = None
+        self.committed_regions = WeakIdKeyDictionary()
 
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:

@@ -59,11 +59,15 @@ class ProcessorUpdates:
     def make_room(self, size_bytes: int, device: torch.device) -> bool:
         """Have so many bytes of host memory for copies; False if there is no room."""
         if sum(block.nbytes for block in self._blocks) < size_bytes:
-            self._finish()
-            self._blocks = []
+            self.forget()
             found = [self._store.take(size_bytes // 2, pinned=device.type == "cuda") for _ in range(2)]
             self._blocks = [block for block in found if block is not None]
         return len(self._blocks) == 2
+
+    def forget(self) -> None:
+        """Give back the memory for copies."""
+        self._finish()
+        self._blocks = []
 
     def begin_state(self, optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
         """The state that an optimizer begins with for a parameter, large tensors on device "meta"."""

@@ -7,12 +7,13 @@ changes there counts. What finds no room stays on the device.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stalloc.errors import DiskError
 from stalloc.techniques.disk_store import DiskStore, Region
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import Place, aligned
@@ -55,6 +56,14 @@ class StatePager:
             self._bring([parameter])()
         optimizer.state = defaultdict(dict, {one: self.of_device(one, values) for one, values in self.state.items()})
         self._slots.clear()
+
+    def forget(self) -> None:
+        """The optimizer is gone: so is what nobody else holds of its state."""
+        with suppress(DiskError):
+            self.settle()
+        self.state = WatchedState(self, {})
+        self._slots = StateSlots(self._store, None)
+        self._disk = None
 
     def looked(self) -> None:
         """Somebody else reads state from here on, or changes it where it lies: it is whole."""

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import GradientError
+from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 from stalloc.techniques.optimizer_facts import own_step, why_not_one_by_one
 
 _ADVICE = "Let the optimizer's step stay after the backward pass."
@@ -105,20 +106,18 @@ def step_in_backward(say: Callable[[str], None]) -> None:
     """
     _guard()
     known: weakref.WeakKeyDictionary[Any, StepInBackward | None] = weakref.WeakKeyDictionary()
-    own = torch.optim.Optimizer.add_param_group
 
-    def add_param_group(optimizer: Any, param_group: Any) -> None:
-        own(optimizer, param_group)
+    def made(optimizer: Any) -> None:
         if optimizer not in known:
             reason = why_not_one_by_one(optimizer)
             if reason:
                 say(f"{reason}: its step stays after the backward pass.")
             known[optimizer] = None if reason else StepInBackward(optimizer)
-        made = known[optimizer]
-        if made is not None:
-            made.watch(optimizer)
+        early = known[optimizer]
+        if early is not None:
+            early.watch(optimizer)
 
-    torch.optim.Optimizer.add_param_group = add_param_group
+    when_optimizers_are_made(made)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

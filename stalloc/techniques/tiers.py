@@ -3,7 +3,7 @@
 Contract: what cannot be kept in host memory stays on the device as it is, and one sentence says why.
 """
 
-import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 from stalloc.techniques.disk_store import DiskRoom, DiskStore
+from stalloc.techniques.disk_threads import DiskThreads
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import check_can_step, stream_blocks
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
-from stalloc.techniques.paged_optimizer import PagedOptimizer
+from stalloc.techniques.paged_optimizer import PagedOptimizer, paged_optimizer
 from stalloc.techniques.parts import Shares
 from stalloc.techniques.processor_updates import why_not_on_processor
 from stalloc.techniques.repeated_blocks import Block
@@ -33,12 +35,13 @@ class Tiers:
         """`folder` is for what goes to disk; each optimizer has one of its own in it."""
         self.store = store
         self._room, self._folder = DiskRoom(settings.disk_bytes), folder
-        self._paged: list[PagedOptimizer] = []
+        self._threads: DiskThreads | None = None
+        self._paged: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()  # of optimizers that the program still has
         self.num_paged = self.streamed_bytes = 0
         self._unpaged = ""  # why an optimizer is not paged
         self._settings, self._say = settings, say
         if settings.paged_window_bytes:
-            _when_optimizers_are_made(self._page)
+            when_optimizers_are_made(self._page)
         if settings.streamed_window:
             when_models_appear(self._stream)
             register_optimizer_step_pre_hook(lambda optimizer, *_: check_can_step(optimizer))
@@ -53,10 +56,14 @@ class Tiers:
         }
 
     def _page(self, optimizer: Any) -> None:
-        reason = why_not_one_by_one(optimizer)
+        paging, reason = paged_optimizer(optimizer), why_not_one_by_one(optimizer)
+        if paging is not None and reason:  # a group that it was given later cannot be
+            paging.undo(optimizer)
         if reason:
             self._unpaged = self._unpaged or reason
             self._say(f"{reason}: its state stays on the device.")
+            return
+        if paging is not None:
             return
         settings = self._settings
         shares, reason = settings.shares, why_not_on_processor(optimizer)
@@ -68,8 +75,9 @@ class Tiers:
             first = next((one for group in optimizer.param_groups for one in group["params"]), None)
             folder = (self._folder or Path()) / f"optimizer-{self.num_paged}"
             device = torch.device("cpu") if first is None else first.device
-            disk = DiskStore(folder, self._room, self.store, device)
-        self._paged.append(PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk))
+            self._threads = self._threads or DiskThreads(self.store, device)
+            disk = DiskStore(folder, self._room, self._threads, device)
+        self._paged.add(PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk))
         self.num_paged += 1
 
     def _stream(self, _: int, blocks: list[Block], model: Any) -> None:
@@ -80,17 +88,3 @@ class Tiers:
         self.streamed_bytes += sum(layer.size_bytes for layer in streaming.layers) if streaming is not None else 0
         if reason:
             self._say(f"{reason}: layers stay on the device.")
-
-
-def _when_optimizers_are_made(made: Callable[[Any], None]) -> None:
-    """Call `made` with each optimizer, before it has made a step."""
-    from torch.optim import Optimizer
-
-    make = Optimizer.__init__
-
-    @functools.wraps(make)
-    def make_and_tell(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        made(self)
-
-    Optimizer.__init__ = make_and_tell

@@ -345,6 +345,31 @@ def on_the_device(**where: Any) -> dict[str, Any]:
     return found
 
 
+def remade() -> dict[str, list[int]]:
+    """Bytes in the host and on disk before and after the program drops an optimizer, while nobody looks for cycles."""
+    parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ways: dict[str, dict[str, Any]] = {
+            "host": {},
+            "processor": {"processor": 1.0},
+            "disk": {"host": "48KiB", "disk": f"{folder}:1MiB"},
+        }
+        for name, where in ways.items():
+            optimizer = torch.optim.AdamW(parameters)
+            paging = stalloc.page_optimizer(optimizer, **where)
+            for one in parameters:
+                one.grad = torch.randn(64, 64)
+            optimizer.step()
+            used = [paging.store, *([paging.disk.room] if paging.disk is not None else [])]
+            found[name] = [one.used_bytes for one in used]
+            gc.disable()
+            del optimizer, paging
+            found[name] += [one.used_bytes for one in used]
+            gc.enable()
+    return found
+
+
 def main() -> None:
     equal = {}
     host: dict[str, int] = {}
@@ -364,6 +389,7 @@ def main() -> None:
         "elsewhere": elsewhere(),
         "processor": by_the_processor(),
         "commits": commits(),
+        "remade": remade(),
     }
     print(json.dumps(told))
 
