@@ -56,6 +56,7 @@ _MODULES = {
     "commit": ".techniques",
     "committed": ".techniques",
     "stream_layers": ".techniques",
+    "cache_experts": ".techniques",
     "report": ".writers.reporting",
     "budget": ".fitting",
     "fit": ".fitting",

@@ -17,7 +17,7 @@ from warm_programs import run_stalloc, run_warm, told_by_file
 
 from stalloc.errors import BadInputError
 from stalloc.fitting import Candidate, Fit
-from stalloc.fitting.fit_record import Program, load_fit
+from stalloc.fitting.fit_record import Program, load_fit, undominated
 from stalloc.fitting.keeping import plans_of
 from stalloc.fitting.look_ahead import Ahead, steps_to_try
 from stalloc.planner import plans_to_bytes
@@ -427,6 +427,19 @@ def sample() -> Fit:
         candidates=(Candidate(what="as it is", technique="none", needed_bytes=4),),
         settings=Settings(RecomputeSettings(blocks)),
     )  # fmt: skip
+
+
+def test_the_pareto_set_has_each_way_that_no_other_beats_in_bytes_and_seconds() -> None:
+    def way(device: int, host: int, disk: int, seconds: float, refused: str = "") -> Candidate:
+        return Candidate(
+            what="", technique="", needed_bytes=device, host_bytes=host, disk_bytes=disk, added_seconds=seconds,
+            refused=refused,
+        )  # fmt: skip
+
+    ways = [way(9, 0, 0, 0), way(5, 0, 0, 2), way(5, 1, 0, 2), way(4, 3, 0, 1), way(4, 0, 3, 1), way(1, 0, 0, 0, "no")]
+    assert undominated(ways) == [0, 1, 3, 4]
+    assert undominated([*ways, way(4, 0, 0, 1)]) == [0, 6]
+    assert undominated([ways[0]] * 2) == [0, 1]
 
 
 def test_a_fit_file_gives_back_what_was_saved(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def test_a_fit_pages_what_recomputation_cannot_save_and_the_run_keeps_the_budget
     for one in (paged, best):
         assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
     assert "host memory" in shown
+    assert set(found["pareto"]) == {0, 1, found["best"]}
+    assert shown.count("\n  +  ") == 2
     assert "next: stalloc run --budget 104MiB --host 64MiB" in shown
     assert load_fit(tmp_path / "trains.fit.npz").settings.tiers == TierSettings(
         host_bytes=64 << 20, paged_window_bytes=1, device_share=0.4375

@@ -31,7 +31,7 @@ def found() -> dict[str, Any]:
 
 
 def test_losses_parameters_and_state_are_the_programs_own_to_the_last_bit(found: dict[str, Any]) -> None:
-    equal = {name: told for name, told in found.items() if name not in REFUSED}
+    equal = {name: told for name, told in found.items() if name not in REFUSED and name != "experts"}
     assert equal == dict.fromkeys(equal, True)
     assert len(equal) >= 16
 
@@ -40,6 +40,25 @@ def test_losses_parameters_and_state_are_the_programs_own_to_the_last_bit(found:
 def test_what_would_not_be_right_is_refused_in_a_sentence(found: dict[str, Any], case: str) -> None:
     assert found[case].startswith("layers.3 is streamed, and ")
     assert REFUSED[case] in found[case]
+
+
+def test_experts_compute_what_they_would_without_a_cache_and_take_no_more_than_its_room(found: dict[str, Any]) -> None:
+    told = found["experts"]
+    assert told["equal"], "outputs and weights, which the program changes between calls"
+    assert told["undone"]
+    assert told["hits"] > 0 < told["misses"]
+    assert 0 < told["most"] <= told["room"]
+    mib, result = 1 << 20, (1 << 20) + (2 << 10)
+    assert told["away"] == 0
+    assert told["peak"] == 2 * mib + result
+    assert told["stayed"] == told["on another stream"] == 3, "memory of one stream is not handed to another"
+
+
+def test_experts_that_cannot_be_cached_are_refused_in_a_sentence(found: dict[str, Any]) -> None:
+    told = found["experts"]
+    assert "is cached, and is called with gradients: call the model under torch.no_grad()" in told["with gradients"]
+    assert told["no room"] == "expert 0 takes 1.00 MiB, and has room for 0.50 MiB: nothing is cached."
+    assert told["shared"].startswith("expert 0 has a parameter that lies elsewhere too")
 
 
 def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there() -> None:
@@ -55,7 +74,7 @@ def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there()
 def test_every_optimizer_comes_out_the_same_under_every_stack() -> None:
     told = told_by_file(PROGRAM.with_name("stacks.py"))
     assert told == dict.fromkeys(told, "equal")
-    assert len(told) == 77
+    assert len(told) == 137
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ sends in these steps it writes and sends. It is stopped after the last. The budg
 of the GPU less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
-`candidates`, `best` (a row, -1: none fits), `least_bytes`, `output`, `notes`, `num_trials`, `sentence`. The exit code
+`candidates`, `best` (a row, -1: none fits), `pareto` (rows than which no other needs less of one of device, host, disk
+and time, and no more of the rest), `least_bytes`, `output`, `notes`, `num_trials`, `sentence`. The exit code
 is 0 if something fits, 1 if nothing does.
 """
 
@@ -162,6 +163,8 @@ def _fitted(
 
 
 def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
+    from stalloc.fitting.fit_record import undominated
+
     lowest = min((one for one in fit.candidates if one.needed_bytes), key=lambda one: one.needed_bytes, default=None)
     if lowest is None:
         why = "is not known to be kept within {}: none of its runs could be measured, for the reasons in the table."
@@ -175,6 +178,7 @@ def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
         "step_seconds": fit.step_seconds,
         "estimate": fit.estimate,
         "candidates": [{**dataclasses.asdict(one), "fits": one.fits(fit.budget_bytes)} for one in fit.candidates],
+        "pareto": undominated(fit.candidates),
         "best": fit.best,
         "least_bytes": fit.least_bytes,
         "output": str(output),

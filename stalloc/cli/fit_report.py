@@ -4,7 +4,7 @@ from stalloc.cli.output import command_text, note_texts, size_text, table_consol
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import VirtualGPU
 from stalloc.figures import human_bytes, human_seconds
-from stalloc.fitting.fit_record import Candidate, Fit
+from stalloc.fitting.fit_record import Candidate, Fit, undominated
 from stalloc.fitting.tier_search import BY_THE_PROCESSOR
 from stalloc.printable import printable
 
@@ -18,7 +18,11 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     )
     tiers = {"host memory": "host_bytes", "on disk": "disk_bytes"}
     shown = {title: name for title, name in tiers.items() if any(getattr(one, name) for one in fit.candidates)}
-    rows = [_row(number, one, fit, list(shown.values())) for number, one in enumerate(fit.candidates)]
+    marked = set(undominated(fit.candidates)) if shown else set()
+    rows = [
+        _row("*" if number == fit.best else "+" * (number in marked), one, fit, list(shown.values()))
+        for number, one in enumerate(fit.candidates)
+    ]
     columns = ("", "way to run it", "", "stalloc reserves", "PyTorch reserves", *shown, "est. step", "est. factor",
                "checked")  # fmt: skip
     print_table(console, columns, rows, text_columns=3, indent="  ")
@@ -26,6 +30,12 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         "reserves: at the most, from the first allocation; PyTorch with plenty of memory, the same blocks recomputed"
     )
     print_prose(console, meant, indent="  ")
+    if marked:
+        print_prose(
+            console,
+            "+: no other way needs less of one and no more of the rest: memory of each kind, and time",
+            indent="  ",
+        )
     is_compiled = any(one.technique == "compile-budget" for one in fit.candidates)
     but = "; compiled code that saves less may round otherwise" if is_compiled else ""
     on_processor = any(one.technique in BY_THE_PROCESSOR for one in fit.candidates)
@@ -44,13 +54,13 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
         console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
 
 
-def _row(number: int, one: Candidate, fit: Fit, shown: list[str]) -> list[str]:
+def _row(mark: str, one: Candidate, fit: Fit, shown: list[str]) -> list[str]:
     host = [human_bytes(size) if (size := getattr(one, name)) else "-" for name in shown]
     if one.refused:
         return ["", one.what, "refused", "-", "-", *host, "-", "-", printable(one.refused)]
     told = "fits" if one.fits(fit.budget_bytes) else "does not fit"
     return [
-        "*" if number == fit.best else "",
+        mark,
         one.what,
         told,
         human_bytes(one.needed_bytes) if one.needed_bytes else "-",

@@ -6,11 +6,12 @@ system keeps beside them, may take of a device.
 PatrickStar: parameters and optimizer state in chunks of one size, of which those go that are needed latest (Belady), or
 that were used longest ago (LRU). Elixir: the size of chunks, and how many stay on the device with their state, searched
 together; what was rejected is shown. Harmony: packs of layers, for the forward and the backward pass apart. STRONGHOLD:
-the smallest window of layers without a modelled stall. Mobius: stages that take turns on several GPUs (needs SciPy:
+the smallest window of layers without a modelled stall. LoHan: how much of what layers save is swapped, where the rest
+is computed again. Mobius: stages that take turns on several GPUs (needs SciPy:
 `pip install 'stalloc[solver]'`). Nothing is run; seconds are estimates, without the optimizer.
 
-JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `harmony`, `stronghold`, `mobius` and `notes`, in bytes and
-seconds; what is not known is null.
+JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `harmony`, `stronghold`, `lohan`, `mobius` and `notes`, in
+bytes and seconds; what is not known is null.
 """
 
 import argparse
@@ -106,6 +107,10 @@ def _print_layers(console: Console, made: Swapping, machine: Machine) -> None:
         window = made.stronghold
         shown = f"{window.layers} of {window.num_layers} layers at once, {human_bytes(window.num_bytes)}"
         rows.append(["STRONGHOLD", shown, human_bytes(window.moved_bytes), human_seconds(window.seconds)])
+    if made.lohan:
+        amount = made.lohan
+        shown = f"{human_bytes(amount.swapped_bytes)} of {human_bytes(amount.saved_bytes)} of activations swapped"
+        rows.append(["LoHan", shown, human_bytes(amount.moved_bytes), human_seconds(amount.seconds)])
     if made.mobius:
         stages = made.mobius.plan
         proven = "" if stages.is_optimal else ", not proven to be best"

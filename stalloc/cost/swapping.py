@@ -13,6 +13,7 @@ from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs
 from stalloc.cost.layer_packs import PackPlan, pack_layers
 from stalloc.cost.pipeline_stages import Pipeline, StagePlan, cross_mapping, partition_stages
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
+from stalloc.cost.swap_amount import SwapAmount, best_amount
 from stalloc.errors import BadInputError, SetupError
 from stalloc.trace import Trace
 
@@ -68,6 +69,7 @@ class Swapping:
     elixir: ChunkSearch
     harmony: PackPlan | None = None
     stronghold: Window | None = None
+    lohan: SwapAmount | None = None
     mobius: MobiusPlan | None = None
     notes: tuple[str, ...] = ()
 
@@ -119,7 +121,14 @@ def _with_layers(made: Swapping, layers: list[LayerCost], machine: Machine) -> S
             notes.append("Mobius: not even stages of one layer fit")
         else:
             mobius = MobiusPlan(stages, *cross_mapping(machine.num_gpus, machine.num_roots))
-    return replace(made, harmony=packs, stronghold=_window(layers, link), mobius=mobius, notes=tuple(notes))
+    return replace(
+        made,
+        harmony=packs,
+        stronghold=_window(layers, link),
+        lohan=best_amount(layers, link),
+        mobius=mobius,
+        notes=tuple(notes),
+    )
 
 
 def _window(layers: list[LayerCost], link: LinkCost) -> Window:

@@ -53,6 +53,23 @@ def cheapest(candidates: Sequence[Candidate], budget_bytes: int) -> int:
     return min(fitting, key=lambda row: (candidates[row].added_seconds, candidates[row].needed_bytes), default=-1)
 
 
+def undominated(candidates: Sequence[Candidate]) -> list[int]:
+    """The rows of the Pareto set: no other needs at most as much of device, host, disk and time, and less of one."""
+    costs = {
+        row: (one.needed_bytes, one.host_bytes, one.disk_bytes, one.added_seconds)
+        for row, one in enumerate(candidates)
+        if one.needed_bytes and not one.refused
+    }
+
+    def is_worse(cost: tuple[float, ...]) -> bool:
+        return any(
+            other != cost and all(mine <= its for mine, its in zip(other, cost, strict=True))
+            for other in costs.values()
+        )
+
+    return [row for row, cost in costs.items() if not is_worse(cost)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """What a fit is of; it is of nothing else."""

@@ -12,10 +12,12 @@ if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
     from stalloc.techniques.activation_offload import offload_activations
     from stalloc.techniques.checkpointing import checkpoint
     from stalloc.techniques.chunked_loss import chunked_cross_entropy
+    from stalloc.techniques.expert_cache import cache_experts
     from stalloc.techniques.model_streaming import stream_layers
     from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
 __all__ = [
+    "cache_experts",
     "checkpoint",
     "chunked_cross_entropy",
     "commit",
@@ -32,6 +34,7 @@ _MODULES = {
     "committed": ".optimizer_paging",
     "offload_activations": ".activation_offload",
     "page_optimizer": ".optimizer_paging",
+    "cache_experts": ".expert_cache",
     "stream_layers": ".model_streaming",
 }
 

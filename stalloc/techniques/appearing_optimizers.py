@@ -29,4 +29,4 @@ def when_optimizers_are_made(made: Callable[[Any], None]) -> None:
         if self in known:
             made(self)
 
-    Optimizer.__init__, Optimizer.add_param_group = make_and_tell, add_and_tell  # type: ignore[method-assign]
+    Optimizer.__init__, Optimizer.add_param_group = make_and_tell, add_and_tell

@@ -83,6 +83,13 @@ class StreamedLayer:
 
         return let_go
 
+    def adopt(self) -> None:
+        """While it is here: what the program has given a parameter in place of its memory goes there."""
+        for parameter, here in zip(self.parameters, self._here, strict=True):
+            if parameter.data_ptr() != here.data_ptr():
+                self._take(parameter, here)
+                parameter.data = here
+
     def settle(self) -> None:
         """Let the processor wait until the host has it whole."""
         self._transfers.settle()
@@ -100,13 +107,13 @@ class StreamedLayer:
             here.untyped_storage().resize_(0)
         self.is_here, self.waiting = False, 0
 
-    def _take(self, parameter: torch.Tensor, host: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
         """The program has given a parameter other memory meanwhile, by a move of the model perhaps."""
-        if parameter.shape != host.shape or parameter.dtype != host.dtype:
+        if parameter.shape != place.shape or parameter.dtype != place.dtype:
             raise StreamError(
                 f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
                 "before its first forward pass."
             )
         self._transfers.settle()
         with torch.no_grad():
-            host.copy_(parameter)
+            place.copy_(parameter)

@@ -181,6 +181,84 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(8)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.gate(x).softmax(-1).topk(2)
+        mixed = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            mixed[rows] += shares[rows, places, None] * self.experts[number](x[rows])
+        return x + mixed
+
+
+class Scale(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def cached_experts() -> dict[str, Any]:
+    """Tokens through two layers of eight experts, of which five are on the device at once; weights change meanwhile."""
+    found: dict[str, Any] = {}
+    results = []
+    for room in ("", "90KiB"):
+        torch.manual_seed(2)
+        model = nn.Sequential(Mixture(), Mixture()).requires_grad_(False)
+        experts = [one for layer in model for one in layer.experts]  # type: ignore[union-attr]
+        before = [one.clone() for one in model.parameters()]
+        cache = stalloc.cache_experts(experts, room=room) if room else None
+        outputs = []
+        with torch.no_grad():
+            for step in range(12):
+                outputs.append(model(torch.randn(3, WIDTH)))
+                for number, one in enumerate(model.parameters()):  # as those do who load new weights
+                    if (number + step) % 3 == 0:
+                        one.data.copy_(one.data * 0.9)
+                    elif (number + step) % 7 == 0:
+                        one.data = one.data + 0.01
+        results.append((outputs, [one.clone() for one in model.parameters()]))
+        if cache is not None:
+            found |= {"hits": cache.hits, "misses": cache.misses, "most": cache.most_bytes, "room": cache.room_bytes}
+            try:
+                model(torch.randn(3, WIDTH))
+            except stalloc.StreamError as error:
+                found["with gradients"] = str(error)
+            cache.undo()
+            found["undone"] = same([one.clone() for one in model.parameters()], results[-1][1])
+    found["equal"] = same(*results) and not same(before, results[0][1])
+    return found | on_the_device()
+
+
+def on_the_device() -> dict[str, Any]:
+    """The same bytes on a device, where weights come as their experts are called."""
+    experts = [Scale(512, 512, bias=False, device="cuda") for _ in range(6)]  # of 1 MiB
+    cache = stalloc.cache_experts(experts, room="2MiB")
+    torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"away": torch.cuda.memory_allocated()}
+    with torch.no_grad():
+        for number in (0, 1, 0, 2, 0, 1, 3, 3):
+            experts[number](torch.ones(1, 512, device="cuda"))
+        found["stayed"] = cache.hits
+        with torch.cuda.stream(torch.cuda.Stream()):
+            experts[3](torch.ones(1, 512, device="cuda"))
+        found["on another stream"] = cache.hits
+    found["peak"] = torch.cuda.max_memory_allocated()
+    for room, name in (("512KiB", "no room"), ("2MiB", "shared")):
+        others = [nn.Linear(512, 512, device="cuda") for _ in range(2)]
+        others[1].weight = others[0].weight
+        try:
+            stalloc.cache_experts(others[: 1 + (name == "shared")], room=room)
+        except stalloc.BadInputError as error:
+            found[name] = str(error)
+    return found
+
+
 def main() -> None:
     told: dict[str, Any] = {}
     for name, (make, habits) in CASES.items():
@@ -190,7 +268,7 @@ def main() -> None:
         except stalloc.StallocError as error:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
-    print(json.dumps(told))
+    print(json.dumps({**told, "experts": cached_experts()}))
 
 
 if __name__ == "__main__":
