@@ -83,6 +83,16 @@ def test_a_policy_by_name_is_the_only_one_tried(tmp_path: Path, policy: str) -> 
     assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
 
 
+@pytest.mark.slow
+def test_a_program_that_fsdp2_shards_is_fitted(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "real" / "fsdp2.py"
+    found, _ = fit(tmp_path, "--budget", "1500MiB", "--policy", "blocks:16", program, 4)
+    assert [one["refused"] for one in found["candidates"]] == ["", ""]
+    for one in found["candidates"]:
+        assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
+    assert found["candidates"][found["best"]]["what"] == "recompute 16 whole blocks"
+
+
 def test_a_run_keeps_its_budget_from_the_first_allocation(fitted: tuple[Path, dict[str, Any], str]) -> None:
     folder, found, _ = fitted
     done = stalloc(folder, "run", "--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL)
@@ -113,7 +123,10 @@ def test_a_fit_of_other_arguments_is_not_used(fitted: tuple[Path, dict[str, Any]
 
 def test_a_budget_that_nothing_keeps_is_one_sentence_with_the_least(tmp_path: Path) -> None:
     words = ("--budget", "1MiB", TRAIN, *SMALL)
+    (tmp_path / "train_gpt.fit.npz").write_text("of yesterday")
     found, done = fit(tmp_path, *words, code=1)
+    assert (tmp_path / "train_gpt.fit.npz").read_text() == "of yesterday", "nothing is lost for a fit that is none"
+    assert found["output"] is None
     assert found["best"] == -1
     assert 0 < found["least_bytes"] < found["candidates"][0]["needed_bytes"]
     assert "next:" not in done.stdout
@@ -194,9 +207,14 @@ def sentence(folder: Path, *words: Any) -> str:
 @pytest.mark.parametrize(
     ("source", "argument", "told"),
     [
-        (PROGRAM, 2, "ended before an optimizer made three steps"),
+        (
+            PROGRAM,
+            2,
+            "the program ended after 2 steps, and three are looked at: give it arguments with which it trains",
+        ),
         ("raise KeyError('mine')", 2, "the program failed in a trial (KeyError: 'mine')"),
-        ("print('nothing')", 2, "ended before an optimizer made three steps"),
+        ("print('nothing')", 2, "the program used no GPU through PyTorch: a budget is kept for what PyTorch trains"),
+        ("import torch; torch.ones(9).cuda()", 2, "no optimizer of PyTorch made a step in the program"),
     ],
 )
 def test_a_program_that_cannot_be_tried_is_one_sentence(tmp_path: Path, source: str, argument: int, told: str) -> None:
@@ -220,6 +238,9 @@ def test_a_program_that_does_not_end_is_given_up_with_all_that_it_started(tmp_pa
         (("--budget", "9TiB"), "is not possible on NVIDIA H200"),
         (("--budget", "1GiB", "-o", "fit.bin"), "does not end in .fit.npz"),
         (("--budget", "1GiB", "--trial-seconds", "0"), "--trial-seconds is 0"),
+        (("--budget", "1GiB", "--policy", "nonsense"), "there is no policy 'nonsense' that fits"),
+        (("--budget", "1GiB", "--policy", "blocks:x"), "'blocks:x' has no number of blocks"),
+        (("--budget", "1GiB", "--policy", "page:7"), "page takes no number"),
         (("--budget", "1GiB", "--as-gpu", "x"), "--as-gpu is for stalloc itself"),
     ],
 )

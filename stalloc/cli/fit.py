@@ -16,8 +16,8 @@ of the GPU less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
 `candidates`, `best` (a row, -1: none fits), `pareto` (rows than which no other needs less of one of device, host, disk
-and time, and no more of the rest), `least_bytes`, `output`, `notes`, `num_trials`, `sentence`. The exit code
-is 0 if something fits, 1 if nothing does.
+and time, and no more of the rest), `least_bytes`, `output` (null if none fits: nothing is written), `notes`,
+`num_trials`, `sentence`. The exit code is 0 if something fits, 1 if nothing does.
 """
 
 import argparse
@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--disk", metavar="FOLDER:SIZE", help="a folder that may be used for what has no room in --host (default: none)"
     )
     parser.add_argument("--policy", metavar="NAME", help="try only this technique (see stalloc policies)")
-    parser.add_argument("--output", "-o", metavar="FILE", help="keep the fit here (default: SCRIPT.fit.npz)")
+    parser.add_argument(
+        "--output",
+        "-o",
+        "--fit",
+        metavar="FILE",
+        help="keep the fit here (default: SCRIPT.fit.npz), for stalloc run --fit",
+    )
     parser.add_argument(
         "--trial-seconds", type=float, default=60.0, metavar="N", help="give up a run that takes longer (default: 60)"
     )
@@ -68,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     command = program_command(args)
     from stalloc.files import check_writable
     from stalloc.fitting import keeping
-    from stalloc.fitting.fit_record import SUFFIX
+    from stalloc.fitting.fit_record import check_name
     from stalloc.fitting.trials import STEPS
     from stalloc.integrations import program_source
 
@@ -84,18 +90,21 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--trial-seconds is {args.trial_seconds:g}: give a number above 0.")
     source = program_source.in_file(command)
     output = Path(args.output) if args.output else keeping.fit_file(source)
-    if not str(output).endswith(SUFFIX):
-        raise BadInputError(f"{output} does not end in {SUFFIX}: name the fit so that people know what it is.")
+    check_name(output)
     check_writable(output)
     fit, num_trials = _fitted(args, command, source, gpu, budget_bytes)
-    fit.save(output)
-    result = _result(fit, output, num_trials)
+    if fit.best >= 0:  # else what was kept before stays
+        fit.save(output)
+    result = _result(fit, output if fit.best >= 0 else None, num_trials)
     if wants_text(args):
-        from stalloc.cli.fit_report import print_fit
+        from stalloc.cli.fit_report import print_fit, print_next
 
-        print_fit(fit, gpu, num_trials, str(output), command)
+        named = None if output == keeping.fit_file(source) else output
+        print_fit(fit, gpu, num_trials)
+        if fit.best >= 0 and not args.as_gpu:  # who named the GPU so goes on by itself
+            print_next(fit, output, command, named)
     write_json(args, result)
-    if fit.best < 0 and not args.as_gpu:  # who named the GPU so says it
+    if fit.best < 0 and not args.as_gpu:
         say(result["sentence"])
     return EXIT_DONE if fit.best >= 0 else EXIT_CHECK_FAILED
 
@@ -162,7 +171,7 @@ def _fitted(
     return fit, fitting.num_trials
 
 
-def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
+def _result(fit: Any, output: Path | None, num_trials: int) -> dict[str, Any]:
     from stalloc.fitting.fit_record import undominated
 
     lowest = min((one for one in fit.candidates if one.needed_bytes), key=lambda one: one.needed_bytes, default=None)
@@ -181,7 +190,7 @@ def _result(fit: Any, output: Path, num_trials: int) -> dict[str, Any]:
         "pareto": undominated(fit.candidates),
         "best": fit.best,
         "least_bytes": fit.least_bytes,
-        "output": str(output),
+        "output": None if output is None else str(output),
         "notes": list(fit.notes),
         "num_trials": num_trials,
         "sentence": ""

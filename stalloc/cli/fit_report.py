@@ -1,5 +1,7 @@
 """What `stalloc fit` prints: one row for each way to run the program, the program as it is first."""
 
+from pathlib import Path
+
 from stalloc.cli.output import command_text, note_texts, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.device.known_gpus import VirtualGPU
@@ -9,8 +11,8 @@ from stalloc.fitting.tier_search import BY_THE_PROCESSOR
 from stalloc.printable import printable
 
 
-def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: list[str]) -> None:
-    """Print the table, how its figures are known, and what to type next."""
+def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int) -> None:
+    """Print the table, and how its figures are known."""
     console = table_console()
     console.print(
         f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
@@ -44,14 +46,16 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, output: str, command: 
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
     for note in note_texts(fit.notes):
         print_prose(console, note, indent="  ")
-    if fit.best >= 0:
-        host_bytes = fit.settings.host_bytes
-        more = ["--host", size_text(host_bytes)] if host_bytes else []
-        more += ["--disk", f"FOLDER:{size_text(fit.settings.tiers.disk_bytes)}"] * (
-            fit.candidates[fit.best].disk_bytes > 0
-        )
-        words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *command)
-        console.print(f"next: {words}    (settings and plan are kept in {printable(output)})")
+
+
+def print_next(fit: Fit, output: Path, command: list[str], named: Path | None) -> None:
+    """Print what to type for a run that keeps the budget; `named`: the file, where a run would not look for it."""
+    host_bytes, on_disk = fit.settings.host_bytes, fit.candidates[fit.best].disk_bytes
+    more = ["--host", size_text(host_bytes)] if host_bytes else []
+    more += ["--disk", f"FOLDER:{size_text(fit.settings.tiers.disk_bytes)}"] if on_disk else []
+    more += ["--fit", str(named)] if named else []
+    words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *command)
+    table_console().print(f"next: {words}    (settings and plan are kept in {printable(str(output))})")
 
 
 def _row(mark: str, one: Candidate, fit: Fit, shown: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ def try_activations(fitting: "Fitting", policy: str | None = None) -> None:
 
     `policy` "offload-ratio:R": only with this ratio, and with nothing beside. Raises BadInputError if R is none.
     """
-    ratio = _ratio_of(policy or "")
+    ratio = ratio_of(policy or "")
     if not fitting.host_bytes:
         fitting.note(["nothing is kept in host memory without --host SIZE"])
         return
@@ -134,7 +134,8 @@ def _measure(fitting: "Fitting", seen: _Seen, found: Expected) -> Candidate:
     return candidate
 
 
-def _ratio_of(policy: str) -> float | None:
+def ratio_of(policy: str) -> float | None:
+    """The share in `offload-ratio:SHARE`, None without one. Raises BadInputError if it is none."""
     _, colon, text = policy.partition(":")
     if not colon:
         return None

@@ -1,43 +1,32 @@
 """Finding the cheapest way to run a program within a budget: propose by what a run shows, verify by execution.
 
-Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. At
-most ROUNDS proposals are tried, each asking for less or more by what the one before was over or left, and whole blocks
-beside them.
+Contract: no candidate is said to fit that was not run within the budget, on its plan, from its first allocation. What
+is proposed, each technique says in a file of its own; here it is run.
 """
 
 import dataclasses
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import plural
 from stalloc.fitting.activation_search import Expected, try_activations
-from stalloc.fitting.block_graph import optimal_blocks
 from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
-from stalloc.fitting.frontier import (
-    Proposal,
-    describe,
-    frontier,
-    proposal,
-    settings_of,
-    whole_blocks,
-)
+from stalloc.fitting.frontier import Proposal, proposal, settings_of, whole_blocks
 from stalloc.fitting.look_ahead import LATER, look_ahead
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
+from stalloc.fitting.policy_search import check_policy, try_named
 from stalloc.fitting.presets import try_attention, try_selective, try_whole
+from stalloc.fitting.recompute_search import try_cheapest
 from stalloc.fitting.run_seen import Foresight, RunSeen
 from stalloc.fitting.step_search import try_step_in_backward
 from stalloc.fitting.tier_search import is_of_tiers, try_tiers, with_host
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
-from stalloc.integer_program import find_solver
 from stalloc.techniques.technique_settings import Settings
 
-ROUNDS = 3
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
-ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
 Trial = Callable[[TrialWork], Measured]
 Tell = Callable[[str], None]
 
@@ -70,8 +59,7 @@ class Fitting:
 
         `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
         """
-        if policy == "checkmate":
-            find_solver()  # before anything is run
+        check_policy(policy)
         self._observe()
         self._look_ahead()
         self.foresee()
@@ -85,11 +73,11 @@ class Fitting:
         if not whole_blocks(self.step):
             self.note([self.step.why_no_blocks])
         elif policy is not None:
-            self._try_named(policy)
+            try_named(self, policy)
         elif fits:
             try_whole(self)
         else:
-            self.search()
+            try_cheapest(self)
             try_attention(self)
             try_selective(self)
             try_whole(self)
@@ -105,9 +93,7 @@ class Fitting:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
         self.step = ProgramSeen.from_json(measured.seen)
         if self.step.num_steps <= MEMORY_STEP:
-            raise BadInputError(
-                "the program ended before an optimizer made three steps: give it arguments with which it trains longer."
-            )
+            raise BadInputError(_why_too_short(self.step.num_steps, uses_gpu=bool(measured.steps)))
 
     def _look_ahead(self) -> None:
         if self.num_steps:
@@ -149,48 +135,6 @@ class Fitting:
         self._recorded[settings] = self.try_once(TrialWork("recorded", settings, watched=rows))
         return self._recorded[settings]
 
-    def search(self) -> None:
-        """The cheapest proposal of the frontier that is expected to fit."""
-
-        def propose(target_bytes: int) -> Proposal:
-            proposals = frontier(self.step)
-            number = bisect_left(proposals, -target_bytes, key=lambda one: -self.expected(one))
-            return proposals[min(number, len(proposals) - 1)]
-
-        self._approach(propose, "recompute")
-
-    def _solve(self) -> None:
-        """Checkmate: the cheapest choice of whole blocks that is expected to fit; all blocks where none is."""
-
-        def propose(target_bytes: int) -> Proposal:
-            whole = whole_blocks(self.step)
-            if self.foresight is None:
-                return proposal(self.step, whole)
-            found = optimal_blocks(self.step, self.foresight, whole, target_bytes)
-            return proposal(self.step, whole if found is None else found)
-
-        self._approach(propose, "checkmate")
-
-    def _approach(self, propose: Callable[[int], Proposal], technique: str) -> None:
-        """What is proposed for the budget, then for less by what was too much, or for more by what was left."""
-        beside = self.candidates[self.beside]
-        target = self.budget_bytes - max(0, beside.needed_bytes - beside.expected_bytes)
-        tried: set[tuple[int, float]] = set()
-        for _ in range(ROUNDS):
-            proposed = propose(target)
-            meant = self.expected(proposed), proposed.seconds  # other blocks of the same kind are no other proposal
-            if not proposed.choices or meant in tried:
-                break
-            tried.add(meant)
-            candidate = self.measure(proposed, describe(self.step, proposed), technique)
-            if candidate.refused:
-                tried.clear()  # blocks of that kind are left out from here on
-                continue
-            left_bytes = self.budget_bytes - candidate.needed_bytes
-            if 0 <= left_bytes <= self.budget_bytes * ENOUGH_LEFT:
-                break
-            target += left_bytes
-
     def expected(self, proposed: Proposal) -> int:
         """The most that would be allocated, 0 if that is not known.
 
@@ -207,23 +151,6 @@ class Fitting:
         beside = self.candidates[self.beside : self.beside + 1]
         off = [one.allocated_bytes - one.expected_bytes for one in beside if one.allocated_bytes]
         return self.foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
-
-    def _try_named(self, policy: str) -> None:
-        name, _, number = policy.partition(":")
-        if name in ("step-in-backward", "compile-budget", "offload-ratio") or is_of_tiers(policy):
-            return  # they have been, or will be tried
-        if policy == "recompute":
-            self.search()
-        elif policy == "checkmate":
-            self._solve()
-        elif policy in ("keep-attention", "remat-aware"):
-            try_attention(self, policy)
-        elif policy == "selective":
-            try_selective(self)
-        elif name == "blocks" and (not number or number.isdecimal()):
-            try_whole(self, int(number) if number else None)
-        else:
-            raise BadInputError(f"there is no policy {policy[:40]!r} that fits: `stalloc policies` lists them.")
 
     def measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
         """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
@@ -297,3 +224,18 @@ class Fitting:
         kind = kinds.get(measured.refused_block.removesuffix(":"))
         self.note([measured.failure])
         self.step = self.step.without(kind, measured.failure)
+
+
+def _why_too_short(num_steps: int, *, uses_gpu: bool) -> str:
+    """Why a program that has ended cannot be fitted."""
+    if not uses_gpu:
+        return (
+            "the program used no GPU through PyTorch: a budget is kept for what PyTorch trains (what CuPy allocates is "
+            "planned by stalloc run, without a budget)."
+        )
+    if not num_steps:
+        return (
+            "no optimizer of PyTorch made a step in the program, which is how its steps are told: nothing was fitted."
+        )
+    done = plural(num_steps, "step")
+    return f"the program ended after {done}, and three are looked at: give it arguments with which it trains longer."

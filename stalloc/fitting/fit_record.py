@@ -115,8 +115,7 @@ class Fit:
 
     def save(self, path: str | Path) -> None:
         """Write the fit to a file whose name ends in .fit.npz. Raises BadInputError if it cannot."""
-        if not str(path).endswith(SUFFIX):
-            raise BadInputError(f"{path} does not end in {SUFFIX}: name the fit so that people know what it is.")
+        check_name(path)
         write_whole(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -135,6 +134,12 @@ class Fit:
         columns = {"header": np.frombuffer(text, np.uint8), "plan": np.frombuffer(self.plan, np.uint8)}
         np.savez(buffer, allow_pickle=False, **columns)
         return buffer.getvalue()
+
+
+def check_name(path: str | Path) -> None:
+    """Raise BadInputError unless a file is called as fits are, so that nothing else is written over."""
+    if not str(path).endswith(SUFFIX):
+        raise BadInputError(f"{path} does not end in {SUFFIX}: name the fit so that people know what it is.")
 
 
 def load_fit(path: str | Path) -> Fit:

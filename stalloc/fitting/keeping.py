@@ -21,7 +21,7 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.files import check_writable
-from stalloc.fitting.fit_record import SUFFIX, Fit, Program, load_fit
+from stalloc.fitting.fit_record import SUFFIX, Fit, Program, check_name, load_fit
 from stalloc.fitting.trials import TRIAL_VARIABLE
 from stalloc.integrations import program_source
 from stalloc.notices import say
@@ -89,12 +89,18 @@ def find_or_make(
 
     `host_bytes` and `disk_bytes` are how much host memory, and room on a disk, it may use.
 
-    Raises BadInputError with the least that can be reached where nothing keeps the budget.
+    Raises BadInputError with the least that can be reached where nothing keeps the budget, and for a name that no fit
+    has.
     """
+    check_name(file)
     reason = ""
+    output: Path | None = file
     try:
         fit = load_fit(file)
-        reason = program_of(source, gpu.name).difference(fit.program)
+        program = program_of(source, gpu.name)
+        reason = program.difference(fit.program)
+        if program.name != fit.program.name:
+            output = None  # somebody else's
         if not reason and (fit.best < 0 or not fit.candidates[fit.best].fits(budget_bytes)):
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
         if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
@@ -110,8 +116,11 @@ def find_or_make(
         if file.exists():
             reason = str(error)
     if reason:
-        say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew.")
-    return make(command, budget_bytes=budget_bytes, gpu=gpu, output=file, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        stays = "" if output else ", and the file stays as it is"
+        say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew{stays}.")
+    return make(
+        command, budget_bytes=budget_bytes, gpu=gpu, output=output, host_bytes=host_bytes, disk_bytes=disk_bytes
+    )
 
 
 def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
@@ -166,7 +175,7 @@ def make(
         if not result.exists():
             raise SetupError(f"the program could not be fitted (exit code {done.returncode}): see above.")
         told = json.loads(result.read_text(encoding="utf-8"))
-        if told["best"] < 0 and budget_bytes is not None:
+        if told["best"] < 0:
             raise BadInputError(told["sentence"])
         return load_fit(file)
 
@@ -225,12 +234,14 @@ def budget(
     *,
     host: str | int = 0,
     disk: str | None = None,
+    fit: str | Path | None = None,
     device: Any = "auto",
     gpu: VirtualGPU | None = None,
 ) -> Fit | None:
     """Hold the program that this process runs to a budget of reserved memory; to be called before CUDA is used.
 
-    The fit of the program is looked for in the current folder, or made, which takes some seconds, and kept there.
+    Its fit is looked for in the file `fit`, by default SCRIPT.fit.npz in the current folder, or made, which takes some
+    seconds, and kept there.
     `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there. `device` and `gpu`
     as of `install`. What is used comes back; None in a trial of stalloc's own.
 
@@ -253,10 +264,11 @@ def budget(
         check_untouched()
     command = [str(source.path), *source.arguments]
     disk_bytes = place[1] if place else 0
-    fit = find_or_make(source, command, budget_bytes, gpu_of_this_process(), fit_file(source), host_bytes, disk_bytes)
-    plans = plans_of(fit, fit_file(source))
-    keep(integrations.install(device=device, gpu=gpu, known_plans=plans), fit, budget_bytes, place)
-    return fit
+    file = fit_file(source) if fit is None else Path(fit)
+    used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes)
+    known = plans_of(used, file)
+    keep(integrations.install(device=device, gpu=gpu, known_plans=known), used, budget_bytes, place)
+    return used
 
 
 def fit(

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from stalloc.figures import plural
 from stalloc.fitting.frontier import keeping, proposal, selective, whole_blocks
+from stalloc.techniques.policy_names import ATTENTION
 
 if TYPE_CHECKING:
     from stalloc.fitting.candidates import Fitting
-
-ATTENTION = ("attention", "flash")  #: parts of the names of operators that compute attention as a whole
 
 
 def try_attention(fitting: "Fitting", name: str = "keep-attention") -> None:

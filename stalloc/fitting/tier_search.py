@@ -13,6 +13,7 @@ from stalloc.cost.stream_window import smallest_window
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.frontier import proposal, whole_blocks
+from stalloc.fitting.recompute_search import try_cheapest
 from stalloc.fitting.tier_seconds import tier_seconds
 from stalloc.techniques.parts import Shares
 from stalloc.techniques.technique_settings import Settings
@@ -35,7 +36,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
     Blocks are recomputed beside that where it is needed. `plain` is foreseen of the program with no other technique;
     `policy` is one of POLICIES, where only that is to be tried.
     """
-    name, _, share = (policy or "page").partition(":")
+    name = (policy or "page").partition(":")[0]
     if not fitting.host_bytes:
         fitting.notes.append("nothing is kept in host memory without --host SIZE")
         return
@@ -43,7 +44,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
         fitting.notes.append("nothing is kept on disk without --disk FOLDER:SIZE")
         return
     fitting.foresight = plain
-    processor = {"zero-offload": 1.0, "twin-flow": _share(share)}.get(name, 0.0)
+    processor = processor_share(policy or "page")
     for windows in ((0, *_windows(fitting)), (0,)):  # what cannot stream its layers may page its state
         fitting.beside = len(fitting.candidates)
         fitting.base = Settings(tiers=_widest(fitting, windows, processor))
@@ -56,7 +57,7 @@ def try_tiers(fitting: "Fitting", plain: "Foresight | None", policy: str | None 
     if first.fits(fitting.budget_bytes):
         _keep_some(fitting, name, 1 - processor)
     elif whole_blocks(fitting.step):
-        fitting.search()
+        try_cheapest(fitting)
 
 
 def is_of_tiers(policy: str | None) -> bool:
@@ -64,8 +65,13 @@ def is_of_tiers(policy: str | None) -> bool:
     return policy is not None and policy.partition(":")[0] in POLICIES
 
 
-def _share(text: str) -> float:
-    """Of `twin-flow:SHARE`. Raises BadInputError for what is none."""
+def processor_share(policy: str) -> float:
+    """Of the parameters, how many the processor updates: `twin-flow:SHARE`. Raises BadInputError for what is none."""
+    name, _, text = policy.partition(":")
+    if name != "twin-flow":
+        if text:
+            raise BadInputError(f"{name} takes no number: give --policy {name}.")
+        return 1.0 if name == "zero-offload" else 0.0
     try:
         share = float(text or 0.5)
     except ValueError:

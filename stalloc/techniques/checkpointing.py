@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from stalloc.errors import BadInputError
+from stalloc.techniques.policy_names import BLOCKS, KEEP_ATTENTION, NEED_A_FIT, is_attention, num_blocks_of
 from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
 
 if TYPE_CHECKING:
@@ -15,17 +16,27 @@ if TYPE_CHECKING:
 
 
 def checkpoint(
-    model: Any, *, keep: Iterable[int | str] = (), blocks: int | Iterable[str] | None = None
+    model: Any,
+    *,
+    keep: Iterable[int | str] = (),
+    blocks: int | Iterable[str] | None = None,
+    policy: str | None = None,
 ) -> "Recomputation":
     """Recompute the repeated blocks of a model, a torch module, in backward, instead of saving what they compute.
 
     `keep`: operations whose results are saved all the same, by name ("aten.mm", or "mm") or by position in the block,
-    counted below autograd. `blocks`: how many, from the first, or their names; all by default. What is done comes
-    back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed twice with the same
-    result is a RecomputeError.
+    counted below autograd. `blocks`: how many, from the first, or their names; all by default. `policy` is a name in
+    their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain), "remat-aware" (DistFlashAttn), "blocks:N".
+    What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed
+    twice with the same result is a RecomputeError.
 
-    Raises BadInputError if the model has no repeated blocks, or none of a name.
+    Raises BadInputError if the model has no repeated blocks, or none of a name, and for a policy that is none.
     """
+    wanted, number = _by_name_or_position(keep), None
+    if policy is not None:
+        if keep or blocks is not None:
+            raise BadInputError(f"policy is {policy!r:.42}, with keep or blocks beside it: give one or the other.")
+        wanted, number = _of_policy(policy)
     import torch
 
     from stalloc.techniques.recompute import wrap
@@ -42,9 +53,24 @@ def checkpoint(
             f"{type(model).__name__} has no repeated blocks (two modules of one class side by side, with children of "
             "their own): there is nothing to recompute."
         )
-    chosen = _chosen(found, blocks)
-    wanted = _by_name_or_position(keep)
+    chosen = _chosen(found, blocks if number is None else number)
     return wrap(chosen, [wanted] * len(chosen))
+
+
+def _of_policy(policy: str) -> "tuple[Wanted, int | None]":
+    """What is kept, and how many blocks are recomputed."""
+    if policy.partition(":")[0] == BLOCKS:
+        return _by_name_or_position(()), num_blocks_of(policy)
+    if policy in KEEP_ATTENTION:
+        return (lambda _, name: is_attention(name)), None
+    if policy in NEED_A_FIT:
+        raise BadInputError(
+            f"{policy} looks at a run of the program to choose what is kept: use stalloc fit --policy {policy}, and "
+            "stalloc run --budget."
+        )
+    raise BadInputError(
+        f"there is no policy {policy!r:.42} for one model: give {', '.join(KEEP_ATTENTION)} or blocks:N."
+    )
 
 
 def _chosen(found: list[Block], blocks: int | Iterable[str] | None) -> list[Block]:

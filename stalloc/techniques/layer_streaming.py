@@ -39,7 +39,10 @@ def stream_blocks(model: Any, blocks: Sequence[Block], store: HostStore, window:
 
 def streamable(model: Any, block: Block) -> tuple[Parameters, str]:
     """The parameters of a block that can be streamed, and why none can."""
-    users = Counter(one.untyped_storage().data_ptr() for _, one in model.named_parameters(remove_duplicate=False))
+    plain = [one for _, one in model.named_parameters(remove_duplicate=False) if type(one) is torch.nn.Parameter]
+    users = Counter(
+        one.untyped_storage().data_ptr() for one in plain
+    )  # others, as of FSDP2, have no memory of their own
     parameters = [one for one in block.module.parameters() if _can_be(one, users)]
     why = why_not(block) or ("" if parameters else f"{block.name} has no parameters of its own on a device")
     if not why and len({one.device for one in parameters}) > 1:
@@ -48,13 +51,10 @@ def streamable(model: Any, block: Block) -> tuple[Parameters, str]:
 
 
 def _can_be(parameter: Any, users: "Counter[int]") -> bool:
+    if type(parameter) is not torch.nn.Parameter:
+        return False
     storage = parameter.untyped_storage()
-    return (
-        type(parameter) is torch.nn.Parameter
-        and parameter.numel() > 0
-        and users[storage.data_ptr()] == 1
-        and storage.nbytes() == parameter.nbytes
-    )
+    return parameter.numel() > 0 and users[storage.data_ptr()] == 1 and storage.nbytes() == parameter.nbytes
 
 
 class WeightTier:
