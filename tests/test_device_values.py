@@ -176,19 +176,23 @@ labels = torch.zeros(3, 600, 600, dtype=torch.long, device="cuda").random_(0, 20
 picked = list(torch.randn(3, 600, 600, 4, device="cuda")[labels != 255].shape)
 beams, ended = scores[:2].detach(), torch.zeros(2, 4, dtype=torch.bool, device="cuda")
 goes_on = bool((beams > torch.where(ended, beams, -1e9)).any())  # as beam search asks
+merged = torch.cat([torch.full((2, 2), -1e9, device="cuda"), beams[:, :2] + ended[:, :2].float() * -1e9], 1)
+best = sorted(merged.topk(2)[1][0].tolist())
+finite_too = bool(torch.isfinite(ended.sum() / beams[0, :1]))
 kept = scores[scores[:, 0] > 0.5]
 kept.sum().backward()
 torch.distributions.Categorical(logits=scores, validate_args=True)
 loss.item()
 str(scores)
-print(json.dumps({"answers": [finite, below, close, goes_on, picked, len(kept)], "decisions": decisions()}))
+answers = [finite, below, close, goes_on, best, finite_too, picked, len(kept)]
+print(json.dumps({"answers": answers, "decisions": decisions()}))
 """
 )
 
 
 def test_what_floating_point_numbers_decide_is_as_for_zeros_and_counted(run_checks: Any) -> None:
     found = run_checks(_DOUBTFUL)
-    assert found["answers"] == [True, True, True, True, [0, 4], 0]
+    assert found["answers"] == [True, True, True, True, [2, 3], True, [0, 4], 0]
     lines = [1 + _DOUBTFUL.splitlines().index(line) for line in _DOUBTFUL.splitlines() if _decides(line)]
     assert sorted(int(line) for line, _ in found["decisions"]) == lines
 
@@ -209,7 +213,7 @@ def test_a_count_that_no_kernel_wrote_is_not_what_was_uploaded_there_before(run_
 
 
 def _decides(line: str) -> bool:
-    return line.startswith(("finite", "below", "close", "goes_on", "picked", "kept =", "torch.distributions"))
+    return line.startswith(("finite", "below", "close", "goes_on", "best", "picked", "kept =", "torch.distributions"))
 
 
 _GENERATION = (

@@ -91,7 +91,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         first = a[0] if type(a) in (list, tuple) and a else a
         is_data = passes and (
             getattr(first, "requires_grad", False)
-            or not (getattr(first, "dtype", None) in kinds or (values.knows_numbers and values.knows(first)))
+            or not (getattr(first, "dtype", None) in kinds or values.keeps(first) or values.keeps(b))
         )
         del first  # or it would outlive the others
         if is_data:
@@ -109,7 +109,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
     # most calls are of these, and of data, the quickest sign of which is a gradient: they are spared what others need
     @functools.wraps(function)
     def follow_operator(a: Any, b: Any) -> Any:
-        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
+        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.keeps(a) or values.keeps(b)):
             return function(a, b)
         return follow(a, b)
 
@@ -119,7 +119,7 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
 
     @functools.wraps(function)
     def follow_unary(a: Any, **named: Any) -> Any:
-        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.knows(a)):
+        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.keeps(a)):
             return function(a, **named) if named else function(a)
         return follow(a, **named)
 
@@ -138,7 +138,7 @@ def _runner(values: Values, name: str, function: Callable[..., Any]) -> Callable
         first = (args[0][0] if isinstance(args[0], (list, tuple)) else args[0]) if args else None
         if not getattr(first, "is_cuda", False):
             return function(*args, **named)
-        if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_known(args)):
+        if not values.is_followed(first) and not (values.is_small(first) if judges else values.is_of_kept(args)):
             return function(*args, **named)
         if overwrites or (name == "scatter_" and _is_permuted(values, first, args)):
             values.overwrite(first)

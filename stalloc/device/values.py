@@ -30,6 +30,7 @@ class _Known:
     elements: Any  # a flat tensor of the host
     version: int | None
     certain: bool
+    made: bool = False  # by a followed function, be it of what is not certain
 
 
 class Values:
@@ -44,8 +45,11 @@ class Values:
         #: a block in which no dispatch mode of the program sees what is done on the host
         self.unseen = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
         self.knows_numbers = False
-        """Whether a floating-point tensor was ever known."""
+        """Whether a floating-point tensor was ever known for certain."""
+        self.keeps_numbers = False
+        """Whether one was ever kept."""
         self._new, self._clone, self._copy = torch.zeros, torch.Tensor.clone, torch.Tensor.copy_  # not yet followed
+        self._is_finite = torch.isfinite
         self._known: dict[int, _Known] = {}
         self._sweep_at = 1024
         self.decisions = Decisions((os.path.dirname(torch.__file__), os.path.dirname(__file__)))
@@ -77,15 +81,28 @@ class Values:
         except Exception:
             return False  # a tensor of another making may have no memory
 
-    def is_of_known(self, args: tuple[Any, ...]) -> bool:
-        """Whether a result of these arguments, the first of floating-point numbers, is certain as far as one sees."""
+    def keeps(self, value: Any) -> bool:
+        """Whether a value is a small floating-point tensor that a followed function made, or begins with one."""
+        value = value[0] if type(value) in (list, tuple) and value else value
+        if not self.keeps_numbers or type(value) not in self.plain or value.numel() > MAX_NUMBERS:
+            return False
+        try:
+            found = self._known.get(value.untyped_storage()._cdata)
+            return found is not None and (found.certain or found.made) and found.version == self._version(value)
+        except Exception:
+            return False
+
+    def is_of_kept(self, args: tuple[Any, ...]) -> bool:
+        """Whether the floating-point tensors among these arguments are small, and one of them is kept."""
+        is_kept = False
         for value in args:
             parts = value if isinstance(value, (list, tuple)) else (value,)
             for one in parts:
-                is_data = isinstance(one, self.torch.Tensor) and one.is_cuda and one.dtype not in self.kinds
-                if is_data and not self.knows(one):
-                    return False
-        return self.knows(args[0])
+                if isinstance(one, self.torch.Tensor) and one.is_cuda and one.dtype not in self.kinds:
+                    if one.numel() > MAX_NUMBERS:
+                        return False
+                    is_kept = is_kept or self.keeps(one)
+        return is_kept
 
     def known(self, tensor: Any) -> _Known | None:
         """What is known of a tensor's storage, None if it is too large; zeros, not certain, where nothing is."""
@@ -175,13 +192,20 @@ class Values:
             for one, known in zip(result, host, strict=False):
                 self.learn(one, (known, certain))
         elif type(result) in self.plain and self.can_keep(result) and result.shape == host.shape:
+            if result.dtype not in self.kinds:
+                with self.unseen():
+                    if not certain and not self._is_finite(host).all():  # zeros where data would be may divide
+                        self._known.pop(result.untyped_storage()._cdata, None)
+                        return
+                self.keeps_numbers = True
             there = self._known.get(result.untyped_storage()._cdata)
             if there is not None:  # changed in place on the host too, or a view
-                there.certain, there.version = there.certain and certain, self._version(result)
+                there.certain, there.version, there.made = there.certain and certain, self._version(result), True
             elif 0 < result.untyped_storage().nbytes() <= 8 * MAX_ELEMENTS:
                 num = result.untyped_storage().nbytes() // result.element_size()
                 self.knows_numbers = self.knows_numbers or (certain and result.dtype not in self.kinds)
                 kept = self._keep_known(result, self._zeros(num, result.dtype), certain=certain)
+                kept.made = True
                 with self.unseen():
                     self._copy(self.host(result, kept), host)
 
@@ -209,6 +233,7 @@ class Values:
                 found.certain, found.version = True, self._version(tensor)
             else:
                 self.knows_numbers = self.knows_numbers or tensor.dtype not in self.kinds
+                self.keeps_numbers = self.keeps_numbers or self.knows_numbers
                 self._keep_known(tensor, self._clone(source).reshape(-1), certain=True)
         return True
 
