@@ -21,7 +21,7 @@ from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.parts import Place, Shares, arranged, staging_bytes
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager
-from stalloc.techniques.streamed_layers import layer_of
+from stalloc.techniques.streamed_layers import device_of, layer_of
 from stalloc.techniques.update_order import DividedStep, Parameters
 
 WINDOW_BYTES = 256 << 20
@@ -138,7 +138,7 @@ class PagedOptimizer:
                 present = [one for one in part if one.grad is not None]
                 if place is not Place.PROCESSOR or not present:
                     continue
-                device = part[0].device if (layer := layer_of(part[0])) is None else layer.device
+                device = device_of(part[0])
                 has_room = self._processor.make_room(needed_bytes, device) and self.pager.begin(
                     present, lambda one: self._processor.begin_state(optimizer, one)
                 )

@@ -16,7 +16,7 @@ import torch
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.optimizer_facts import own_step
 from stalloc.techniques.parts import aligned
-from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
+from stalloc.techniques.streamed_layers import device_of, layer_of
 from stalloc.techniques.transfers import Transfers
 from stalloc.techniques.update_order import Parameters
 
@@ -134,7 +134,7 @@ class ProcessorUpdates:
             yield part
             return
         way = self._parts[id(part[0])]
-        computes = has_values(self._device_of(part[0]))
+        computes = has_values(device_of(part[0]))
         state = optimizer.state
         copies = []
         for one, value, gradient in zip(part, way.values, way.gradients, strict=True):
@@ -171,13 +171,9 @@ class ProcessorUpdates:
                 event.synchronize()
         self._uploaded = [None, None]
 
-    def _device_of(self, parameter: torch.Tensor) -> torch.device:
-        layer: StreamedLayer | None = layer_of(parameter)
-        return parameter.device if layer is None else layer.device
-
     def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
         if self._transfers is None:
-            self._transfers = Transfers(self._device_of(parameter))
+            self._transfers = Transfers(device_of(parameter))
         return self._transfers
 
 

@@ -18,7 +18,7 @@ from stalloc.techniques.disk_store import DiskStore, Region
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import Place, aligned
 from stalloc.techniques.state_slots import Named, StateSlots
-from stalloc.techniques.streamed_layers import layer_of
+from stalloc.techniques.streamed_layers import device_of
 from stalloc.techniques.transfers import Transfers
 from stalloc.techniques.update_order import Parameters
 from stalloc.techniques.watched_state import WatchedState
@@ -89,7 +89,7 @@ class StatePager:
         """The state of a parameter as it would be without paging: what is elsewhere is a copy, on the device."""
         if not isinstance(parameter, torch.Tensor) or not isinstance(values, dict):
             return values
-        device, slots = self._device_of(parameter), self._slots.of(parameter)
+        device, slots = device_of(parameter), self._slots.of(parameter)
         small = {} if self._place_of(parameter) is not Place.PROCESSOR else {
             name: value for name, value in values.items()
             if isinstance(value, torch.Tensor) and (name != "step" or self._has_step_on_device)
@@ -120,12 +120,12 @@ class StatePager:
             self._take_away(part, to_disk=False)[1]()
             new = {one: of_meta(one) for one in part if not self.state.get(one)}
             wanted = [(one, name, value) for one in new for name, value in new[one].items() if is_large(value)]
-            self._slots.make(wanted, self._device_of(part[0]), to_disk=False)
+            self._slots.make(wanted, device_of(part[0]), to_disk=False)
             for one, name, _ in wanted:
                 slot = self._slots.of(one).get(name)
                 if slot is None:
                     return False
-                if has_values(self._device_of(one)):
+                if has_values(device_of(one)):
                     slot.zero_()
                 new[one][name] = slot
             self.state.update(
@@ -165,11 +165,11 @@ class StatePager:
                 kind = parameter.dtype if parameter.is_floating_point() else value.dtype
                 wanted = torch.empty_like(value, dtype=kind, device="meta")
                 if place is not Place.DEVICE:
-                    device = self._device_of(parameter)
+                    device = device_of(parameter)
                     self._slots.make([(parameter, name, wanted)], device, to_disk=place is Place.PAGED)
                 slot = self._slots.of(parameter).get(name)
                 if place is Place.DEVICE or slot is None:
-                    self.state[parameter][name] = value.to(dtype=kind, device=self._device_of(parameter))
+                    self.state[parameter][name] = value.to(dtype=kind, device=device_of(parameter))
                 elif self._slots.region(parameter, name) is not None:
                     self._write([(parameter, name, value.to(dtype=kind, copy=True))])()
                 else:
@@ -199,7 +199,7 @@ class StatePager:
         pairs, reads = [], []
         with self.state.unwatched():
             for parameter, name, slot in list(self.elsewhere(part)):
-                here = torch.empty_like(slot, device=self._device_of(parameter))
+                here = torch.empty_like(slot, device=device_of(parameter))
                 self.state[parameter][name] = here
                 region = self._slots.region(parameter, name)
                 if region is None or self._stored.get(parameter) != self._looks:
@@ -273,16 +273,12 @@ class StatePager:
         for parameter in part:
             slots = self._slots.of(parameter)
             for name, value in self.state.get(parameter, {}).items():
-                if is_large(value) and value is not slots.get(name) and value.device == self._device_of(parameter):
+                if is_large(value) and value is not slots.get(name) and value.device == device_of(parameter):
                     yield parameter, name, value
-
-    def _device_of(self, parameter: torch.Tensor) -> torch.device:
-        layer = layer_of(parameter)
-        return parameter.device if layer is None else layer.device
 
     def _transfers_of(self, parameter: torch.Tensor) -> Transfers:
         if self._transfers is None:
-            self._transfers = Transfers(self._device_of(parameter))
+            self._transfers = Transfers(device_of(parameter))
         return self._transfers
 
 

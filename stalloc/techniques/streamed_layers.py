@@ -25,6 +25,12 @@ def layer_of(parameter: torch.Tensor) -> "StreamedLayer | None":
     return found
 
 
+def device_of(parameter: torch.Tensor) -> torch.device:
+    """Where a parameter computes, and is updated on the device, wherever it lies now."""
+    layer = layer_of(parameter)
+    return parameter.device if layer is None else layer.device
+
+
 class StreamedLayer:
     """The parameters of one block. Invariant: `is_here` says whether they are on the device, as one."""
 
