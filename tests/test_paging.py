@@ -99,6 +99,15 @@ def test_what_an_optimizer_had_goes_back_when_the_program_drops_it(found: dict[s
         assert max(after) == 0
 
 
+def test_a_program_that_makes_another_optimizer_has_room_for_it_and_its_own_numbers(found: dict[str, Any]) -> None:
+    told = found["made again"]
+    assert told["equal"]
+    assert told["said"] == []
+    assert told["num_paged"] == 2
+    assert 0 < told["host_bytes"] <= 48 << 10
+    assert told["disk_bytes"] > 0
+
+
 def test_what_was_committed_comes_back_and_what_goes_wrong_on_disk_is_a_sentence(found: dict[str, Any]) -> None:
     told = found["commits"]
     assert told["committed"]

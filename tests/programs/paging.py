@@ -24,6 +24,9 @@ import torch  # noqa: E402  (the device is in place)
 from torch import nn  # noqa: E402
 
 import stalloc  # noqa: E402
+from stalloc.techniques.applying import apply_settings  # noqa: E402
+from stalloc.techniques.technique_settings import Settings  # noqa: E402
+from stalloc.techniques.tier_settings import TierSettings  # noqa: E402
 
 torch.set_num_threads(1)
 WIDTH, STEPS = 48, 6
@@ -370,6 +373,36 @@ def remade() -> dict[str, list[int]]:
     return found
 
 
+def in_turn() -> list[torch.Tensor]:
+    """A program that makes another optimizer in mid-training, and gives it the parameters of its last layer later."""
+    net = model()
+    first, last = net[:3].parameters(), net[3].parameters()
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+
+    train(optimizer := torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9))
+    train(optimizer := torch.optim.AdamW(first))
+    optimizer.add_param_group({"params": last, "lr": 1e-2})
+    train(optimizer)
+    return [one.detach() for one in net.parameters()]
+
+
+def made_again() -> dict[str, Any]:
+    """The same under the settings of a run with little host memory and a disk, which the process has from here on."""
+    as_it_is = in_turn()
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = TierSettings(host_bytes=48 << 10, disk_bytes=1 << 20, paged_window_bytes=1)
+        in_host = apply_settings(Settings(tiers=tiers), said.append, folder=Path(folder))
+        is_same = same(in_turn(), as_it_is)
+        gc.collect()
+    return {"equal": is_same, "said": said, **in_host.told()}
+
+
 def main() -> None:
     equal = {}
     host: dict[str, int] = {}
@@ -390,6 +423,7 @@ def main() -> None:
         "processor": by_the_processor(),
         "commits": commits(),
         "remade": remade(),
+        "made again": made_again(),
     }
     print(json.dumps(told))
 
