@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,11 @@ class Program:
             assert search.done.wait(60)
         return after[0] - before[0], after[1] - before[1]
 
+    def wait_for_plans(self, seconds: float) -> None:
+        """Let steps wait no longer than this for plans, from here on."""
+        status = self.controller.status
+        status.settings = replace(status.settings, plan_wait_seconds=seconds)
+
     def counts(self) -> tuple[int, int]:
         """Hits and misses so far."""
         return self.state.record.hits, self.state.record.misses + self.state.record.conflicts
@@ -139,6 +145,19 @@ def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
     assert served == (37, 12)
     for _ in range(3):
         assert program.step(lambda: program.train(1000)) == (37, 0)
+
+
+def test_what_is_made_before_a_step_and_stays_displaces_few_of_its_requests() -> None:
+    program, served = Program(), []
+
+    def copy_weights() -> None:
+        program.weights += [program.allocate(700_000 + 4096 * i) for i in range(40)]
+
+    for number in range(24):
+        copies = [copy_weights] if number in (8, 16) else []
+        served.append(program.step(*copies, lambda: program.train(2000))[0])
+    assert min(served[8], served[16]) >= 37 - 8
+    assert served[9:16] == [37] * 7
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
@@ -322,6 +341,7 @@ def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatc
     program = Program()
     for _ in range(10):
         program.step(lambda: program.train(2000))
+    program.wait_for_plans(0.0)
     monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
     for number in range(100):
         program.step(lambda width=(2000, 2000, 2500)[number % 3]: program.train(width), waits=False)
@@ -342,6 +362,7 @@ def test_a_plan_stays_while_one_is_made_for_what_the_program_does_now(monkeypatc
     program = Program()
     for _ in range(10):
         program.step(lambda: program.train(2000))
+    program.wait_for_plans(0.0)
     monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
     for _ in range(60):  # so many misses would end the plan
         program.step(lambda: program.train(2500), waits=False)

@@ -23,7 +23,8 @@ from stalloc.core.counters import count_joined, count_parted
 from stalloc.core.free_lists import remove_free
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.leases import begin_lease, end_lease, note_death, revoke_all
+from stalloc.core.learnt_lifespans import note_staying
+from stalloc.core.leases import begin_lease, end_lease, revoke_all
 from stalloc.core.pages import put_on, take_off
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
@@ -148,7 +149,7 @@ def _append_lease(state, segment, previous, lease):
             previous = _append_pages(state, segment, previous, begin, end)
         else:
             if block.born >= 0:
-                note_death(state, row)  # so long it has lived already
+                note_staying(state, row)
             block.segment = segment
             block.next = 0
             _link(state, segment, previous, row)

@@ -25,7 +25,7 @@ from stalloc.core.handovers import note_user, record_free
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import heap_free, rounded_bytes
 from stalloc.core.intrinsics import call3, lock, locked, unlock
-from stalloc.core.leases import note_death
+from stalloc.core.learnt_lifespans import note_death
 from stalloc.core.records import block_at, entry_at, pool_at, slot_at
 from stalloc.core.slots import find_slot, in_arena
 

@@ -10,19 +10,11 @@ A lease is taken where the plan needs the cells the latest, and at least for as 
 
 from stalloc.compiled import inner
 from stalloc.core.cells import NEVER, cells_empty, flip_cells, has_memory, needed_at, tape_time
-from stalloc.core.constants import (
-    LEASED_KIND,
-    LIFESPAN_BITS,
-    LIFESPAN_PLACES,
-    LIFESPAN_PLACES_BITS,
-    LIFESPAN_SIZES,
-    STREAM_BITS,
-    UNMAPPED,
-)
+from stalloc.core.constants import LEASED_KIND, STREAM_BITS, UNMAPPED
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
-from stalloc.core.intrinsics import last_bit
+from stalloc.core.learnt_lifespans import note_birth
 from stalloc.core.pages import take_off
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
@@ -144,35 +136,6 @@ def _find_idle(state, stream, size, until):
     return best
 
 
-@inner()
-def lifespan_row(state, size):
-    """The row of a request of this size, at this place in the pass, in the table of lifespans."""
-    start = state.ring_start
-    length = state.ring_end - start
-    shift = max(last_bit(length | 1) - LIFESPAN_PLACES_BITS + 1, 0)  # a division takes long
-    place = min(max(state.cursor - start, 0) >> shift, LIFESPAN_PLACES - 1)
-    units = size >> 9
-    octave = max(last_bit(units) - 1, 0)
-    return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave
-
-
-@inner()
-def note_birth(state, block, row):
-    """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
-    if state.num_strands == 0:  # they have clocks of their own
-        block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
-
-
-@inner()
-def note_death(state, block):
-    """Learn from an unplanned request how long the next one like it will live: the longest counts, and fades."""
-    born = block_at(state, block).born
-    lived = tape_time(state) - (born >> LIFESPAN_BITS) + 1
-    known = lifespan_at(state, born & ((1 << LIFESPAN_BITS) - 1))
-    if lived > 0:
-        known.value = max(lived, known.value - (known.value >> 3))
-
-
 @inner(forceinline=True)
 def _take(state, block, size, requested, row):
     address = take_block(state, block, size, requested)
@@ -283,7 +246,10 @@ def lend(state, stream, size, requested, row, anything):
     if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
         return 0
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
-    lasts = max(lifespan_at(state, row).value, _planned_to_last(state, now) if state.miss_run == 0 else 0)
+    known = lifespan_at(state, row).value
+    if is_lost and not anything and state.arena_pages != 0 and known > state.ring_end - state.ring_start:
+        return 0  # it would stand in the way of the next pass, whatever this one is: pages move to it
+    lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:
         return 0

@@ -28,6 +28,7 @@ from stalloc.core.constants import (
     FULL_STREAMS,
     GOT_PAGES,
     HEAP_ONLY,
+    MANY_DISPLACED,
     MAX_REQUEST,
     MODE_HEAP,
     MODE_REPLAY,
@@ -48,10 +49,11 @@ from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
-from stalloc.core.leases import lend, lifespan_row, note_birth, revoke
+from stalloc.core.learnt_lifespans import lifespan_row, note_birth
+from stalloc.core.leases import lend, revoke
 from stalloc.core.records import entry_at, lifespan_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.step_log import end_step
+from stalloc.core.step_log import end_step, num_displaced
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
@@ -150,6 +152,8 @@ def _count_conflict(state, unplanned):
     state.conflicts += 1
     state.step_misses += 1
     state.step_unplanned += unplanned
+    if state.arena_pages != 0 and num_displaced(state) == MANY_DISPLACED and unplanned == 0:
+        state.ask_at_boundary = AT_ANY_REQUEST  # those that are displaced displace others: the arena may move away
 
 
 @inner()

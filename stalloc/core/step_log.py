@@ -27,11 +27,17 @@ def _write_row(state, hits):
     state.span_reserved_peak = max(state.span_reserved_peak, state.step_reserved_peak)
 
 
+@inner(forceinline=True)
+def num_displaced(state):
+    """Requests of this pass over the plan that have a place and were served elsewhere."""
+    return state.conflicts - state.conflicts_before - state.step_unplanned
+
+
 @inner()
 def _judge(state, hits):
     """Whether the pass was bad, and whether the next one recovers."""
     lost = state.step_misses - state.step_unplanned
-    displaced = state.conflicts - state.conflicts_before - state.step_unplanned
+    displaced = num_displaced(state)
     missed = lost - displaced  # what borrows for these displaces others, and will again
     if displaced > 0 and state.arena_pages != 0:
         state.ask_at_boundary = max(

@@ -99,9 +99,9 @@ class Controller:
             return True  # the core asks again, if it needs to
         if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
-        planned = self.status.phase is Phase.PLANNED
+        planned, record = self.status.phase is Phase.PLANNED, self.state.record
         if planned:
-            self.state.record.ask_at_boundary = 1  # to give it back when it is no longer used
+            record.ask_at_boundary = max(record.ask_at_boundary, 1)  # to give it back when it is no longer used
         served = self._shortage.add_segment(pool, size_bytes, planned=planned)
         if not served and planned and self._shortage.is_enough_in_pieces(size_bytes):
             self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
@@ -175,9 +175,8 @@ class Controller:
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
-            phase = self.status.phase
-            watching = phase is Phase.OBSERVING and self.status.settings.plan
-            self._lasting.expect(watching=watching, planned=phase is Phase.PLANNED)
+            watching = self.status.phase is Phase.OBSERVING and self.status.settings.plan
+            self._lasting.expect(watching=watching, planned=self.status.phase is Phase.PLANNED)
 
     def take_lacking(self) -> tuple[int, bool]:
         """The bytes there was hardly room for since this was asked, and whether for an arena, which is tried again."""
@@ -204,10 +203,10 @@ class Controller:
 
     def _look(self) -> None:
         one = not self.strands.are_apart
-        if one and self.watching.unmarked_kinds_are_ready():
-            self._heed(self.serving.serve_unmarked_kinds())
         if one and (note := self.watching.look()) is not None:
             self.rest(note)
+        if one and self.watching.first_kinds_are_ready():
+            self._heed(self.serving.serve_first_kinds())
 
     def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
@@ -222,9 +221,10 @@ class Controller:
 
     def _at_boundary(self) -> None:
         if self.status.phase is Phase.PLANNED:
-            if self.serving.probation.is_over and self._judge_plan():
+            waits = self.steps.waiting is not None
+            if (not waits and self._tidying.moves_in_pass()) or (self.serving.probation.is_over and self._judge_plan()):
                 return
-            if self.steps.waiting is not None:
+            if waits:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")

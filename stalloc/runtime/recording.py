@@ -133,12 +133,6 @@ class Recording:
         return self._allocs_before >= 0 and since >= self.overdue_requests
 
     @property
-    def last_step_seconds(self) -> float:
-        """How long the step took that ended last; 0.0 if it was the first."""
-        times = self.step_times_ns[-2:]
-        return (times[-1] - times[0]) / 1e9
-
-    @property
     def is_full(self) -> bool:
         """Whether events are missing, at the end or, of a ring, at the beginning."""
         return not self._state.record.recording or self._state.first_event > 0

@@ -140,8 +140,8 @@ class Serving:
         self._tidying.settled = True  # what the heap holds has served so far
         return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
 
-    def _serve_ready_kinds(self) -> Refusal | None:
-        """Put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
+    def serve_ready_kinds(self) -> Refusal | None:
+        """At a mark: put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
         ready = self._steps.take_ready()
         if ready is None:
             return None
@@ -166,12 +166,9 @@ class Serving:
         return refusal
 
     def end_step(self) -> Refusal | None:
-        """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned.
-
-        Plans that are made by now are put in force, and new ones are waited for, no longer than the step took.
-        """
+        """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned."""
         self.full_device.note_step()
-        refusal = self._serve_ready_kinds()
+        refusal = self.serve_ready_kinds()
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()
         if self._status.phase is Phase.PLANNED:
@@ -188,15 +185,18 @@ class Serving:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # in whichever period of its ring
         if self._status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
             return refusal
-        if steps.search_for_more() and steps.search_ends(self._recording.last_step_seconds):
-            refusal = self._serve_ready_kinds()
+        if steps.search_for_more():
+            steps.await_search(settings.plan_wait_seconds)
+            refusal = self.serve_ready_kinds()
             steps.places.find()
         return refusal
 
-    def serve_unmarked_kinds(self) -> Refusal | None:
-        """Put plans of kinds of steps in force that no marks tell apart, wherever in one of them the program is."""
+    def serve_first_kinds(self) -> Refusal | None:
+        """Put plans of kinds of steps in force, at a mark or, without any, wherever in one of them the program is."""
         ready = self._steps.take_ready()
-        return self._serve_kinds(ready) if ready is not None else None
+        refusal = self._serve_kinds(ready) if ready is not None else None
+        self._steps.places.find()
+        return refusal
 
     def _serve_kinds(self, search: KindSearch) -> Refusal | None:
         """Put the plans of several kinds of steps in force; None too if the plan before them goes on serving."""

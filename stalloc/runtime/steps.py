@@ -3,7 +3,7 @@
 Contract: every recorded step is known by what it asked for, and how often it was seen is kept, whatever becomes of
 records and plans. A kind that was seen twice and is not planned yet is planned together with the others, in the
 background, as soon as the step after it is over too and shows what it hands on; the new plans are handed out at a mark
-(`take_ready`). Nothing here waits for anything, or puts anything in force.
+(`take_ready`). Nothing here waits for a search unless it is asked to, or puts anything in force.
 """
 
 import itertools
@@ -117,10 +117,6 @@ class Steps:
         cycle, self._cycle = self._cycle, None
         return cycle
 
-    def search_ends(self, seconds: float) -> bool:
-        """Whether the search that was started ends so soon."""
-        return self.search is not None and self.search.done.wait(seconds)
-
     def wait_for_arena(self, search: KindSearch) -> None:
         """Its plans are to be put in force at the first request of a step, when less may live in the arena."""
         self.waiting, self._waits = search, 0
@@ -153,10 +149,17 @@ class Steps:
         self._counts, self._plans = counts, num_plans
         return missed, missed / max(hits + missed, 1)
 
-    def look_for_kinds(self, trace: "Trace") -> None:
-        """No cycle of steps was found while observing: see whether kinds of steps recur in any order."""
-        if self._recorded.count + 1 >= _MIN_STEPS and self._fresh():
+    def await_search(self, seconds: float) -> None:
+        """Wait for a search that was just started: the program would go on without its plans meanwhile."""
+        if self.search is not None:
+            self.search.done.wait(seconds)
+
+    def look_for_kinds(self, trace: "Trace") -> bool:
+        """No cycle of steps was found while observing: plan the kinds of steps that recur in any order, if any do."""
+        starts = self._recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
+        if starts:
             self._start_search(trace)
+        return starts
 
     def look_for_unmarked_kinds(self, trace: "Trace") -> bool:
         """Nothing marks steps, and none repeats: plan the kinds of steps that the record consists of, if it does."""

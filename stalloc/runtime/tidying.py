@@ -98,6 +98,19 @@ class Tidying:
         with self._effort.counted():
             return move(self._arenas)
 
+    def moves_in_pass(self) -> bool:
+        """Whether many requests of a pass were displaced, at an entry in it, so that the arena is moved right away.
+
+        It is left as it is where it moved lately. The boundary after it is asked for in any case.
+        """
+        record = self._state.record
+        if record.cursor == record.ring_start or self._state.num_displaced < constants.MANY_DISPLACED:
+            return False
+        if not (record.has_handovers or record.num_strands) and self._moves_out_of_the_way():
+            self._state.write(conflicts_before=record.conflicts - record.step_unplanned)  # none is displaced since
+        self._state.write(ask_at_boundary=1)
+        return True
+
     @property
     def moves_in_vain(self) -> bool:
         """Whether the arena was moved again and again, and requests are displaced all the same."""

@@ -148,7 +148,8 @@ class Watching:
             if not self._recording.marks:
                 self._look_for_unmarked_kinds(found.trace)
             elif not self._looking.awaits_cycle:
-                self._steps.look_for_kinds(found.trace)
+                if self._steps.look_for_kinds(found.trace):
+                    self._steps.await_search(self._status.settings.plan_wait_seconds)
                 self._settle()
             return
         self._arenas.give_back()
@@ -189,18 +190,17 @@ class Watching:
         if not self._arenas.memory.source.paged or not self._looking.shows_kinds:
             return
         if self._steps.look_for_unmarked_kinds(trace):
-            self._wait_seconds = self._status.settings.plan_wait_seconds
+            self._steps.await_search(self._status.settings.plan_wait_seconds)
             self._state.record.check_at = self._state.record.num_sizable + 1
 
-    def unmarked_kinds_are_ready(self) -> bool:
-        """Whether the plans of kinds of steps that no marks tell apart are made; once they are waited for."""
-        observes = self._status.phase is Phase.OBSERVING and not self._recording.marks
-        if not observes or self._steps.search is None:
+    def first_kinds_are_ready(self) -> bool:
+        """Whether plans of kinds of steps are made, and none is in force."""
+        if self._status.phase is not Phase.OBSERVING or self._steps.search is None:
             return False
-        wait, self._wait_seconds = self._wait_seconds, 0.0
-        if self._steps.search_ends(wait):
+        if self._steps.search.done.is_set():
             return True
-        self._state.record.check_at = self._state.record.num_sizable + _POLL_REQUESTS
+        if not self._recording.marks:
+            self._state.record.check_at = self._state.record.num_sizable + _POLL_REQUESTS
         return False
 
     def _doubt_steps(self) -> None:

@@ -1,0 +1,52 @@
+"""How long requests that no plan serves lived so far, by their size and the place in the pass where they were made.
+
+Contract: the lock is held. Time is that of the tape, which stands still while the program does something else.
+"""
+
+from stalloc.compiled import inner
+from stalloc.core.cells import tape_time
+from stalloc.core.constants import LIFESPAN_BITS, LIFESPAN_PLACES, LIFESPAN_PLACES_BITS, LIFESPAN_SIZES
+from stalloc.core.intrinsics import last_bit
+from stalloc.core.records import block_at, lifespan_at
+
+_STAYS = 4  # passes: what lives for less than one is known again when a few like it have
+
+
+@inner()
+def lifespan_row(state, size):
+    """The row of a request of this size, at this place in the pass, in the table of lifespans."""
+    start = state.ring_start
+    length = state.ring_end - start
+    shift = max(last_bit(length | 1) - LIFESPAN_PLACES_BITS + 1, 0)  # a division takes long
+    place = min(max(state.cursor - start, 0) >> shift, LIFESPAN_PLACES - 1)
+    units = size >> 9
+    octave = max(last_bit(units) - 1, 0)
+    return place * LIFESPAN_SIZES + min(2 * octave + ((units >> octave) & 1), LIFESPAN_SIZES - 1)  # two an octave
+
+
+@inner()
+def note_birth(state, block, row):
+    """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
+    if state.num_strands == 0:  # they have clocks of their own
+        block_at(state, block).born = tape_time(state) << LIFESPAN_BITS | row
+
+
+@inner()
+def note_death(state, block):
+    """Learn from an unplanned request how long the next one like it will live: the longest counts, and fades."""
+    _learn(state, block, 0)
+
+
+@inner()
+def note_staying(state, block):
+    """The same where the arena moves away from it: it lives for several passes, as far as anyone knows."""
+    _learn(state, block, _STAYS * (state.ring_end - state.ring_start))
+
+
+@inner()
+def _learn(state, block, least):
+    born = block_at(state, block).born
+    lived = max(tape_time(state) - (born >> LIFESPAN_BITS) + 1, least)
+    known = lifespan_at(state, born & ((1 << LIFESPAN_BITS) - 1))
+    if lived > 0:
+        known.value = max(lived, known.value - (known.value >> 3))
