@@ -19,17 +19,17 @@ from stalloc import device
 
 device.activate("virtual")
 
-import torch  # noqa: E402  (the device is in place)
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-import stalloc  # noqa: E402
+import stalloc
 
 ROOT = Path(__file__).resolve().parents[3]
 REAL = ROOT / "tests" / "programs" / "real"
 sys.path += [str(ROOT / "examples"), str(REAL)]
-import train_gpt  # noqa: E402
+import train_gpt
 
 torch.set_num_threads(1)
 STEPS = 3
