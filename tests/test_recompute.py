@@ -114,6 +114,13 @@ class Stage(nn.Module):
         super().__init__()
         self.block, self.down = Block(), nn.Linear(4, 4)
 
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.known, self.loose = nn.ModuleList([Block()]), [Block(), Block()]
+        self.again, self.named, self.numbers = [self.known[0]], {"last": Block()}, [1, 2]
+        self.loose[0].owner = [self]
+
 compiled, hooked = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
 compiled[0].compile()
 hooked[1].inner.register_forward_hook(lambda *given: None)
@@ -129,6 +136,7 @@ print(json.dumps({
     "single": names(nn.ModuleList([Block()])),
     "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
     "scattered": names(nn.ModuleDict({"in": nn.ModuleList([Stage()]), "middle": Block(), "out": Stage()})),
+    "listed": names(Listed()),
     "fine": why_not(find_blocks(stage(2))[0]),
     "compiled": why_not(find_blocks(compiled)[0]),
     "hooked": why_not(find_blocks(hooked)[1]),
@@ -146,6 +154,7 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert found["wrapped"] == ["module.layers.0", "module.layers.1"]
     assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
     assert found["scattered"] == ["in.0", "middle", "out"]
+    assert found["listed"] == ["known.0", "loose.0", "loose.1", "named.last"]
     assert found["none"] == found["single"] == found["in_compiled"] == []
     assert found["fine"] == ""
     assert "torch.compile" in found["compiled"]

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
+_NO_BLOCKS = (
+    "no model of the program has repeated blocks with parts of their own (modules that the script itself calls "
+    "one after the other count if they lie in one module that does)"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class ProgramSeen:
     def why_no_blocks(self) -> str:
         """Why none of the blocks can be computed again."""
         reasons = [block.why_not for block in self.blocks if block.why_not]
-        reason = reasons[0] if reasons else "no model of the program has repeated blocks with parts of their own"
+        reason = reasons[0] if reasons else _NO_BLOCKS
         return f"nothing can be recomputed: {reason}"
 
     def without(self, kind: str | None, reason: str) -> "ProgramSeen":

@@ -11,7 +11,7 @@ from typing import Any
 
 from stalloc.techniques.recompute import MakeTape, wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
-from stalloc.techniques.repeated_blocks import Block, find_blocks, is_replicated
+from stalloc.techniques.repeated_blocks import Block, find_blocks, held_modules, is_replicated
 
 Appeared = Callable[[int, list[Block], Any], None]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
@@ -31,7 +31,7 @@ def when_models_appear(appeared: Appeared) -> None:
         if torch.compiler.is_compiling() or module in known:  # torch.compile looks into hooks too
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
-        known.update(module.modules())
+        known.update(held_modules(module))
         if blocks:
             num_models += 1
             appeared(num_models - 1, blocks, module)

@@ -1,8 +1,9 @@
 """The repeated blocks of a model: modules of a class that occurs more than once, such as the layers of a transformer.
 
 Contract: blocks do not lie within each other, and come in the order in which the model holds them; only the module
-tree is looked at, nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for
-one that itself holds layers in a row (an encoder). A module without children of its own, such as a linear layer, is
+tree is looked at, and lists, tuples and dictionaries of modules that are attributes of one without torch knowing them;
+nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
+layers in a row (an encoder). A module without children of its own, such as a linear layer, is
 no block: what it would recompute is what it reads.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+_OF_TORCH, _MOST_LISTED = ("_parameters", "_buffers", "_modules"), 10_000
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 
@@ -29,17 +31,46 @@ class Block:
 
 def find_blocks(model: Any) -> list[Block]:
     """The repeated blocks below `model`, a torch module."""
-    return list(_below("", model, Counter(type(module) for module in model.modules())))
+    modules = held_modules(model)
+    unseen = {id(module) for module in modules} - {id(module) for module in model.modules()}
+    return list(_below("", model, Counter(type(module) for module in modules), unseen))
 
 
-def _below(prefix: str, parent: Any, counts: Counter[type]) -> Iterator[Block]:
-    """Children that are blocks, and of the others what lies below them."""
+def held_modules(model: Any) -> list[Any]:
+    """A model, a torch module, and all that it holds, those in plain lists included, each once."""
+    found, rest = {}, [model]
+    while rest:
+        module = rest.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            rest += [child for _, child in reversed([*module.named_children(), *_in_lists(module)])]
+    return list(found.values())
+
+
+def _in_lists(parent: Any) -> Iterator[tuple[str, Any]]:
+    """Modules in plain lists, tuples and dictionaries that are attributes of a module."""
+    from torch.nn import Module
+
+    for name, value in vars(parent).items():
+        if name in _OF_TORCH or type(value) not in (list, tuple, dict) or len(value) > _MOST_LISTED:
+            continue
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(child, Module):
+                yield f"{name}.{key}", child
+
+
+def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) -> Iterator[Block]:
+    """Children that are blocks, and of the others what lies below; `unseen` are modules that torch does not know."""
     if is_compiled(parent):
         return
-    children = [(f"{prefix}{name}", child) for name, child in parent.named_children() if not _is_leaf(child)]
+    in_lists = [(name, child) for name, child in _in_lists(parent) if id(child) in unseen]
+    unseen = unseen - {id(child) for _, child in in_lists}  # one may hold its parent
+    children = [
+        (f"{prefix}{name}", child) for name, child in (*parent.named_children(), *in_lists) if not _is_leaf(child)
+    ]
     siblings = Counter(type(child) for _, child in children)
     for name, child in children:
-        inner = list(_below(f"{name}.", child, counts))
+        inner = list(_below(f"{name}.", child, counts, unseen))
         if _is_container(child):
             is_block = not inner and siblings[type(child)] > 1
         else:
