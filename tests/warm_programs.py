@@ -131,6 +131,12 @@ def run_file(
     return run_warm(source, path, *arguments, folder=folder, variables=variables, timeout=600)
 
 
+def run_compiling(source: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose functions are compiled, without the start of a Python and the import of numba."""
+    anew = "import sys, numba; sys.dont_write_bytecode = True; numba.config.reload_config()\n"
+    return run_warm(anew + source, *arguments, variables=os.environ | variables)
+
+
 def told_by_file(path: Path, *arguments: object) -> Any:
     """What a program that lies in a file prints as JSON in its last line."""
     done = run_file(path, *arguments)
