@@ -3,10 +3,12 @@ one, and nothing at all unless somebody asks.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 from stalloc.trace import load_traces
@@ -32,9 +34,7 @@ def begin(*, sited: bool = True) -> str:
     return BEGIN.replace("SITED", str(sited))
 
 
-def test_a_recording_names_the_lines_of_torch_and_cupy(
-    tmp_path: Path, run_program, cuda_torch: None, cupy_installed: None
-) -> None:
+def test_a_recording_names_the_lines_of_torch_and_cupy(tmp_path: Path, cuda_torch: None, cupy_installed: None) -> None:
     program = tmp_path / "both.py"
     program.write_text(
         "import cupy, torch\n"
@@ -47,7 +47,7 @@ def test_a_recording_names_the_lines_of_torch_and_cupy(
     )
     trace = str(tmp_path / "both.trace.npz")
     record = ["record", "--device", "virtual", "-o", trace, str(program)]
-    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({record!r}))")
+    done = run_stalloc(*record)
     assert done.returncode == 0, done.stderr
     (recorded,) = load_traces(trace)
     assert site_names(recorded, range(recorded.num_requests)) == ["both.py:3 model"] * 3 + ["both.py:5 array"]
@@ -191,12 +191,12 @@ print(json.dumps([runtime.call_sites.is_on, word == runtime.entries[0]]))
 
 
 def test_explain_says_who_asked_and_what_was_free_in_a_recording_of_stalloc_s(
-    tmp_path: Path, run_program, cuda_torch: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cuda_torch: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, trace = tmp_path / "oom.py", str(tmp_path / "oom.trace.npz")
     program.write_text("MIB = 1 << 20\n" + TORCH + "kept = []\nwhile True:\n    kept.append(ask(100 * MIB))\n")
     record = ["record", "--device", "virtual", "--memory", "1GiB", "-o", trace, str(program)]
-    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({record!r}))")
+    done = run_stalloc(*record)
     assert done.returncode == 1
     assert f"next: stalloc top {trace}" in done.stdout
     assert main(["explain", "--json", "-", trace]) == 0
@@ -206,14 +206,14 @@ def test_explain_says_who_asked_and_what_was_free_in_a_recording_of_stalloc_s(
     assert 0 < error["device_free_bytes"] < 100 << 20
 
 
-def test_a_run_that_asks_for_stacks_names_who_holds_memory(tmp_path: Path, run_program, cupy_installed: None) -> None:
+def test_a_run_that_asks_for_stacks_names_who_holds_memory(tmp_path: Path, cupy_installed: None) -> None:
     program = tmp_path / "fills.py"
     program.write_text(
         "import cupy\nkept = []\ndef keep():\n    kept.append(cupy.empty(100 << 20, 'u1'))\nwhile True:\n    keep()\n",
         encoding="utf-8",
     )
     run = ["run", "--stacks", "--device", "virtual", "--memory", "1GiB", str(program)]
-    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({run!r}))", STALLOC_CACHE="off")
+    done = run_stalloc(*run, variables=os.environ | {"STALLOC_CACHE": "off"})
     assert done.returncode == 1
     assert "tried to allocate 100.00 MiB (104857600 bytes) at fills.py:4 keep" in done.stderr
     assert re.search(r"Most is held: \d+\.00 MiB by \d+ blocks of fills\.py:4 keep\. ", done.stderr)

@@ -9,6 +9,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from test_report import columns_of
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 from stalloc.cost.gpu_rates import rates_of
@@ -35,13 +36,13 @@ PARAMETERS = 3 * (2 * 64 + 64 * 256 + 256 + 256 * 64 + 64) + 64 + 1
 
 
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory, run_program, cuda_torch: None) -> dict[str, Trace]:
+def recordings(tmp_path_factory, cuda_torch: None) -> dict[str, Trace]:
     """The same program recorded with and without operations."""
     folder, found = tmp_path_factory.mktemp("operations"), {}
     for how in ("stacks", "ops"):
         output = str(folder / f"{how}.trace.npz")
         command = ["record", f"--{how}", "--device", "virtual", "-o", output, str(PROGRAM)]
-        done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({command!r}))")
+        done = run_stalloc(*command)
         assert done.returncode == 0, done.stdout + done.stderr
         (found[how],) = load_traces(output)
     return found
@@ -360,23 +361,21 @@ def test_a_step_is_estimated_and_measured_times_come_first(
         assert "needs a GPU" in capsys.readouterr().err
 
 
-def recorded(run_program, folder: Path, source: str, *options: str) -> tuple[int, Trace]:
+def recorded(folder: Path, source: str, *options: str) -> tuple[int, Trace]:
     """The exit code and the trace of a program."""
     program, output = folder / "program.py", str(folder / "program.trace.npz")
     program.write_text(source, encoding="utf-8")
     command = ["record", "--ops", "--device", "virtual", *options, "-o", output, str(program)]
-    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({command!r}))")
+    done = run_stalloc(*command)
     return done.returncode, load_traces(output)[0]
 
 
-def test_a_program_that_runs_out_of_memory_is_recorded_until_then(
-    tmp_path: Path, run_program, cuda_torch: None
-) -> None:
+def test_a_program_that_runs_out_of_memory_is_recorded_until_then(tmp_path: Path, cuda_torch: None) -> None:
     source = (
         "import torch\nlayer, kept = torch.nn.Linear(256, 256).cuda(), []\n"
         "x = torch.randn(1 << 16, 256).cuda()\nwhile True:\n    kept.append(layer(x))\n"
     )
-    code, trace = recorded(run_program, tmp_path, source, "--memory", "1GiB")
+    code, trace = recorded(tmp_path, source, "--memory", "1GiB")
     assert code == 1
     operations = read_operations(trace)
     assert operations is not None
@@ -385,13 +384,13 @@ def test_a_program_that_runs_out_of_memory_is_recorded_until_then(
     assert {operations.name_of(row) for row in operations.made_by[kept]} == {"aten::addmm"}
 
 
-def test_what_is_not_seen_is_said(tmp_path: Path, run_program, cuda_torch: None) -> None:
+def test_what_is_not_seen_is_said(tmp_path: Path, cuda_torch: None) -> None:
     source = (
         "import threading, torch\nlayer = torch.nn.Linear(256, 256).cuda()\n"
         "work = lambda: layer(torch.randn(64, 256, device='cuda')).sum().backward()\n"
         "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\nwork()\n"
     )
-    code, trace = recorded(run_program, tmp_path, source)
+    code, trace = recorded(tmp_path, source)
     assert code == 0
     assert "have no operation: threads of the program's own made them" in " ".join(trace.info["notes"])
     operations = read_operations(trace)
@@ -401,7 +400,7 @@ def test_what_is_not_seen_is_said(tmp_path: Path, run_program, cuda_torch: None)
         "import torch\nfrom torch.profiler import ProfilerActivity, profile\n"
         "with profile(activities=[ProfilerActivity.CPU]):\n    x = torch.randn(64, 256, device='cuda') * 2\n"
     )
-    code, trace = recorded(run_program, tmp_path, source)
+    code, trace = recorded(tmp_path, source)
     assert code == 0
     assert read_operations(trace) is None
     assert "the program used torch.profiler itself" in " ".join(trace.info["notes"])

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 import pytest
 from test_timeline import ITERATION
 from test_top import write_leak
+from warm_programs import run_stalloc
 
 from stalloc.cli import main
 
@@ -232,11 +233,11 @@ def test_charts_of_copies_are_drawn_without_memory_and_at_every_width(browser: A
 
 
 @pytest.mark.usefixtures("cuda_torch")
-def test_colours_by_module_follow_the_recorded_operations(browser: Any, run_program: Any, tmp_path: Path) -> None:
+def test_colours_by_module_follow_the_recorded_operations(browser: Any, tmp_path: Path) -> None:
     trace, file = tmp_path / "ops.trace.npz", tmp_path / "report.html"
     program = Path(__file__).parent / "programs" / "operations.py"
     command = ["record", "--ops", "--device", "virtual", "-o", str(trace), str(program)]
-    done = run_program(f"import sys; from stalloc.cli import main; sys.exit(main({command!r}))")
+    done = run_stalloc(*command)
     assert done.returncode == 0, done.stderr
     assert main(["report", str(trace), "-o", str(file)]) == 0
     opened = Page(browser, file)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from warm_programs import run_stalloc
 
 from stalloc.analysis import explain, summarize
 from stalloc.cli import main
@@ -12,6 +13,7 @@ from stalloc.replay.registry import ALLOCATORS
 from stalloc.replay.simulation import SWEEP, Candidate, simulate
 from stalloc.trace import load_traces
 
+WITHOUT_CACHE = os.environ | {"STALLOC_CACHE": "off"}
 KEYS = {
     "allocator",
     "settings",
@@ -198,7 +200,7 @@ def test_a_recording_that_ran_out_of_memory_does_not_fit_its_device(shared_trace
 
 
 def test_what_stalloc_recorded_itself_is_not_held_against_torchs_addresses(
-    tmp_path, capsys, run_program, cuda_torch, cupy_installed
+    tmp_path, capsys, cuda_torch, cupy_installed
 ):
     file = tmp_path / "own.pickle"
     program = tmp_path / "program.py"
@@ -209,8 +211,7 @@ def test_what_stalloc_recorded_itself_is_not_held_against_torchs_addresses(
         "del kept[3:7]\n"
         "torch.cuda.memory._dump_snapshot(sys.argv[1])\n"
     )
-    command = "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = run_program(command, "run", "--device", "virtual", str(program), str(file), STALLOC_CACHE="off")
+    done = run_stalloc("run", "--device", "virtual", program, file, variables=WITHOUT_CACHE)
     assert done.returncode == 0, done.stderr
     for wanted in (file, tmp_path / "again.trace.npz"):
         if wanted != file:
@@ -221,14 +222,13 @@ def test_what_stalloc_recorded_itself_is_not_held_against_torchs_addresses(
         assert {result["exact"] for result in device["results"]} == {None}
 
 
-def test_what_is_promised_for_stalloc_is_what_a_run_reserves(tmp_path, capsys, run_program, cuda_torch, cupy_installed):
+def test_what_is_promised_for_stalloc_is_what_a_run_reserves(tmp_path, capsys, cuda_torch, cupy_installed):
     """The steps that are watched included; what hindsight would reserve is a row of its own."""
     train = Path(__file__).parents[1] / "examples" / "train_gpt.py"
     options = ("--device", "virtual", str(train), "--steps", "8", "--accumulate", "2")
-    command = "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"
     trace, report = tmp_path / "t.trace.npz", tmp_path / "run.json"
     for verb in (["record", "-o", str(trace)], ["run", "--json", str(report)]):
-        done = run_program(command, *verb, *options, STALLOC_CACHE="off")
+        done = run_stalloc(*verb, *options, variables=WITHOUT_CACHE)
         assert done.returncode == 0, done.stderr
     ran = json.loads(report.read_text())
     (device,) = simulated(capsys, str(trace))["devices"]
