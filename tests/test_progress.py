@@ -39,12 +39,12 @@ def heard(terminal: int, text: bytes) -> bytes:
     ("words", "said"),
     [
         ("stats -", "describing"),
-        ("top -", "reading"),
-        ("explain -", "explaining"),
+        pytest.param("top -", "reading", marks=pytest.mark.slow),
+        pytest.param("explain -", "explaining", marks=pytest.mark.slow),
         ("plan -", "planning"),
         ("simulate -", "reading"),
-        ("validate PLAN -", "checking"),
-        ("convert - OUT", "converting"),
+        pytest.param("validate PLAN -", "checking", marks=pytest.mark.slow),
+        pytest.param("convert - OUT", "converting", marks=pytest.mark.slow),
         ("diff CSV -", "comparing"),
     ],
 )
