@@ -71,6 +71,7 @@ def test_where_there_is_no_cache_a_process_builds_for_itself_and_says_so_once(ru
     assert list((tmp_path / "scratch").iterdir()) == [], "it is gone with the process"
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", [name for name in ("gcc", "clang") if shutil.which(name)])
 def test_sources_compile_without_a_warning(name, tmp_path):

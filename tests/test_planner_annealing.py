@@ -41,7 +41,7 @@ def test_a_program_that_repeats_is_planned_as_a_ring(second_stream):
     assert made.peak_bytes <= 1.1 * made.lower_bound_bytes or second_stream
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
 def test_random_rings_are_valid(seed):
     ring = random_ring(seed)
     offset, peak, bound = ring.place("annealing")

@@ -2,8 +2,8 @@
 
 import networkx as nx
 import numpy as np
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import holds_for
 
 from stalloc.planner import decomposition, plan
 
@@ -37,8 +37,7 @@ def test_a_ladder_is_one_piece():
 ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=14)
 
 
-@settings(max_examples=200, deadline=None)
-@given(ROWS)
+@holds_for(ROWS, few=80, many=300)
 def test_the_pieces_packed_by_themselves_are_the_whole_packed(rows):
     start = np.array([row[0] for row in rows])
     end = start + np.array([row[1] for row in rows])

@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import holds_for
 from test_planner_tape import training
 
 from stalloc.errors import BadInputError
@@ -40,8 +40,7 @@ def test_tapes_and_traces_share_one_arena():
     assert [made.kind for made in plans] == ["program", "program", "trace"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(2, 40), st.integers(0, 9), st.data())
+@holds_for(st.integers(2, 40), st.integers(0, 9), st.data(), few=20, many=80)
 def test_a_changed_trace_gets_a_valid_plan(count, seed, data):
     start, end, size = layers(count, seed)
     before = plan((start, end, size))
@@ -133,8 +132,13 @@ def fewest_moved(blocks: list[tuple[int, int]], height: int, hole: int) -> int:
     return best
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4), st.integers(0, 4), st.data())
+@holds_for(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4),
+    st.integers(0, 4),
+    st.data(),
+    few=20,
+    many=100,
+)
 def test_no_other_choice_moves_fewer_bytes(pieces, hole, data):
     offset, at = [], 0
     for size, gap in pieces:

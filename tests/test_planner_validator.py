@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import holds_for
 
 from stalloc.planner import Plan, plan, plan_arrays, validate
 
@@ -182,8 +182,7 @@ def test_each_wrong_program_is_named(changes, reason):
 REQUEST = st.tuples(st.integers(0, 12), st.integers(1, 8), st.integers(0, 3), st.integers(0, 5))
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(st.lists(REQUEST, min_size=1, max_size=8))
+@holds_for(st.lists(REQUEST, min_size=1, max_size=8), few=150, many=600)
 def test_it_agrees_with_looking_at_every_pair(requests):
     rows = [(start, start + lasts, size) for start, lasts, size, _ in requests]
     plan = plan_of(rows, column(*(low for *_, low in requests)), alignment=1)
