@@ -19,7 +19,7 @@ def _peak_load(trace: Trace) -> int:
     return int(np.cumsum(change[order]).max())
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [REAL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REAL[1:])])
 def test_a_recorded_program_fits_into_its_own_peak_if_blocks_may_move(shared_traces: Path, name: str) -> None:
     trace = load_traces(next(shared_traces.rglob(name)))[0]
     capacity = _peak_load(trace)

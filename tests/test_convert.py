@@ -128,7 +128,7 @@ def memory_viz():
     "name",
     [
         "llama3_8b_fsdp4_oom_rank0.pickle.gz",
-        "gnn_llm_3gpu_expandable_oom.pickle.gz",
+        pytest.param("gnn_llm_3gpu_expandable_oom.pickle.gz", marks=pytest.mark.slow),
         "qwen05b_h100.json.gz",
         "somas_resnet50.csv.gz",
         "resnet_timeline_hta.json.gz",

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from recordings import each
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -99,7 +100,7 @@ GUESSES = {
 }
 
 
-@pytest.mark.parametrize("name", GUESSES)
+@pytest.mark.parametrize("name", each(GUESSES))
 def test_what_is_guessed_shows_in_every_report(shared_traces, tmp_path, capsys, name):
     file = str(shared_traces / name)
     for arguments in (

@@ -59,6 +59,7 @@ def test_no_compiler_is_one_clear_sentence(run_program, tmp_path, environment, s
     assert sentence in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_where_there_is_no_cache_a_process_builds_for_itself_and_says_so_once(run_program, tmp_path):
     (tmp_path / "stalloc").write_text("a file where the directory should be")

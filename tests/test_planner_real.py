@@ -14,9 +14,9 @@ from stalloc.trace import load_traces
 
 INSTANCES = (
     "iopddl_G_1.csv",
-    "iopddl_S_1.csv.gz",
-    "iopddl_Y_1.csv.gz",
-    "pangu_2.6B.csv.gz",
+    pytest.param("iopddl_S_1.csv.gz", marks=pytest.mark.slow),
+    pytest.param("iopddl_Y_1.csv.gz", marks=pytest.mark.slow),
+    pytest.param("pangu_2.6B.csv.gz", marks=pytest.mark.slow),
     "resnet50.csv",
 )
 
