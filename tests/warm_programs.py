@@ -1,7 +1,7 @@
 """Running small programs without what a Python takes to start and to import torch and CuPy: see warm_interpreter.py.
 
-Each program is a process of its own. A fresh interpreter is for what is read at the start of one: STALLOC=1, PYTHON…,
-NUMBA_…, XDG_CACHE_HOME, a machine without a driver.
+Each program is a process of its own. A fresh interpreter is for what is read at the start of one: STALLOC=1 by the hook,
+PYTHON…, TRITON_…, torch's backend, XDG_CACHE_HOME, a machine without a driver.
 """
 
 import atexit
