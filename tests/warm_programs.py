@@ -1,6 +1,6 @@
 """Running small programs without what a Python takes to start and to import torch and CuPy: see warm_interpreter.py.
 
-Each program is a process of its own. A fresh interpreter is for what is read at the start of one: STALLOC=1 by the hook,
+Each program is a process of its own. A fresh interpreter is for what is read at its start: STALLOC=1 by the hook,
 PYTHON…, TRITON_…, torch's backend, XDG_CACHE_HOME, a machine without a driver.
 """
 
