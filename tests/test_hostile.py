@@ -34,7 +34,7 @@ def check_variety(figures: dict[str, Any]) -> None:
 
 
 def test_no_damage_to_a_file_does_more_than_one_sentence(tmp_path: Path) -> None:
-    check_variety(hostile(tmp_path, "--mutations", "150", "--traces", "-", "--jobs", "1", "--seed", "5"))
+    check_variety(hostile(tmp_path, "--mutations", "250", "--traces", "-", "--jobs", "1", "--seed", "5"))
 
 
 @pytest.mark.slow

@@ -27,13 +27,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("torch", "torch._dynamo", "cupy")  # each comes back with all that its import brought
+#: each comes back with all that its import brought, beside what those before it had brought
+LIBRARIES = ("torch", "triton", "torch._dynamo", "cupy_backends", "cupy")
 #: what most programs import, and where nothing happens at the import
 USUAL = (
     *("numba", "rich.console", "networkx", "stalloc.cli.run", "stalloc.cli.tables", "stalloc.device.virtual"),
     *("stalloc.integrations.installing", "stalloc.lifespans.tape", "stalloc.planner.planning", "stalloc.runtime"),
 )
-PACKAGES = ("torch", "functorch", "cupy", "cupy_backends")
+PACKAGES = ("torch", "functorch", "triton", "cupy", "cupy_backends")
 
 _exit_codes: list[int] = []  # of the program, once it has one
 
