@@ -91,7 +91,10 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
         first = a[0] if type(a) in (list, tuple) and a else a
         is_data = passes and (
             getattr(first, "requires_grad", False)
-            or not (getattr(first, "dtype", None) in kinds or values.keeps(first) or values.keeps(b))
+            or not (
+                getattr(first, "dtype", None) in kinds
+                or (values.keeps_numbers and (values.keeps(first) or values.keeps(b)))
+            )
         )
         del first  # or it would outlive the others
         if is_data:
