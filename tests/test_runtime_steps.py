@@ -15,6 +15,7 @@ from stalloc.lifespans.units import recurring_steps
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.runtime_settings import Arena, Phase, Settings
+from stalloc.runtime.step_places import StepPlaces
 from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20
@@ -328,6 +329,15 @@ def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
         program.evaluate(int(rng.choice([1500, 2000, 2600])))
     assert program.counts() == (before[0] + 40 * 13, before[1])
     assert program.state.record.reserved_bytes <= held
+
+
+@pytest.mark.parametrize("epoch", ["aaaaab", "aab", "ab", "aabaac", "abcccc"])
+def test_after_two_epochs_each_kind_of_step_is_expected_where_it_comes(epoch: str) -> None:
+    places = StepPlaces(Program().state)
+    places.follow_kinds([0, 10, 20], [10, 10, 10], [b"a", b"b", b"c"])
+    steps = ["abc".index(kind) for kind in 4 * epoch]
+    expected = [places.expected_after(10 * kind)[0] // 10 for kind in steps]
+    assert expected[2 * len(epoch) : -1] == steps[2 * len(epoch) + 1 :]
 
 
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ class StepPlaces:
     def _forget_order(self) -> None:
         self._current = 0  # which of the positions was the last
         self._followers: dict[tuple[int, ...], int] = {}  # two kinds in a row -> the one that came next
+        self._run = -1, -1, 0  # the kind before the last one, the last one, and how often that came in a row
+        self._runs: dict[tuple[int, int], tuple[int, int]] = {}  # the first two -> how often it was, and what came next
         self._order: tuple[int, ...] = (-1, -1)  # of the last kinds
         self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its ring begins
 
@@ -67,8 +69,20 @@ class StepPlaces:
         followed = bisect.bisect_right(self._begins, ring_start) - 1
         self._followers[self._order[-2:]] = followed
         self._order = (*self._order[1 - _ORDER :], followed)
-        expected = self._followers.get(self._order[-2:], followed)
+        before, last, count = self._run
+        if followed != last:
+            self._runs[before, last] = count, followed
+        self._run = (before, last, count + 1) if followed == last else (last, followed, 1)
+        expected = self._expected()
         return self._begins[expected], self._ends[expected]
+
+    def _expected(self) -> int:
+        """The kind that comes next, by how often this one came in a row the last time; else by the last two."""
+        before, last, count = self._run
+        earlier, following = self._runs.get((before, last), (0, last))
+        if count <= earlier:
+            return following if count == earlier else last
+        return self._followers.get(self._order[-2:], last)
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
         """The position next to the cursor; the one after the last where there is none near."""
