@@ -22,17 +22,18 @@ _BETWEEN: _Node = ("between", -1)
 
 def optimal_blocks(
     step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice], target_bytes: int
-) -> dict[int, Choice] | None:
+) -> tuple[dict[int, Choice] | None, bool]:
     """Of the blocks that can be computed again as a whole, those that cost least within what may be allocated.
 
-    None: all of them together are not enough.
+    None: all of them together are not enough, or no choice was found in time. Beside it whether it is proven that none
+    costs less.
     """
     graph = block_graph(step, foresight, whole)
     schedule = optimal_schedule(graph, target_bytes)
     if schedule is None:
-        return None
+        return None, True
     again = schedule.again()
-    return {row: choice for row, choice in whole.items() if ("forward", row) in again}
+    return {row: choice for row, choice in whole.items() if ("forward", row) in again}, schedule.is_optimal
 
 
 def block_graph(step: ProgramSeen, foresight: Foresight, whole: Mapping[int, Choice]) -> nx.DiGraph:

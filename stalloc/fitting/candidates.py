@@ -77,6 +77,7 @@ class Fitting:
         elif fits:
             try_whole(self)
         else:
+            self.note(self.step.why_some_stay)
             try_cheapest(self)
             try_attention(self)
             try_selective(self)

@@ -8,6 +8,8 @@ at the begin and the end of blocks, which does not.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from stalloc.figures import plural
+
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
 _NO_BLOCKS = (
     "no model of the program has repeated blocks with parts of their own (modules that the script itself calls "
@@ -68,6 +70,12 @@ class ProgramSeen:
         reasons = [block.why_not for block in self.blocks if block.why_not]
         reason = reasons[0] if reasons else _NO_BLOCKS
         return f"nothing can be recomputed: {reason}"
+
+    @property
+    def why_some_stay(self) -> list[str]:
+        """Which blocks cannot be computed again, with the first reason."""
+        left = [block.why_not for block in self.blocks if block.why_not]
+        return [f"{len(left)} of {plural(len(self.blocks), 'block')} stay as they are: {left[0]}"] if left else []
 
     def without(self, kind: str | None, reason: str) -> "ProgramSeen":
         """The same, where blocks of a kind, or all, cannot be computed twice for a reason."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from stalloc.fitting.candidates import Fitting
 
 ROUNDS = 3
+_NONE_FOUND = "checkmate found no choice of whole blocks within the budget in its time: all are computed again"
+_NOT_PROVEN = "the integer program of checkmate was stopped by its time limit: a cheaper choice of blocks may exist"
 ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked for
 
 
@@ -29,13 +31,16 @@ def try_cheapest(fitting: "Fitting") -> None:
 
 
 def try_checkmate(fitting: "Fitting") -> None:
-    """The cheapest choice of whole blocks that is expected to fit, proven; all blocks where none is."""
+    """The cheapest choice of whole blocks that is expected to fit, or a note that it is not proven; all blocks
+    where none fits."""
 
     def propose(target_bytes: int) -> Proposal:
         whole = whole_blocks(fitting.step)
         if fitting.foresight is None:
             return proposal(fitting.step, whole)
-        found = optimal_blocks(fitting.step, fitting.foresight, whole, target_bytes)
+        found, is_proven = optimal_blocks(fitting.step, fitting.foresight, whole, target_bytes)
+        if found is None or not is_proven:
+            fitting.note([_NONE_FOUND if found is None else _NOT_PROVEN])
         return proposal(fitting.step, whole if found is None else found)
 
     _approach(fitting, propose, "checkmate")
