@@ -76,6 +76,7 @@ def test_the_largest_that_fits_is_found_with_where_the_next_one_ends(pieces: Pat
     assert said == "", "in pipes nothing is said of progress"
 
 
+@pytest.mark.slow
 def test_what_convolutions_leave_open_is_said(pieces: Path) -> None:
     pieces.write_text(
         "import sys, torch\n"
