@@ -1,6 +1,5 @@
 """Slow paths that fail or are interrupted, wherever it may be: the allocator stays usable and loses nothing."""
 
-import os
 from typing import Any
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
 #: lines of the slow path that fail, for each kind of error, with and without marks
-LINES = [6, pytest.param(int(os.environ.get("LINES", "20")), marks=pytest.mark.slow)]
+LINES = [6, pytest.param(20, marks=pytest.mark.slow)]
 #: programs that a signal interrupts, or comes too late for
-ROUNDS = [30, pytest.param(int(os.environ.get("ROUNDS", "60")), marks=pytest.mark.slow)]
+ROUNDS = [30, pytest.param(60, marks=pytest.mark.slow)]
 
 _PROLOGUE = """
 import ctypes, gc, json, signal, sys, threading, warnings
