@@ -66,6 +66,9 @@ def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there()
     passes = [Pass(place, 10 + 10 * place, 20 + 10 * place, 80 - 10 * place) for place in range(3)]
     one = [(stay.layer, stay.begin, stay.end) for stay in stays(layers, passes, [100], 1)]
     assert one == [(0, 10, 20), (1, 20, 30), (2, 30, 40), (2, 60, 70), (1, 70, 80), (0, 80, 90)]
+    frozen = [LayerRecorded(place, 0, [place], []) for place in range(3)]
+    back = [stay for stay in stays(frozen, passes, [100], 1) if stay.begin >= 60]
+    assert back == [Stay(2, 60, 70), Stay(1, 70, 80), Stay(0, 80, 100)]
     ahead = stays(layers, passes, [100], 2)
     assert [stay for stay in ahead if stay.layer == 1] == [Stay(1, 10, 30), Stay(1, 60, 80)]
 

@@ -64,9 +64,10 @@ def stays(layers: Sequence[LayerRecorded], passes: Sequence[Pass], ends: Sequenc
     for (again, place), following in zip(reached, [*reached[1:], (1 << 62, -1)], strict=False):
         over = ends[min(bisect_left(ends, again), len(ends) - 1)] if ends else again
         gradients = [at for at in layers[place].accumulated if again <= at <= over]
-        done = max(gradients, default=over)
-        if following[0] <= over:
-            done = max(done, following[0])
+        if following[0] <= over:  # what it was given has its gradient, which a frozen layer waits for alone
+            done = max([following[0], *gradients])
+        else:
+            done = max(gradients, default=over)
         actions += [(again, 1, place, -1), (done, 0, place, 0)]
     actions += [(at, 2, place, 0) for at in ends for place in range(len(layers))]
     here: dict[int, int] = {}

@@ -55,10 +55,13 @@ class UpdateWatch:
             layer = _Layer((number, block.name), moment, [_address_of(one) for one in parameters])
             self._layers.append(layer)
             for one in parameters:
-                if one.requires_grad:
+                is_trained = one.requires_grad
+                if one.is_floating_point():
+                    one.requires_grad_(True)  # it may be later
                     one.register_post_accumulate_grad_hook(
                         lambda _, layer=layer: layer.accumulated.append(self._clock())
                     )
+                    one.requires_grad_(is_trained)
 
     def _begin(self, optimizer: Any) -> None:
         if not why_not_one_by_one(optimizer):

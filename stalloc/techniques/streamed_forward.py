@@ -30,14 +30,11 @@ class Streaming:
         self._backward = -1  # the number of the backward pass that goes on
         self._had_gradients: dict[int, bool] = {}  # of the blocks whose backward has begun in it, before it did
         self._hooks: list[Any] = []
+        self._heard: set[int] = set()  # ids of parameters whose gradients are heard of
         self._forwards = []
-        for place, (block, layer) in enumerate(zip(blocks, layers, strict=True)):
+        for place, block in enumerate(blocks):
             block.module.forward = _Forward(self, place, block.module)
             self._forwards.append(block.module.forward)
-            for parameter in layer.parameters:
-                if parameter.requires_grad:
-                    seen = functools.partial(self._gradient_came, layer)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))
 
     def undo(self) -> None:
         """Give every block its own forward back, and its parameters to the device."""
@@ -58,6 +55,17 @@ class Streaming:
                     self.layers[at].load()
         self.layers[place].wait()
 
+    def num_trained(self, place: int) -> int:
+        """The parameters of a block that want gradients now, however it was before; each is heard of from here on."""
+        layer = self.layers[place]
+        trained = [one for one in layer.parameters if one.requires_grad]
+        for parameter in trained:
+            if id(parameter) not in self._heard:
+                self._heard.add(id(parameter))
+                seen = functools.partial(self._gradient_came, layer)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(seen))
+        return len(trained)
+
     def backward_begins(self, call: "_Call") -> None:
         """Gradients of what a call of a block made are there."""
         if torch.is_grad_enabled():
@@ -75,7 +83,7 @@ class Streaming:
                 f"{layer.name} is streamed, and is called twice before one backward pass that adds to gradients: sums "
                 "would be made in another order. Do not stream this model, or call backward for each."
             )
-        layer.waiting += layer.num_trained + call.num_given
+        layer.waiting += call.num_trained + call.num_given
         self.need(call.place, -1)
 
     def came(self, layer: StreamedLayer) -> None:
@@ -107,6 +115,7 @@ class _Call:
 
     def __init__(self, streaming: Streaming, place: int) -> None:
         self._streaming, self.place = streaming, place
+        self.num_trained = streaming.num_trained(place)
         self.num_given = 0
         self._backward = -1  # the number of the backward pass in which its gradients came
 

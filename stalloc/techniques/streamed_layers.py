@@ -39,7 +39,6 @@ class StreamedLayer:
         self.device = parameters[0].device
         self.size_bytes = sum(aligned(one.nbytes) for one in host)
         self.waiting = 0  # gradients that backward is still to bring before the memory can go
-        self.num_trained = sum(one.requires_grad for one in parameters)
         self._transfers = transfers
         self._here = [one.data for one in parameters]
         self._num_bytes = [one.untyped_storage().nbytes() for one in self._here]

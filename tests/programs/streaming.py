@@ -42,6 +42,18 @@ class Layer(nn.Module):
         return x + self.second(F.gelu(self.first(x)))
 
 
+class Beside(Layer):
+    """Backward computes what lies beside the way of the input after the input has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = torch.tanh(self.left) @ self.right
+        return super().forward(x) + beside
+
+
 class Stack(nn.Module):
     """Four layers, called as a case wants it."""
 
@@ -98,6 +110,12 @@ def gpt(**options: Any) -> Callable[[], nn.Module]:
     return lambda: train_gpt.Transformer(SIZE, 16, options.get("use_checkpoint", False))
 
 
+def frozen_at_first() -> nn.Module:
+    model = Stack(lambda model, x: straight(model, x.requires_grad_()))
+    model.layers = nn.ModuleList([Beside() for _ in range(4)])
+    return model.requires_grad_(False)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "straight": (lambda: Stack(straight), set()),
     "window of two": (lambda: Stack(straight), {"window"}),
@@ -117,6 +135,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "twice onto gradients": (lambda: Stack(twice), {"accumulate"}),
     "second order": (lambda: Stack(straight), {"second order"}),
     "penalty": (lambda: Stack(with_penalty), set()),
+    "unfrozen later": (frozen_at_first, {"unfreeze"}),
 }
 
 
@@ -152,8 +171,10 @@ def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool) ->
         stalloc.page_optimizer(optimizer, window=20_000)
         stalloc.stream_layers(model, window=2 if "window" in habits else 1)
     losses: list[Any] = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         optimizer.zero_grad()
+        if "unfreeze" in habits and step == 1:
+            model.requires_grad_(True)
         for _ in range(1 + ("accumulate" in habits)):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled="autocast" in habits):
                 loss = model(*inputs(model))
@@ -259,6 +280,19 @@ def on_the_device() -> dict[str, Any]:
     return found
 
 
+def unfrozen_on_a_device() -> bool:
+    """There memory that is let go too early is another device's."""
+    model = frozen_at_first().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stalloc.page_optimizer(optimizer)
+    stalloc.stream_layers(model, window=1)
+    for step in range(2):
+        model.requires_grad_(step == 1)
+        model(torch.randn(4, WIDTH, device="cuda")).backward()
+        optimizer.step()
+    return all(one.grad is not None for name, one in model.named_parameters() if "unused" not in name)
+
+
 def main() -> None:
     told: dict[str, Any] = {}
     for name, (make, habits) in CASES.items():
@@ -268,7 +302,9 @@ def main() -> None:
         except stalloc.StallocError as error:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
-    print(json.dumps({**told, "experts": cached_experts()}))
+    told["experts"] = cached_experts()  # which counts what is held
+    told["unfrozen on a device"] = unfrozen_on_a_device()
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":
