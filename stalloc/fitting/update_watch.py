@@ -56,7 +56,7 @@ class UpdateWatch:
             self._layers.append(layer)
             for one in parameters:
                 is_trained = one.requires_grad
-                if one.is_floating_point():
+                if one.is_floating_point() or one.is_complex():
                     one.requires_grad_(True)  # it may be later
                     one.register_post_accumulate_grad_hook(
                         lambda _, layer=layer: layer.accumulated.append(self._clock())
