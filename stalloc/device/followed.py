@@ -26,6 +26,7 @@ from stalloc.device.value_reads import (
     reader,
     reader_of_lengths,
     scale_updater,
+    storage_copier,
 )
 from stalloc.device.values import MAX_ELEMENTS, Values
 
@@ -262,6 +263,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         replace(tensor, name, functools.partial(mover, values))
     replace(tensor, "coalesce", functools.partial(coalescer, values))
     replace(tensor, "copy_", functools.partial(copier, values))
+    replace(torch.UntypedStorage, "copy_", functools.partial(storage_copier, values))
     replace(torch, "ctc_loss", functools.partial(reader_of_lengths, values))
     replace(torch, "segment_reduce", functools.partial(checker, values, 1))
     replace(torch, "_amp_update_scale_", functools.partial(scale_updater, values))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stalloc.device.redispatch import below
-from stalloc.device.values import MAX_NUMBERS, Values
+from stalloc.device.values import LONGEST_NUMBER, MAX_NUMBERS, Values
 
 
 def reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +71,23 @@ def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
             host = values.read(source)
             if host is not None:
                 function(self, host)
+        return result
+
+    return copy
+
+
+def storage_copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of storages, by which `torch.load` fills the GPU's: of single numbers, such as how often an optimizer stepped."""
+
+    @functools.wraps(function)
+    def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, source, *args, **kwargs)
+        if self.device.type == "cuda" and source.device.type == "cpu" and 0 < self.nbytes() <= LONGEST_NUMBER:
+            torch = values.torch
+            with values.unseen():
+                there, here = (torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in (self, source))
+                values.learn_copy(there, here)
+            values.knows_numbers = values.keeps_numbers = True
         return result
 
     return copy

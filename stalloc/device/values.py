@@ -18,7 +18,7 @@ from stalloc.device.decisions import Decisions
 
 MAX_ELEMENTS = 1 << 17  # larger ones are data: nobody decides by reading them, and the host would be slow
 MAX_NUMBERS = 1024  # of floating-point tensors: scales, boxes, shares
-_LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
+LONGEST_NUMBER = 16  # bytes; copies so short come and go at one address, and a stale one would pass for a result
 _PLACES = ("device", "pin_memory")  # arguments that say where a result goes
 
 
@@ -115,7 +115,7 @@ class Values:
             if num_bytes == 0 or num_bytes > 8 * MAX_ELEMENTS:
                 return None
             elements = self._zeros(num_bytes // tensor.element_size(), tensor.dtype)
-            copied = num_bytes > _LONGEST_NUMBER and bool(
+            copied = num_bytes > LONGEST_NUMBER and bool(
                 self._library.stalloc_virtual_copied(
                     ctypes.c_void_p(storage.data_ptr()),
                     ctypes.c_size_t(num_bytes),
@@ -265,7 +265,7 @@ class Values:
         if self.knows(tensor):
             with self.unseen():
                 return self.host(tensor, self._known[tensor.untyped_storage()._cdata])
-        if type(tensor) not in self.plain or tensor.numel() * tensor.element_size() > _LONGEST_NUMBER:
+        if type(tensor) not in self.plain or tensor.numel() * tensor.element_size() > LONGEST_NUMBER:
             return None
         return self._filled(tensor, self.decisions.take_number() or 0.0)
 
