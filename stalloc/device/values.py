@@ -72,25 +72,22 @@ class Values:
 
     def knows(self, value: Any) -> bool:
         """Whether a value is a floating-point tensor whose numbers are known for certain, or begins with one."""
-        value = value[0] if type(value) in (list, tuple) and value else value
-        if not self.knows_numbers or type(value) not in self.plain or value.numel() > MAX_NUMBERS:
-            return False
-        try:
-            found = self._known.get(value.untyped_storage()._cdata)
-            return found is not None and found.certain and found.version == self._version(value)
-        except Exception:
-            return False  # a tensor of another making may have no memory
+        return self.knows_numbers and (found := self._current(value)) is not None and found.certain
 
     def keeps(self, value: Any) -> bool:
         """Whether a value is a small floating-point tensor that a followed function made, or begins with one."""
+        return self.keeps_numbers and (found := self._current(value)) is not None and (found.certain or found.made)
+
+    def _current(self, value: Any) -> _Known | None:
+        """What is kept of few numbers, or of the first of several tensors, if nothing changed them since."""
         value = value[0] if type(value) in (list, tuple) and value else value
-        if not self.keeps_numbers or type(value) not in self.plain or value.numel() > MAX_NUMBERS:
-            return False
+        if type(value) not in self.plain or value.numel() > MAX_NUMBERS:
+            return None
         try:
             found = self._known.get(value.untyped_storage()._cdata)
-            return found is not None and (found.certain or found.made) and found.version == self._version(value)
+            return found if found is not None and found.version == self._version(value) else None
         except Exception:
-            return False
+            return None  # a tensor of another making may have no memory
 
     def is_of_kept(self, args: tuple[Any, ...]) -> bool:
         """Whether the floating-point tensors among these arguments are small, and one of them is kept."""

@@ -21,6 +21,7 @@ from stalloc import device
 device.activate("virtual", device.VirtualGPU(total_bytes=1 << 30, copy_limit_bytes=None))
 
 import torch  # noqa: E402  (the device is in place)
+from equality import same  # noqa: E402  (beside this file)
 from torch import nn  # noqa: E402
 
 import stalloc  # noqa: E402
@@ -95,16 +96,6 @@ def train(make: Make, *, paged: bool, **where: Any) -> tuple[list[torch.Tensor],
     assert calls == ["before", "after"] * STEPS
     host_bytes = paging.store.peak_bytes if paging else 0
     return [one.detach() for one in net.parameters()], copy.deepcopy(optimizer.state_dict()), host_bytes
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def refused(optimizer: Any) -> str:

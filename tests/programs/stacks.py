@@ -15,6 +15,7 @@ from typing import Any
 
 import offloading  # beside this file; it puts the device in place
 import torch
+from equality import same
 from torch import nn
 
 import stalloc
@@ -81,13 +82,13 @@ def main() -> None:
         fused = functools.partial(torch.optim.AdamW, fused=True)
         as_it_is = train(fused, "")
         for stack in ELSEWHERE:
-            is_same = offloading.same(as_it_is, train(fused, stack, folder))
+            is_same = same(as_it_is, train(fused, stack, folder))
             told[f"AdamW fused: {stack}"] = "equal" if is_same else "differs"
     for name, make in OPTIMIZERS.items():
         as_it_is = train(make, "")
         for stack in STACKS:
             try:
-                told[f"{name}: {stack}"] = "equal" if offloading.same(as_it_is, train(make, stack)) else "differs"
+                told[f"{name}: {stack}"] = "equal" if same(as_it_is, train(make, stack)) else "differs"
             except stalloc.StallocError as error:
                 told[f"{name}: {stack}"] = str(error)
     print(json.dumps(told))

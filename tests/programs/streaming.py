@@ -16,6 +16,7 @@ from stalloc import device
 device.activate("virtual")
 
 import torch  # noqa: E402  (the device is in place)
+from equality import same  # noqa: E402  (beside this file)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -190,16 +191,6 @@ def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool) ->
         if "between" in habits:
             between_steps(model, optimizer, losses)
     return losses, [one.detach() for one in parameters], optimizer.state_dict()["state"]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 class Mixture(nn.Module):
