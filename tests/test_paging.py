@@ -112,7 +112,7 @@ def test_what_was_committed_comes_back_and_what_goes_wrong_on_disk_is_a_sentence
     told = found["commits"]
     assert told["committed"]
     assert told["loaded"]
-    assert told["locked"] == "FOLDER holds the state of another optimizer that is running: name another."
+    assert told["locked"] == "FOLDER is used by another optimizer or model meanwhile: name another."
     assert told["no room for two"].endswith("than is allowed: nothing was committed.")
     assert told["nothing on disk"].startswith("this optimizer keeps no state on a disk")
     assert told["nothing committed"].startswith("FOLDER holds no committed state")
@@ -139,6 +139,17 @@ def test_bytes_of_a_device_go_to_the_disk_and_come_back_within_the_host_memory_t
     assert told["host_bytes"] <= 4 << 20
     for name in ("as_loaded", "copied", "undone", "loaded_bytes", "left_bytes", "peaks", "paged_bytes"):
         assert told[name] == in_host[name]
+
+
+def test_layers_of_a_device_lie_on_disk_and_come_with_whatever_the_program_put_there(found: dict[str, Any]) -> None:
+    told = found["layers on disk"]
+    assert told["away"]
+    assert told["host"] <= 300 << 10
+    assert told["on disk"] >= 3
+    assert told["read"]
+    assert told["undone"]
+    one_layer, results = 4 * 256 * 257, 4 * 1024
+    assert told["most"] <= one_layer + results
 
 
 def fit(folder: Path, *words: Any, code: int = 0) -> tuple[dict[str, Any], str]:

@@ -177,7 +177,12 @@ def _expected(fitting: "Fitting", seen: _Seen, tiers: TierSettings, ratio: float
         lifespans = in_host.lifespans
         layers = run.layers if tiers.streamed_window else ()
         streamed_bytes = sum(int(run.size[row]) for layer in layers for row in layer.requests)
-        moved = Measured(paged_bytes=max(0, in_host.host_bytes - streamed_bytes), streamed_bytes=streamed_bytes)
+        on_disk = in_host.disk_streamed_bytes
+        moved = Measured(
+            paged_bytes=max(0, in_host.host_bytes - streamed_bytes + on_disk),
+            streamed_bytes=streamed_bytes,
+            disk_streamed_bytes=on_disk,
+        )
         beside = tier_seconds(tiers, moved, fitting.step, fitting.link_bytes_per_second)
     rate = LINK_SHARE * fitting.link_bytes_per_second
     seconds = added_seconds(seen.timed, settings, seen.step_seconds, rate, LINK_START)

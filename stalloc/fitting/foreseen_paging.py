@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, in_host, stays
+from stalloc.fitting.foreseen_streaming import LayerRecorded, Pass, homes, stays
 from stalloc.techniques.parts import (
     Part,
     Place,
@@ -58,6 +58,7 @@ class Paged:
     lifespans: Lifespans
     host_bytes: int
     disk_bytes: int
+    disk_streamed_bytes: int = 0  #: of layers that lie there
 
 
 class _Room:
@@ -102,10 +103,11 @@ def paged(
     gone = np.zeros(len(start), bool)
     added: list[tuple[int, int, int]] = []
     room = _Room(tiers, size, 0)
-    limit = tiers.host_bytes - room.host_bytes
-    streamed, layers_bytes = in_host(layers, size, limit) if tiers.streamed_window else ([], 0)
-    room.host_bytes += layers_bytes
-    layers = [layers[place] for place in streamed]
+    limits = tiers.host_bytes - room.host_bytes, tiers.disk_bytes if tiers.streams_from_disk else 0
+    found = homes(layers if tiers.streamed_window else (), size, *limits)
+    room.host_bytes += found.host_bytes
+    room.disk_bytes += found.disk_bytes
+    layers = [layers[place] for place in found.chosen]
     layer_of = {row: place for place, layer in enumerate(layers) for row in layer.requests}
     layer_bytes = [sum(int(size[row]) for row in layer.requests) for layer in layers]
     for layer in layers:
@@ -136,7 +138,7 @@ def paged(
         np.append(end[kept] * fine, more[:, 1]),
         np.append(size[kept], more[:, 2]),
     )
-    return Paged(spans, room.host_bytes, room.disk_bytes)
+    return Paged(spans, room.host_bytes, room.disk_bytes, found.disk_bytes)
 
 
 def peak_bytes(run: Lifespans) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stalloc.columns import Column
-from stalloc.techniques.parts import aligned
+from stalloc.techniques.parts import aligned, in_pages
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,32 @@ class Stay:
     end: int
 
 
-def in_host(layers: Sequence[LayerRecorded], size: Column, limit_bytes: int) -> tuple[list[int], int]:
-    """The layers that find room in the host, by place, and their bytes there."""
-    chosen, used = [], 0
+@dataclass(frozen=True)
+class Homes:
+    """Which layers find room elsewhere, by place, and what they take there."""
+
+    chosen: list[int]
+    host_bytes: int
+    disk_bytes: int
+
+
+def homes(layers: Sequence[LayerRecorded], size: Column, host_bytes: int, disk_bytes: int) -> Homes:
+    """Where layers lie within so much room in the host, and on disk where that is full."""
+    chosen: list[int] = []
+    in_host = in_files = 0
     for place, layer in enumerate(layers):
         needed = sum(aligned(int(size[row])) for row in layer.requests)
-        if layer.requests and used + needed <= limit_bytes:
-            chosen.append(place)
-            used += needed
-    return chosen, used
+        pages = sum(in_pages(int(size[row])) for row in layer.requests)
+        if not layer.requests:
+            continue
+        if in_host + needed <= host_bytes:
+            in_host += needed
+        elif in_files + pages <= disk_bytes:
+            in_files += pages
+        else:
+            continue
+        chosen.append(place)
+    return Homes(chosen, in_host, in_files)
 
 
 def stays(layers: Sequence[LayerRecorded], passes: Sequence[Pass], ends: Sequence[int], window: int) -> list[Stay]:

@@ -70,7 +70,7 @@ SYSTEMS: tuple[System, ...] = (
     System("mobius", "Mobius", "stages swapped over one root", "replays", _SWAP),
     System("patrickstar", "PatrickStar", "parameters in chunks", "replays", _SWAP),
     System("elixir", "Elixir", "the size of chunks, searched", "replays", _SWAP),
-    System("zero-infinity", "ZeRO-Infinity", "optimizer state on disk", "executes", f"{_FIT} zero-infinity --disk …"),
+    System("zero-infinity", "ZeRO-Infinity", "state and layers on disk", "executes", f"{_FIT} zero-infinity --disk …"),
     System("angel", "Angel-PTM", "pages between tiers", "not yet"),
     System("smart-infinity", "Smart-Infinity", "the optimizer beside the disk", "not yet"),
     System("lohan", "LoHan", "how much to swap, solved", "replays", _SWAP),

@@ -25,7 +25,8 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
     """Seconds of each step, by what a trial under these settings has seen.
 
     State on disk is read and written once a step. Layers come for each pass, while the one before computes where there
-    is a window, and for their update on the device, from which they go back. Of what the processor updates gradients
+    is a window, and for their update on the device, from which they go back; those on disk come through the host, as
+    quickly as the slower of both is. Of what the processor updates gradients
     go to the host, and parameters that are not streamed both ways.
     """
     rate = LINK_SHARE * link_bytes_per_second
@@ -40,7 +41,9 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
         seconds = to_host + to_device + disk + processor + 2 * LINK_START
     if trial.streamed_bytes:
         num_passes = 2 * max(1, len(step.calls) // max(1, len({call.block for call in step.calls})))
-        passes = num_passes * trial.streamed_bytes / rate
+        from_disk = trial.disk_streamed_bytes / min(rate, DISK_READ_BYTES_PER_SECOND)
+        passes = num_passes * ((trial.streamed_bytes - trial.disk_streamed_bytes) / rate + from_disk)
         seconds += passes if tiers.streamed_window == 1 else max(0.0, passes - step.step_seconds)
         seconds += (trial.streamed_bytes - trial.processor_streamed_bytes) / rate
+        seconds += from_disk + trial.disk_streamed_bytes / DISK_WRITE_BYTES_PER_SECOND
     return seconds

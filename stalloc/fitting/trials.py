@@ -44,6 +44,7 @@ class Measured:
     processor_bytes: int = 0  #: of parameters that the processor updates
     processor_streamed_bytes: int = 0  #: of them what is streamed
     streamed_bytes: int = 0  #: of parameters of layers that are there
+    disk_streamed_bytes: int = 0  #: of them what lies in files
     offloaded_bytes: int = 0  #: of saved activations that went there in all
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen

@@ -1,4 +1,4 @@
-"""Tensors in a file, for state that neither the device nor the host has room for.
+"""Tensors in a file, for state and parameters that neither the device nor the host has room for.
 
 Contract: a region of the file that was committed is not written again until a later commit has taken its place, so
 whenever the process ends, the last commit is there bit by bit. What is read is what was written, or a DiskError says
@@ -10,8 +10,8 @@ import contextlib
 import mmap
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from stalloc.errors import DiskError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
 from stalloc.techniques.disk_threads import DiskThreads
-from stalloc.techniques.host_store import dense_strides, has_values
+from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import in_pages
 from stalloc.techniques.state_folder import StateFolder
 from stalloc.techniques.transfers import Transfers
@@ -49,6 +49,18 @@ class DiskRoom:
         self.used_bytes -= size_bytes
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What a file holds, for people."""
+
+    name: str
+    way_out: str
+
+
+STATE = Holding("the optimizer's state", "go on from what was committed last, with stalloc.committed()")
+PARAMETERS = Holding("parameters", "go on from what you saved last")
+
+
 @dataclass(eq=False)
 class Region:
     """Room for one tensor. Invariant: `places[committed]` is not written to."""
@@ -62,11 +74,19 @@ class Region:
 
 
 class DiskStore:
-    """The file of one optimizer, in a folder that nobody else may use meanwhile."""
+    """The file of one optimizer, or of one model's layers, in a folder that nobody else may use meanwhile."""
 
-    def __init__(self, folder: Path, room: DiskRoom, threads: DiskThreads, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        room: DiskRoom,
+        threads: DiskThreads,
+        device: torch.device,
+        holds: Holding = STATE,
+    ) -> None:
         """Raises BadInputError if the folder cannot be used."""
         self.chunk_bytes = threads.chunk_bytes
+        self._holds = holds
         self._threads = threads
         self.room = room
         self.folder = StateFolder(folder) if has_values(device) else None
@@ -86,20 +106,20 @@ class DiskStore:
 
     def read(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
         """Begin to read; what comes back waits until it is there."""
+        self.settle([region for _, region in wanted])
         transfers.follow()
         reading = []
         for target, region in wanted:
-            self._wait(region.writing)
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
                 reading.append(self._threads.pool.submit(self._read, region, number, piece, transfers))
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
         """Begin to write; what comes back waits until the tensors were read, and their memory can go."""
+        self.settle([region for _, region in wanted])
         transfers.follow()
         copied: list[Future[None]] = []
         for source, region in wanted:
-            self._wait(region.writing)
             region.current = 0 if region.committed < 0 else 1 - region.committed
             dense = source if source.stride() == dense_strides(source) else torch.empty_like(source).copy_(source)
             region.sums = [0] * -(-region.size_bytes // self.chunk_bytes)
@@ -110,23 +130,17 @@ class DiskStore:
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
-    def settle(self) -> None:
-        """Wait until all that was written is in the file."""
-        for region in self._regions:
+    def settle(self, regions: Iterable[Region] | None = None) -> None:
+        """Wait until all that was written, or what was to these regions, is in the file."""
+        for region in self._regions if regions is None else regions:
             self._wait(region.writing)
 
-    def mapped(self, region: Region, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the type and shape of another with the bytes of a region, from the file as they are needed.
-
-        What is written to it stays in memory.
-        """
+    def memory(self, region: Region) -> mmap.mmap:
+        """The bytes of a region, from the file as they are needed; what is written there stays in memory."""
         size_bytes = in_pages(region.size_bytes)
         if self.folder is None:
-            memory = mmap.mmap(-1, size_bytes)
-        else:
-            memory = self.folder.map(region.places[region.current], size_bytes)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=region.size_bytes)
-        return flat.view(like.dtype).as_strided(like.shape, dense_strides(like))
+            return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
+        return self.folder.map(region.places[region.current], size_bytes)
 
     def commit(self, manifest: dict[str, Any]) -> None:
         """Let what is in the file, described by `manifest`, be what is there after any end of this process.
@@ -164,7 +178,9 @@ class DiskStore:
                 self.folder.allocate(self._end, total)
             except OSError as error:
                 self.room.give_back(total)
-                say(f"{self.folder.path} has no room for {human_bytes(total)} of state ({error.strerror}).")
+                say(
+                    f"{self.folder.path} has no room for {human_bytes(total)} of {self._holds.name} ({error.strerror})."
+                )
                 return None
         taken = weakref.finalize(self, self.room.give_back, total)
         taken.atexit = False
@@ -214,6 +230,8 @@ class DiskStore:
             self._threads.buffers.put(buffer)
 
     def _wait(self, tasks: "list[Future[None]]") -> None:
+        """Whether one fails or not, all are over: none uses memory that somebody lets go of then."""
+        wait(tasks)
         with self._told("use"):
             if self._failed:
                 raise OSError(0, self._failed)
@@ -230,9 +248,25 @@ class DiskStore:
                 self._failed = self._failed or error.strerror or str(error)
             where = "" if self.folder is None else f" {self.folder.path}"
             raise DiskError(
-                f"the optimizer's state cannot be kept in{where} ({error.strerror or error}): go on from what was "
-                "committed last, with stalloc.committed()."
+                f"{self._holds.name} cannot be kept in{where} ({error.strerror or error}): {self._holds.way_out}."
             ) from error
+
+
+def open_disk(
+    folder: Path,
+    limit_bytes: int,
+    host: HostStore,
+    device: torch.device,
+    holds: Holding = STATE,
+) -> DiskStore:
+    """A store with threads and room of its own, whose buffers are in `host`. Raises BadInputError as they do."""
+    return DiskStore(folder, DiskRoom(limit_bytes), DiskThreads(host, device), device, holds)
+
+
+def viewed(memory: mmap.mmap, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the type and shape of another in the memory of a region."""
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
+    return flat.view(like.dtype).as_strided(like.shape, dense_strides(like))
 
 
 def _pieces(tensor: torch.Tensor, piece_bytes: int) -> list[torch.Tensor]:

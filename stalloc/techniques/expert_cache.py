@@ -34,6 +34,7 @@ def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | 
     import torch
 
     from stalloc.techniques.host_store import HostStore
+    from stalloc.techniques.layer_homes import HostHome
     from stalloc.techniques.layer_streaming import streamable
     from stalloc.techniques.parts import aligned
     from stalloc.techniques.repeated_blocks import Block
@@ -59,7 +60,7 @@ def cache_experts(experts: Iterable[Any], *, room: str | int, host: str | int | 
             raise BadInputError(f"{why or f'there is no room in host memory for expert {number}'}: nothing is cached.")
         found.append((parameters, slots))
     layers = [
-        StreamedLayer(f"expert {number}", parameters, slots, Transfers(parameters[0].device))
+        StreamedLayer(f"expert {number}", parameters, HostHome(slots, Transfers(parameters[0].device)))
         for number, (parameters, slots) in enumerate(found)
     ]
     return ExpertCache(modules, layers, room_bytes)

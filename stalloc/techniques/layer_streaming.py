@@ -1,7 +1,7 @@
-"""Streaming the repeated blocks of a model: which parameters can be, and the host memory that they get.
+"""Streaming the repeated blocks of a model: which parameters can be, and what room they get elsewhere.
 
 Contract: a parameter whose memory somebody else has a part of (tied weights), or that is no plain dense tensor, stays
-on the device; a block that finds no room in the host stays there whole.
+on the device; a block that finds no room elsewhere stays there whole.
 """
 
 from collections import Counter
@@ -11,29 +11,36 @@ from typing import Any
 import torch
 
 from stalloc.errors import StreamError
+from stalloc.techniques.disk_store import DiskStore
 from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.layer_homes import find_home
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.streamed_forward import Streaming
 from stalloc.techniques.streamed_layers import StreamedLayer, layer_of
-from stalloc.techniques.transfers import Transfers
 from stalloc.techniques.update_order import Parameters, is_divided
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
-def stream_blocks(model: Any, blocks: Sequence[Block], store: HostStore, window: int) -> tuple[Streaming | None, str]:
-    """Stream those blocks of a model that can be; and why others, or all, stay on the device."""
+def stream_blocks(
+    model: Any, blocks: Sequence[Block], store: HostStore, window: int, disk: DiskStore | None = None
+) -> tuple[Streaming | None, str]:
+    """Stream those blocks of a model that can be; and why others, or all, stay on the device.
+
+    What has no room in `store` goes to `disk`.
+    """
     if type(model).__name__ in _PARALLEL or hasattr(model, "_get_fsdp_state"):
         return None, f"{type(model).__name__} has a hold of the parameters of its blocks"
     chosen, layers, reason = [], [], ""
     for block in blocks:
         parameters, why = streamable(model, block)
-        host = None if why else store.take_like(parameters, pinned=parameters[0].is_cuda)
-        if host is None:
-            reason = reason or why or f"there is no room in host memory for {block.name}"
+        home = None if why else find_home(parameters, store, disk)
+        if home is None:
+            where = "in host memory" if disk is None else "in host memory or on the disk"
+            reason = reason or why or f"there is no room {where} for {block.name}"
             continue
         chosen.append(block)
-        layers.append(StreamedLayer(block.name, parameters, host, Transfers(parameters[0].device)))
+        layers.append(StreamedLayer(block.name, parameters, home))
     return (Streaming(chosen, layers, window) if chosen else None), reason
 
 

@@ -7,25 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import BadInputError
+from stalloc.techniques.optimizer_paging import parse_disk
 from stalloc.techniques.repeated_blocks import find_blocks
 
 if TYPE_CHECKING:
     from stalloc.techniques.streamed_forward import Streaming
 
 
-def stream_layers(model: Any, *, window: int = 2, host: str | int | None = None) -> "Streaming":
+def stream_layers(
+    model: Any, *, window: int = 2, host: str | int | None = None, disk: str | None = None
+) -> "Streaming":
     """Keep the parameters of the repeated blocks of a torch model in pinned host memory while others compute.
 
     `window` blocks are on the device at once: the one that computes, and those that come next. To be called when the
     model is on its device; its optimizer has to be paged (`stalloc.page_optimizer`), so that it updates a block at a
     time. Between passes parameters are tensors of the host, which can be read, saved and changed. `host` bounds the
-    host memory. Losses and gradients are those without it, to the last bit; a use in which they would not be is a
-    StreamError. What comes back has `undo()`.
+    host memory (all there is by default); what has no room there goes to `disk`, "FOLDER:SIZE", where it is for as long
+    as the process has it, or stays on the device. Losses and gradients are those without it, to the last bit; a use in
+    which they would not be is a StreamError. What comes back has `undo()`.
 
-    Raises BadInputError for a model of which nothing can be streamed.
+    Raises BadInputError for a model of which nothing can be streamed, and for a folder that cannot be used. A DiskError
+    in a later pass or step says that the disk does not keep what it was given.
     """
     import torch
 
+    from stalloc.techniques.disk_store import PARAMETERS, open_disk
     from stalloc.techniques.host_store import HostStore
     from stalloc.techniques.layer_streaming import stream_blocks
 
@@ -34,7 +40,9 @@ def stream_layers(model: Any, *, window: int = 2, host: str | int | None = None)
     if window < 1:
         raise BadInputError(f"a window of {window} blocks is not possible: give 1 or more.")
     store = HostStore(None if host is None else parse_memory(host))
-    streaming, reason = stream_blocks(model, find_blocks(model), store, window)
+    first = next(model.parameters(), torch.empty(0))
+    files = None if disk is None else open_disk(*parse_disk(disk), store, first.device, PARAMETERS)
+    streaming, reason = stream_blocks(model, find_blocks(model), store, window, files)
     if streaming is None:
         raise BadInputError(f"{reason or 'the model has no repeated blocks'}: its layers stay on the device.")
     return streaming

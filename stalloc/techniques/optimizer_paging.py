@@ -39,8 +39,7 @@ def page_optimizer(
     """
     import torch
 
-    from stalloc.techniques.disk_store import DiskRoom, DiskStore
-    from stalloc.techniques.disk_threads import DiskThreads
+    from stalloc.techniques.disk_store import open_disk
     from stalloc.techniques.host_store import HostStore
     from stalloc.techniques.paged_optimizer import PagedOptimizer
     from stalloc.techniques.parts import Shares
@@ -52,9 +51,8 @@ def page_optimizer(
     store = HostStore(None if host is None else parse_memory(host))
     files = None
     if disk is not None:
-        folder, limit_bytes = parse_disk(disk)
         first = next((one for group in optimizer.param_groups for one in group["params"]), torch.empty(0))
-        files = DiskStore(folder, DiskRoom(limit_bytes), DiskThreads(store, first.device), first.device)
+        files = open_disk(*parse_disk(disk), store, first.device)
     return PagedOptimizer(optimizer, store, max(parse_memory(window), 1), Shares(device, processor), files)
 
 

@@ -124,10 +124,12 @@ class PagedOptimizer:
             for one in parameters
         ]
         parts = arranged(sizes, layers, self._window_bytes, self._shares)
+        found = []
         for part in parts:
-            for number in part.members:
-                self._places[parameters[number]] = part.place
-        found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
+            members = [parameters[number] for number in part.members]
+            found.append((Place.PAGED if _is_on_disk(members[0]) else part.place, members))
+            for one in members:
+                self._places[one] = found[-1][0]
         return found, staging_bytes(parts, sizes, layers)
 
     def _divide(self, optimizer: Any) -> list[Parameters]:
@@ -146,3 +148,9 @@ class PagedOptimizer:
                     for one in part:
                         self._places[one] = Place.DEVICE
             return [part for _, part in parts]
+
+
+def _is_on_disk(parameter: Any) -> bool:
+    """Where the processor makes no updates."""
+    layer = layer_of(parameter)
+    return layer is not None and layer.is_on_disk

@@ -37,7 +37,7 @@ class StateFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise BadInputError(f"{path} holds the state of another optimizer that is running: name another.") from None
+            raise BadInputError(f"{path} is used by another optimizer or model meanwhile: name another.") from None
         except OSError as error:
             raise BadInputError(f"{path} cannot be used ({error.strerror}): name a folder you can write.") from error
         for left in path.glob(_PATTERN):

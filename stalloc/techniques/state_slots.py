@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stalloc.techniques.disk_store import DiskStore, Region
+from stalloc.techniques.disk_store import DiskStore, Region, viewed
 from stalloc.techniques.host_store import HostStore
 
 Named = tuple[torch.Tensor, str, torch.Tensor]
@@ -59,7 +59,7 @@ class StateSlots:
     def map(self, parameter: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
         """Let a slot in the file be what is written there now."""
         assert self._disk is not None
-        slot = self._disk.mapped(self._regions[parameter][name], like)
+        slot = viewed(self._disk.memory(self._regions[parameter][name]), like)
         self._slots.setdefault(parameter, {})[name] = slot
         return slot
 

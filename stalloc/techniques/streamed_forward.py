@@ -3,10 +3,14 @@
 Contract: memory is let go at fixed points: after a block's forward pass, and in backward once every gradient that uses
 it is there. What this cannot be right for is an error in one sentence: gradients of gradients, and a block that is
 called several times for one backward pass onto gradients of an earlier one, which would be summed in another order.
+Nothing here keeps a model, its blocks or their layers alive.
 """
 
+import contextlib
 import copy
 import functools
+import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,39 +29,55 @@ class Streaming:
     """The blocks of one model, in their order. `window` of them are on the device at once, one at the least."""
 
     def __init__(self, blocks: Sequence[Block], layers: Sequence[StreamedLayer], window: int) -> None:
-        self.layers = list(layers)
+        self._layers = [weakref.ref(layer) for layer in layers]
         self._ahead = max(window - 1, 0)
         self._backward = -1  # the number of the backward pass that goes on
         self._had_gradients: dict[int, bool] = {}  # of the blocks whose backward has begun in it, before it did
         self._hooks: list[Any] = []
         self._heard: set[int] = set()  # ids of parameters whose gradients are heard of
-        self._forwards = []
+        self._blocks = [weakref.ref(block.module) for block in blocks]
         for place, block in enumerate(blocks):
             block.module.forward = _Forward(self, place, block.module)
-            self._forwards.append(block.module.forward)
+
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        """Those of which the program still has parameters."""
+        return [layer for one in self._layers if (layer := one()) is not None]
 
     def undo(self) -> None:
         """Give every block its own forward back, and its parameters to the device."""
-        for forward in self._forwards:
-            forward.undo()
+        for one in self._blocks:
+            block: Any = one()
+            forward = None if block is None else vars(block).get("forward")
+            if isinstance(forward, _Forward):
+                forward.undo()
         for hook in self._hooks:
             hook.remove()
         for layer in self.layers:
             layer.bring_home()
+
+    def layer(self, place: int) -> StreamedLayer | None:
+        """The layer of a block, by its place; None where there is none, or its parameters are gone."""
+        return self._layers[place]() if 0 <= place < len(self._layers) else None
 
     def need(self, place: int, direction: int) -> None:
         """A block is about to compute; those after it, in a direction, may come."""
         pass_name = "forward" if direction > 0 else "backward"
         for offset in range(self._ahead + 1):
             at = place + direction * offset
-            if 0 <= at < len(self.layers):
+            layer = self.layer(at)
+            if layer is not None:
                 with phase(f"{pass_name}/{at}"):
-                    self.layers[at].load()
-        self.layers[place].wait()
+                    layer.load()
+        needed = self.layer(place)
+        if needed is not None:
+            needed.wait()
 
     def num_trained(self, place: int) -> int:
         """The parameters of a block that want gradients now, however it was before; each is heard of from here on."""
-        layer = self.layers[place]
+        layer = self.layer(place)
+        if layer is None:
+            return 0
         trained = [one for one in layer.parameters if one.requires_grad]
         for parameter in trained:
             if id(parameter) not in self._heard:
@@ -68,13 +88,15 @@ class Streaming:
 
     def backward_begins(self, call: "_Call") -> None:
         """Gradients of what a call of a block made are there."""
+        layer = self.layer(call.place)
+        if layer is None:
+            return
         if torch.is_grad_enabled():
             raise StreamError(
-                f"{self.layers[call.place].name} is streamed, and gradients of its gradients are asked for "
-                "(create_graph=True): do not stream this model."
+                f"{layer.name} is streamed, and gradients of its gradients are asked for (create_graph=True): do not "
+                "stream this model."
             )
         self._begin_backward()
-        layer = self.layers[call.place]
         had_gradients = self._had_gradients.get(call.place)
         if had_gradients is None:
             self._had_gradients[call.place] = any(one.grad is not None for one in layer.parameters)
@@ -86,9 +108,9 @@ class Streaming:
         layer.waiting += call.num_trained + call.num_given
         self.need(call.place, -1)
 
-    def came(self, layer: StreamedLayer) -> None:
+    def came(self, layer: StreamedLayer | None) -> None:
         """One of what a block waits for in backward is there."""
-        if layer.waiting:
+        if layer is not None and layer.waiting:
             layer.waiting -= 1
             if not layer.waiting:
                 layer.release()
@@ -152,7 +174,7 @@ class _Call:
     def done(self) -> None:
         """A gradient of what it was given is there, for which it may not have been needed."""
         if self._backward == torch._C._current_graph_task_id():
-            self._streaming.came(self._streaming.layers[self.place])
+            self._streaming.came(self._streaming.layer(self.place))
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:
@@ -165,8 +187,24 @@ class _Forward:
 
     def __init__(self, streaming: Streaming, place: int, block: Any) -> None:
         functools.update_wrapper(self, block.forward)
-        self._streaming, self._place, self._block, self._inner = streaming, place, block, block.forward
+        for name in ("__wrapped__", "_block"):  # which hold the block
+            vars(self).pop(name, None)
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(block.forward)
+        self._streaming, self._place, self._weak_block = streaming, place, weakref.ref(block)
         self._instance_forward = vars(block).get("forward")
+
+    @property
+    def _block(self) -> Any:
+        block = self._weak_block()
+        assert block is not None, "its own attribute is called"
+        return block
+
+    def _inner(self, *args: Any, **kwargs: Any) -> Any:
+        if self._instance_forward is not None:
+            return self._instance_forward(*args, **kwargs)
+        block = self._block
+        return type(block).forward(block, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the block with its parameters on the device."""
@@ -180,7 +218,9 @@ class _Forward:
         results = self._inner(*args, **kwargs)
         if call is not None:
             call.made(results)
-        streaming.layers[place].release()
+        layer = streaming.layer(place)
+        if layer is not None:
+            layer.release()
         return results
 
     def undo(self) -> None:

@@ -1,19 +1,19 @@
-"""The parameters of a block in host memory, on the device only while the block computes, or is updated.
+"""The parameters of a block in host memory or on disk, on the device only while the block computes, or is updated.
 
 Contract: wherever its block does not compute, a streamed parameter is a tensor of the host with the values that it has:
 reading, saving or changing it there is what it would be on the device. What autograd saved of it stays valid, since
-memory comes back for the same storage.
+memory comes back for the same storage. A layer lives as long as one of its parameters, and no longer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from stalloc.errors import StreamError
+from stalloc.errors import DiskError, StreamError
+from stalloc.techniques.layer_homes import DiskHome, Home
 from stalloc.techniques.parts import aligned
-from stalloc.techniques.transfers import Transfers
 from stalloc.techniques.update_order import Parameters
 
 _layer_of: Any = WeakIdKeyDictionary()  # parameter -> its StreamedLayer
@@ -34,70 +34,91 @@ def device_of(parameter: torch.Tensor) -> torch.device:
 class StreamedLayer:
     """The parameters of one block. Invariant: `is_here` says whether they are on the device, as one."""
 
-    def __init__(self, name: str, parameters: Parameters, host: list[torch.Tensor], transfers: Transfers) -> None:
-        self.name, self.parameters, self.host = name, parameters, host
+    def __init__(self, name: str, parameters: Parameters, home: Home) -> None:
+        self.name, self.home = name, home
         self.device = parameters[0].device
-        self.size_bytes = sum(aligned(one.nbytes) for one in host)
+        self.size_bytes = sum(aligned(one.nbytes) for one in home.tensors)
         self.waiting = 0  # gradients that backward is still to bring before the memory can go
-        self._transfers = transfers
+        self._parameters = [TensorWeakRef(one) for one in parameters]
         self._here = [one.data for one in parameters]
         self._num_bytes = [one.untyped_storage().nbytes() for one in self._here]
-        self._arrived: Any = None
-        self._versions = [one._version for one in parameters]
+        self._arrived: Callable[[], None] | None = None
+        self._versions = self._versions_now()
         self.is_here = True
         for one in parameters:
             _layer_of[one] = self
         self.store()()
 
+    @property
+    def parameters(self) -> Parameters:
+        """Those that the program still has."""
+        return [one for one, _, _ in self._placed()]
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it lies there while it is not here."""
+        return isinstance(self.home, DiskHome)
+
     def load(self) -> None:
-        """Begin to bring it; `wait` before it is used."""
+        """Begin to bring it; `wait` before it is used. Raises DiskError."""
         if self.is_here:
             return
-        self.is_here = True
-        for parameter, here, host, size in zip(self.parameters, self._here, self.host, self._num_bytes, strict=True):
+        for parameter, _, host in self._placed():
             if parameter.data_ptr() != host.data_ptr():
                 self._take(parameter, host)
+        for here, size in zip(self._here, self._num_bytes, strict=True):
             here.untyped_storage().resize_(size)
-        self._arrived = self._transfers.to_device(list(zip(self._here, self.host, strict=True)))
-        for parameter, here in zip(self.parameters, self._here, strict=True):
+        try:
+            self._arrived = self.home.fetch(self._here)
+        except DiskError:
+            self._let_go()
+            raise
+        for parameter, here, _ in self._placed():
             parameter.data = here
-        self._versions = [one._version for one in self.parameters]
+        self._versions = self._versions_now()
+        self.is_here = True
 
     def wait(self) -> None:
-        """Let the program's stream wait until it is there."""
-        self._transfers.wait(self._arrived)
+        """Let the program's stream wait until it is there. Raises DiskError, and then it is where it was."""
+        if self._arrived is None:
+            return
+        try:
+            self._arrived()
+        except DiskError:
+            self._let_go()
+            raise
         self._arrived = None
 
     def release(self) -> None:
         """Let the memory go; what was changed in place meanwhile is stored."""
         if self.is_here:
             self.wait()
-            if self._versions != [one._version for one in self.parameters]:
+            if self._versions != self._versions_now():
                 self.store()()
-                self._transfers.settle()
+                self.settle()
             else:
                 self._let_go()
 
     def store(self) -> Callable[[], None]:
-        """Begin to write it to the host; what comes back waits for that and lets the memory go."""
-        stored = self._transfers.to_host(list(zip(self.host, self._here, strict=True)))
+        """Begin to write it back; what comes back waits for that and lets the memory go."""
+        stored = self.home.store(self._here)
 
         def let_go() -> None:
-            self._transfers.wait(stored)
+            stored()
             self._let_go()
 
         return let_go
 
     def adopt(self) -> None:
         """While it is here: what the program has given a parameter in place of its memory goes there."""
-        for parameter, here in zip(self.parameters, self._here, strict=True):
+        for parameter, here, _ in self._placed():
             if parameter.data_ptr() != here.data_ptr():
                 self._take(parameter, here)
                 parameter.data = here
 
     def settle(self) -> None:
-        """Let the processor wait until the host has it whole."""
-        self._transfers.settle()
+        """Let the processor wait until what was stored is whole."""
+        self.home.settle()
 
     def bring_home(self) -> None:
         """For good."""
@@ -106,11 +127,22 @@ class StreamedLayer:
         for one in self.parameters:
             _layer_of.pop(one, None)
 
+    def _placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each parameter, its memory on the device and the tensor that it is elsewhere."""
+        for weak, here, host in zip(self._parameters, self._here, self.home.tensors, strict=True):
+            parameter = weak()
+            if parameter is not None:
+                yield parameter, here, host
+
+    def _versions_now(self) -> list[int]:
+        return [one._version for one in self.parameters]
+
     def _let_go(self) -> None:
-        for parameter, here, host in zip(self.parameters, self._here, self.host, strict=True):
+        for parameter, _, host in self._placed():
             parameter.data = host
+        for here in self._here:
             here.untyped_storage().resize_(0)
-        self.is_here, self.waiting = False, 0
+        self.is_here, self.waiting, self._arrived = False, 0, None
 
     def _take(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
         """The program has given a parameter other memory meanwhile, by a move of the model perhaps."""
@@ -119,6 +151,6 @@ class StreamedLayer:
                 f"a parameter of {self.name}, which is streamed, was given another shape or type: change the model "
                 "before its first forward pass."
             )
-        self._transfers.settle()
+        self.settle()
         with torch.no_grad():
             place.copy_(parameter)

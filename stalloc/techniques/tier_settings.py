@@ -17,13 +17,18 @@ class TierSettings:
     """Which tiers are used; by default the device alone."""
 
     host_bytes: int = 0  #: of host memory, at the most
-    disk_bytes: int = 0  #: on disk, at the most, of state that has no room in host memory
+    disk_bytes: int = 0  #: on disk, at the most, of state and parameters that have no room in host memory
     paged_window_bytes: int = 0
     """Of optimizer state on the device at once, if it is paged; 1: no more than one part of it. 0: it is not paged."""
     streamed_window: int = 0
     """How many repeated blocks have their parameters on the device at once; 0: all. Needs a paged optimizer."""
     device_share: float = 0.0  #: of the parameters, by bytes, whose state stays on the device
     processor_share: float = 0.0  #: of the parameters, by bytes, that the processor updates
+
+    @property
+    def streams_from_disk(self) -> bool:
+        """Whether layers that have no room in host memory lie on disk, where the processor updates nothing."""
+        return bool(self.disk_bytes and self.streamed_window and not self.processor_share)
 
     @property
     def shares(self) -> Shares:

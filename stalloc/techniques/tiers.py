@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
-from stalloc.techniques.disk_store import DiskRoom, DiskStore
+from stalloc.techniques.disk_store import PARAMETERS, STATE, DiskRoom, DiskStore, Holding
 from stalloc.techniques.disk_threads import DiskThreads
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import check_can_step, stream_blocks
@@ -37,7 +37,7 @@ class Tiers:
         self._room, self._folder = DiskRoom(settings.disk_bytes), folder
         self._threads: DiskThreads | None = None
         self._paged: weakref.WeakSet[PagedOptimizer] = weakref.WeakSet()  # of optimizers that the program still has
-        self.num_paged = self.streamed_bytes = 0
+        self.num_paged = self.streamed_bytes = self.disk_streamed_bytes = 0
         self._unpaged = ""  # why an optimizer is not paged
         self._settings, self._say = settings, say
         if settings.paged_window_bytes:
@@ -52,6 +52,7 @@ class Tiers:
             "disk_bytes": self._room.peak_bytes,
             "num_paged": self.num_paged,
             "streamed_bytes": self.streamed_bytes,
+            "disk_streamed_bytes": self.disk_streamed_bytes,
             **sum((Counter(one.told()) for one in self._paged), Counter()),
         }
 
@@ -70,21 +71,28 @@ class Tiers:
         if shares.processor and reason:
             self._say(f"{reason}: its state is paged.")
             shares = Shares(shares.device)
-        disk = None
-        if settings.disk_bytes:
-            first = next((one for group in optimizer.param_groups for one in group["params"]), None)
-            folder = (self._folder or Path()) / f"optimizer-{self.num_paged}"
-            device = torch.device("cpu") if first is None else first.device
-            self._threads = self._threads or DiskThreads(self.store, device)
-            disk = DiskStore(folder, self._room, self._threads, device)
+        first = next((one for group in optimizer.param_groups for one in group["params"]), torch.empty(0))
+        disk = self._disk(f"optimizer-{self.num_paged}", first.device)
         self._paged.add(PagedOptimizer(optimizer, self.store, settings.paged_window_bytes, shares, disk))
         self.num_paged += 1
 
-    def _stream(self, _: int, blocks: list[Block], model: Any) -> None:
+    def _disk(self, name: str, device: torch.device, holds: Holding = STATE) -> DiskStore | None:
+        """A file in a folder of that name, where a disk is allowed."""
+        if not self._settings.disk_bytes:
+            return None
+        self._threads = self._threads or DiskThreads(self.store, device)
+        return DiskStore((self._folder or Path()) / name, self._room, self._threads, device, holds)
+
+    def _stream(self, number: int, blocks: list[Block], model: Any) -> None:
         if self._unpaged:
             self._say(f"{self._unpaged}: layers stay on the device.")
             return
-        streaming, reason = stream_blocks(model, blocks, self.store, self._settings.streamed_window)
-        self.streamed_bytes += sum(layer.size_bytes for layer in streaming.layers) if streaming is not None else 0
+        settings, disk = self._settings, None
+        if settings.streams_from_disk:
+            disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
+        streaming, reason = stream_blocks(model, blocks, self.store, settings.streamed_window, disk)
+        for layer in streaming.layers if streaming is not None else ():
+            self.streamed_bytes += layer.size_bytes
+            self.disk_streamed_bytes += layer.size_bytes * layer.is_on_disk
         if reason:
             self._say(f"{reason}: layers stay on the device.")

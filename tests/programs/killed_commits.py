@@ -1,4 +1,4 @@
-"""A training whose state lies on disk is killed, over and over, and goes on from what was committed: prints counts.
+"""A training with state and layers on disk is killed over and over, and goes on from what was committed: prints counts.
 
     killed_commits.py NUM_KILLS [FOLDER]
 
@@ -29,6 +29,12 @@ import stalloc  # noqa: E402
 
 torch.set_num_threads(1)
 STEPS, SHAPES = 24, ((40, 100), (64, 64), (10,), (90, 30))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, parameters: list[Any]) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterList(parameters)
 
 
 def step(number: int, parameters: list[Any], optimizer: Any) -> None:
@@ -67,6 +73,9 @@ def go_on(folder: Path, reference: Any, committed: mmap.mmap) -> None:
     parameters = [torch.nn.Parameter(one.clone()) for one in reference[label][0]]
     optimizer = torch.optim.AdamW(parameters)
     stalloc.page_optimizer(optimizer, host="48KiB", disk=f"{folder}:1MiB", window="40KB", device=0.2)
+    layers = torch.nn.ModuleList([Layer(parameters[::2]), Layer(parameters[1::2])])
+    streaming = stalloc.stream_layers(layers, window=1, host="32KiB", disk=f"{folder}/layers:1MiB")
+    assert all(layer.is_on_disk for layer in streaming.layers)
     if found:
         optimizer.load_state_dict(found)
     for number in range(label + 1, STEPS + 1):

@@ -26,6 +26,7 @@ from torch import nn  # noqa: E402
 
 import stalloc  # noqa: E402
 from stalloc.techniques.applying import apply_settings  # noqa: E402
+from stalloc.techniques.host_store import held_bytes  # noqa: E402
 from stalloc.techniques.technique_settings import Settings  # noqa: E402
 from stalloc.techniques.tier_settings import TierSettings  # noqa: E402
 
@@ -339,6 +340,34 @@ def on_the_device(**where: Any) -> dict[str, Any]:
     return found
 
 
+def layers_on_disk() -> dict[str, Any]:
+    """Parameters of a device that keeps the bytes of every copy, in a file between passes, and changed there."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]).requires_grad_(False)
+    wanted = [one.detach().clone() for one in model.parameters()]
+    model.cuda()(torch.ones(1, 256, device="cuda"))  # which makes work space of its own
+    layer_bytes = 4 * 256 * 257
+    before, in_host = torch.cuda.memory_allocated(), held_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        streaming = stalloc.stream_layers(model, window=1, host="300KiB", disk=f"{folder}:4MiB")
+        found: dict[str, Any] = {
+            "away": before - torch.cuda.memory_allocated() == 4 * layer_bytes,
+            "host": held_bytes() - in_host,
+            "on disk": sum(layer.is_on_disk for layer in streaming.layers),
+        }
+        torch.cuda.reset_peak_memory_stats()
+        for number in range(3):
+            model(torch.ones(1, 256, device="cuda"))
+            for one, value in zip(model.parameters(), wanted, strict=True):
+                if number == 1:  # by a way that autograd does not see
+                    one.data.add_(1)
+                    value.add_(1)
+        found["most"] = torch.cuda.max_memory_allocated() - (before - 4 * layer_bytes)
+        found["read"] = same([one.detach().clone() for one in model.parameters()], wanted)
+        streaming.undo()
+    found["undone"] = same([one.detach().cpu() for one in model.parameters()], wanted)
+    return found
+
+
 def remade() -> dict[str, list[int]]:
     """Bytes in the host and on disk before and after the program drops an optimizer, while nobody looks for cycles."""
     parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(4)]
@@ -413,6 +442,7 @@ def main() -> None:
         "elsewhere": elsewhere(),
         "processor": by_the_processor(),
         "commits": commits(),
+        "layers on disk": layers_on_disk(),
         "remade": remade(),
         "made again": made_again(),
     }

@@ -36,13 +36,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 STACKS = ("page", "recompute page", "page stream", "page stream ahead", "recompute page stream",
           "recompute page stream ahead", "offload", "offload page", "recompute offload page",
-          "offload page stream", "recompute offload page stream ahead")  # fmt: skip
+          "offload page stream", "recompute offload page stream ahead", "recompute disk stream layers ahead")  # fmt: skip
 ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor's updates; disk is for any
     "processor": {"processor": 1.0},
     "processor stream": {"processor": 1.0},
     "recompute half processor stream ahead": {"processor": 0.5, "device": 0.2},
     "disk": {"host": "64KiB", "disk": "1MiB"},
     "recompute disk stream": {"host": "64KiB", "disk": "1MiB"},
+    "disk stream layers": {"host": "64KiB", "disk": "1MiB"},
+    "recompute disk stream layers ahead": {"host": "64KiB", "disk": "1MiB"},
+    "half processor disk stream layers": {"processor": 0.5, "host": "1MiB", "disk": "1MiB"},
 }
 
 
@@ -54,11 +57,12 @@ def train(make: Callable[[Any], torch.optim.Optimizer], stack: str, folder: str 
         stalloc.checkpoint(model)
     where: dict[str, Any] = dict(ELSEWHERE.get(stack, {}))
     if "disk" in where:
-        where["disk"] = f"{tempfile.mkdtemp(dir=folder)}:{where['disk']}"
+        where["disk"] = f"{tempfile.mkdtemp(dir=folder)}/state:{where['disk']}"
     if "page" in stack or where:
         stalloc.page_optimizer(optimizer, window=20_000, **where)
     if "stream" in stack:
-        stalloc.stream_layers(model, window=2 if "ahead" in stack else 1)
+        layers = {"host": "40KiB", "disk": where["disk"].replace("/state:", "/layers:")} if "layers" in stack else {}
+        stalloc.stream_layers(model, window=2 if "ahead" in stack else 1, **layers)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     offload = stalloc.offload_activations(0.5, window="200KiB", device="cpu") if "offload" in stack else nullcontext()
     losses = []
@@ -84,13 +88,13 @@ def main() -> None:
         for stack in ELSEWHERE:
             is_same = same(as_it_is, train(fused, stack, folder))
             told[f"AdamW fused: {stack}"] = "equal" if is_same else "differs"
-    for name, make in OPTIMIZERS.items():
-        as_it_is = train(make, "")
-        for stack in STACKS:
-            try:
-                told[f"{name}: {stack}"] = "equal" if same(as_it_is, train(make, stack)) else "differs"
-            except stalloc.StallocError as error:
-                told[f"{name}: {stack}"] = str(error)
+        for name, make in OPTIMIZERS.items():
+            as_it_is = train(make, "")
+            for stack in STACKS:
+                try:
+                    told[f"{name}: {stack}"] = "equal" if same(as_it_is, train(make, stack, folder)) else "differs"
+                except stalloc.StallocError as error:
+                    told[f"{name}: {stack}"] = str(error)
     print(json.dumps(told))
 
 

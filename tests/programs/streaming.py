@@ -1,12 +1,15 @@
-"""Models trained as they are and with streamed layers: prints what became of each as JSON.
+"""Models trained as they are and with streamed layers, in the host and on disk: prints what became of each as JSON.
 
 On the processor, where everything computes, and memory that is let go cannot be read: losses, parameters and state of
 four steps are compared bit by bit; "raised" is the error that took their place.
 """
 
 import copy
+import gc
 import json
+import resource
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import stalloc  # noqa: E402
+from stalloc.techniques.host_store import held_bytes  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_gpt  # noqa: E402
@@ -157,10 +161,14 @@ def between_steps(model: nn.Module, optimizer: Any, found: list[Any]) -> None:
     model.load_state_dict({name: one * 0.99 for name, one in saved.items()})
     twin = copy.deepcopy(model)
     found.append(twin(torch.ones(2, WIDTH)).item())
+    for one in model.parameters():  # which autograd does not see
+        one.data.mul_(0.98)
+        one.data = one.data + 0.001
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool) -> Any:
+def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool, folder: str = "") -> Any:
+    """`folder`: most layers lie there, since the host has room for buffers and little more."""
     torch.manual_seed(1)
     model = make()
     parameters = list(model.parameters())
@@ -170,7 +178,9 @@ def train(make: Callable[[], nn.Module], habits: set[str], *, streamed: bool) ->
         stalloc.checkpoint(model)
     if streamed:
         stalloc.page_optimizer(optimizer, window=20_000)
-        stalloc.stream_layers(model, window=2 if "window" in habits else 1)
+        where = {"host": "64KiB", "disk": f"{folder}:2MiB"} if folder else {}
+        streaming = stalloc.stream_layers(model, window=2 if "window" in habits else 1, **where)
+        assert any(layer.is_on_disk for layer in streaming.layers) == bool(folder)
     losses: list[Any] = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -284,15 +294,101 @@ def unfrozen_on_a_device() -> bool:
     return all(one.grad is not None for name, one in model.named_parameters() if "unused" not in name)
 
 
+def dropped() -> dict[str, list[int]]:
+    """Bytes in the host with a model, and when the program has dropped it while nobody looks for cycles."""
+    found: dict[str, list[int]] = {}
+    gc.collect()
+    gc.disable()
+    for name in ("streaming kept", "never called", "called", "trained"):
+        before, model = held_bytes(), Stack(straight)
+        streaming = stalloc.stream_layers(model, window=2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        stalloc.page_optimizer(optimizer)
+        found[name] = [held_bytes() - before]
+        if name in ("called", "trained"):
+            loss = model(torch.randn(4, WIDTH))
+            if name == "trained":
+                loss.backward()
+                optimizer.step()
+            del loss
+        if name != "streaming kept":
+            del streaming
+        del model, optimizer
+        found[name].append(held_bytes() - before)
+    gc.enable()
+    return found
+
+
+def refused_by_the_disk() -> dict[str, Any]:
+    """A disk that is full, that gives back other bytes, and that fails in the middle of an update."""
+    found: dict[str, Any] = {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # stands for the end of a disk
+
+    def streamed(where: str, host: str = "32KiB") -> tuple[Any, Any]:
+        model = Stack(straight)
+        optimizer = torch.optim.AdamW(model.parameters())
+        stalloc.page_optimizer(optimizer, host="160KiB", disk=f"{folder}/{where}/state:4MiB")
+        stalloc.stream_layers(model, window=1, host=host, disk=f"{folder}/{where}/layers:4MiB")
+        return model, optimizer
+
+    def stepped(model: Any, optimizer: Any) -> None:
+        model(torch.ones(4, WIDTH)).backward()
+        optimizer.step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        found["full"] = sentence(lambda: streamed("full"))
+        stepped(*streamed("some room", host="64KiB"))  # what has no room stays on the device
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        model, optimizer = streamed("torn")
+        found["in use"] = sentence(lambda: stalloc.stream_layers(Stack(straight), disk=f"{folder}/torn/layers:1MiB"))
+        for _ in range(2):
+            stepped(model, optimizer)
+            optimizer.zero_grad()
+        stalloc.commit(optimizer, 2)
+        wanted = copy.deepcopy([one.detach() for one in model.parameters()]), copy.deepcopy(optimizer.state_dict())
+        model(torch.ones(4, WIDTH)).backward()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        found["torn"] = sentence(optimizer.step)
+        found["later"] = sentence(lambda: model(torch.ones(4, WIDTH)))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        label, state = stalloc.committed(f"{folder}/torn/state")
+        found["committed"] = label == 2 and same(state["state"], wanted[1]["state"])
+        now = [one.detach() for one in model.parameters()]
+        found["readable"] = all(
+            torch.equal(one, before) or 0 < (one - before).abs().max() < 0.01
+            for one, before in zip(now, wanted[0], strict=True)
+        )
+        model, optimizer = streamed("changed")
+        (file,) = Path(folder, "changed", "layers").glob("state-*.bin")
+        with file.open("r+b") as changed:
+            changed.seek(5)
+            changed.write(b"changed")
+        found["changed"] = sentence(lambda: model(torch.ones(4, WIDTH)))
+        return {name: one.replace(folder, "FOLDER") if isinstance(one, str) else one for name, one in found.items()}
+
+
+def sentence(do: Callable[[], Any]) -> str:
+    try:
+        do()
+    except stalloc.StallocError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     told: dict[str, Any] = {}
     for name, (make, habits) in CASES.items():
         as_it_is = train(make, habits, streamed=False)
         try:
             told[name] = same(as_it_is, train(make, habits, streamed=True))
+            with tempfile.TemporaryDirectory() as folder:
+                told[f"{name}, on disk"] = same(as_it_is, train(make, habits, streamed=True, folder=folder))
         except stalloc.StallocError as error:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
+    told["dropped"] = dropped()
+    told["refused by the disk"] = refused_by_the_disk()
     told["experts"] = cached_experts()  # which counts what is held
     told["unfrozen on a device"] = unfrozen_on_a_device()
     print(json.dumps(told))

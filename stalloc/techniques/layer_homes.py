@@ -1,0 +1,106 @@
+"""Where the parameters of a streamed layer lie while its block does not compute: in host memory, or in a file.
+
+Contract: `tensors` have the values that were stored last, or that the program has put there since, by whichever way;
+what is fetched has those. They stay the same tensors. Memory of the device goes when what it held is whole elsewhere.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from stalloc.techniques.changed_memory import drop_changes, is_changed
+from stalloc.techniques.disk_store import DiskStore, Region, viewed
+from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.transfers import Transfers
+
+Tensors = list[torch.Tensor]
+
+
+class Home(Protocol):
+    """The place of one layer."""
+
+    tensors: Tensors
+
+    def fetch(self, here: Tensors) -> Callable[[], None]:
+        """Begin to copy it to tensors of the device; what comes back makes the program wait for that."""
+
+    def store(self, here: Tensors) -> Callable[[], None]:
+        """Begin to copy them back; what comes back waits until their memory can go."""
+
+    def settle(self) -> None:
+        """Wait until what was stored can be read."""
+
+
+def find_home(parameters: Tensors, store: HostStore, disk: DiskStore | None) -> Home | None:
+    """Room for parameters in the host, else on disk; None if there is none."""
+    transfers = Transfers(parameters[0].device)
+    tensors = store.take_like(parameters, pinned=parameters[0].is_cuda)
+    if tensors is not None:
+        return HostHome(tensors, transfers)
+    regions = None if disk is None else disk.take([one.nbytes for one in parameters])
+    return DiskHome(parameters, disk, regions, transfers) if disk is not None and regions is not None else None
+
+
+class HostHome:
+    """Tensors of the host."""
+
+    def __init__(self, tensors: Tensors, transfers: Transfers) -> None:
+        self.tensors = tensors
+        self._transfers = transfers
+
+    def fetch(self, here: Tensors) -> Callable[[], None]:
+        """As of `Home`."""
+        arrived = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
+        return lambda: self._transfers.wait(arrived)
+
+    def store(self, here: Tensors) -> Callable[[], None]:
+        """As of `Home`."""
+        stored = self._transfers.to_host(list(zip(self.tensors, here, strict=True)))
+        return lambda: self._transfers.wait(stored)
+
+    def settle(self) -> None:
+        """As of `Home`."""
+        self._transfers.settle()
+
+
+class DiskHome:
+    """Regions of a file, and tensors that are mapped from it: what the program puts there stays in memory until it is
+    written, which is before it is read again."""
+
+    def __init__(self, like: Tensors, disk: DiskStore, regions: list[Region], transfers: Transfers) -> None:
+        self._disk, self._regions, self._transfers = disk, regions, transfers
+        self._memory = [disk.memory(region) for region in regions]
+        self.tensors = [viewed(*one) for one in zip(self._memory, like, strict=True)]
+
+    def fetch(self, here: Tensors) -> Callable[[], None]:
+        """As of `Home`. Raises DiskError."""
+        self._write_changes()
+        return self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+
+    def store(self, here: Tensors) -> Callable[[], None]:
+        """As of `Home`. The memory of the device stays until all is in the file, so an error there loses nothing."""
+        copied = self._disk.write(list(zip(here, self._regions, strict=True)), self._transfers)
+
+        def stored() -> None:
+            copied()
+            self._disk.settle(self._regions)
+            for memory in self._memory:
+                drop_changes(memory)
+
+        return stored
+
+    def settle(self) -> None:
+        """As of `Home`: it was waited for."""
+
+    def _write_changes(self) -> None:
+        if self._disk.folder is None:
+            return
+        changed = [row for row, memory in enumerate(self._memory) if is_changed(memory)]
+        if not changed:
+            return
+        on_host = Transfers(torch.device("cpu"))
+        self._disk.write([(self.tensors[row], self._regions[row]) for row in changed], on_host)()
+        self._disk.settle([self._regions[row] for row in changed])
+        for row in changed:
+            drop_changes(self._memory[row])
