@@ -91,9 +91,17 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     for packs in (told["harmony"]["forward"], told["harmony"]["backward"]):
         assert sorted(layer for begin, end in packs for layer in range(begin, end)) == [0, 1, 2]
     assert told["stronghold"]["num_layers"] == 3
+    assert told["angel"] is None  # a page is larger than this budget
+    near = told["smart_infinity"]
+    assert near["moved_bytes"] == 2 * sum(sizes) <= near["host_moved_bytes"] / 2
+    assert main(["swap", str(path), "--budget", "8MiB", "--drives", "2", "--json", "-"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    assert told["angel"]["count"] * (4 << 20) - sum(sizes) == told["angel"]["empty_bytes"]
+    assert told["smart_infinity"]["seconds"] == pytest.approx(2 * near["seconds"]), "half of the drives"
     assert main(["swap", str(path), "--budget", "1KiB"]) == 0
     said = capsys.readouterr().out
     assert "PatrickStar: no size of chunks has room for what is needed at once" in said
+    assert "Angel-PTM: the pages that are needed at once have no room" in said
     assert "Harmony: not even packs of one layer fit" in said
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from stalloc.cost.chunk_search import replayed, search_chunks, usual_sizes
 from stalloc.cost.chunk_uses import ModelData, Moment, in_chunks
 from stalloc.cost.layer_costs import LayerCost, LinkCost
 from stalloc.cost.layer_packs import pack_layers, pass_cost
+from stalloc.cost.near_storage import update_near_storage
+from stalloc.cost.parameter_pages import lay_out, replay_pages
 from stalloc.cost.pipeline_stages import Pipeline, contention, cross_mapping, partition_stages, step_seconds
 from stalloc.cost.stream_window import smallest_window, stall_seconds
 from stalloc.errors import BadInputError
@@ -105,6 +108,72 @@ def test_the_search_of_chunk_sizes_picks_the_best_of_the_whole_grid(seed: int) -
         assert found.best not in found.rejected
         rows = [*found.rejected, *([found.best] if found.best else [])]
         assert {one.chunk_bytes for one in rows} == set(sizes)
+
+
+def fewest_pages(sizes: tuple[int, ...], page: int) -> int:
+    """Of all ways in which each tensor begins in the last page, where it may, or in a new one."""
+
+    @functools.cache
+    def rest(row: int, free: int, tensors: int) -> int:
+        if row == len(sizes):
+            return 0
+        ways = [(1, page, 0)] + ([(0, free, tensors)] if free and tensors < 2 else [])
+        found = []
+        for begun, room, held in ways:
+            more = max(0, -(-(sizes[row] - room) // page))
+            left = room + more * page - sizes[row]
+            found.append(begun + more + rest(row + 1, left, 1 if more else held + 1))
+        return min(found)
+
+    return rest(0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tensors_take_as_few_pages_as_can_be_and_share_each_with_one_other_at_the_most(seed: int) -> None:
+    rng = random.Random(seed)
+    page = 10
+    sizes = tuple(rng.choice((1, 3, 5, 9, 10, 11, 20, 27)) for _ in range(12))
+    pages = lay_out(sizes, page)
+    assert pages[-1].stop == fewest_pages(sizes, page)
+    users = Counter(one for tensor in pages for one in tensor)
+    assert set(users) == set(range(pages[-1].stop))
+    assert max(users.values()) <= 2
+    for first in range(len(sizes)):  # what any tensors in a row take fits into their pages
+        for last in range(first + 1, len(sizes) + 1):
+            assert sum(sizes[first:last]) <= page * (pages[last - 1].stop - pages[first].start)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_move_as_little_as_any_order_of_evictions(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = tuple(rng.choice((2, 4, 7)) * MIB for _ in range(6))
+    data = ModelData(sizes, tuple((rng.randrange(6),) for _ in range(10)), 2 * sum(sizes))
+    pages = lay_out(sizes, 4 * MIB)
+    moments = tuple(tuple(pages[row]) for ((row,), _) in itertools.groupby(data.uses))
+    for capacity in range(1, pages[-1].stop + 1):
+        found = replay_pages(data, capacity * 4 * MIB + MIB)
+        if capacity < max(map(len, moments)):
+            assert found is None
+            continue
+        assert found is not None
+        assert (found.count, found.capacity) == (pages[-1].stop, capacity)
+        assert found.empty_bytes == 4 * MIB * found.count - sum(sizes)
+        fetched = found.moved_bytes // (4 * MIB) - found.count  # and the gradients of each page
+        held = min(capacity, len({page for moment in moments for page in moment}))
+        assert 2 * fetched - held <= fewest_moves(moments, capacity) <= 2 * fetched
+
+
+def test_drives_that_compute_pay_from_where_the_link_holds_the_host_up() -> None:
+    data = ModelData((64 * MIB, 32 * MIB), ((0,), (1,)), 192 * MIB)
+    for link in (LinkCost(16e9), LinkCost(64e9)):
+        found = [update_near_storage(data, count, link) for count in range(1, 65)]
+        assert {one.moved_bytes for one in found} == {2 * 96 * MIB}  # gradients there, parameters back
+        assert {one.host_moved_bytes for one in found} == {2 * 4 * 96 * MIB}
+        quicker = [one.num_drives for one in found if one.seconds < one.host_seconds]
+        assert quicker == list(range(found[0].pays_from, 65))
+        times = [one.seconds for one in found]
+        assert times == sorted(times, reverse=True)
+        assert min(times) >= link.seconds(96 * MIB)
 
 
 def random_layers(seed: int, count: int) -> list[LayerCost]:

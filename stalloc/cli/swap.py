@@ -5,13 +5,14 @@ system keeps beside them, may take of a device.
 
 PatrickStar: parameters and optimizer state in chunks of one size, of which those go that are needed latest (Belady), or
 that were used longest ago (LRU). Elixir: the size of chunks, and how many stay on the device with their state, searched
-together; what was rejected is shown. Harmony: packs of layers, for the forward and the backward pass apart. STRONGHOLD:
-the smallest window of layers without a modelled stall. LoHan: how much of what layers save is swapped, where the rest
-is computed again. Mobius: stages that take turns on several GPUs (needs SciPy:
-`pip install 'stalloc[solver]'`). Nothing is run; seconds are estimates, without the optimizer.
+together; what was rejected is shown. Angel-PTM: pages of 4 MiB. Harmony: packs of layers, for the forward and the
+backward pass apart. STRONGHOLD: the smallest window of layers without a modelled stall. LoHan: how much of what layers
+save is swapped, where the rest is computed again. Mobius: stages that take turns on several GPUs (needs SciPy:
+`pip install 'stalloc[solver]'`). Smart-Infinity: the optimizer's update alone, in drives that compute, which share a
+link such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's.
 
-JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `harmony`, `stronghold`, `lohan`, `mobius` and `notes`, in
-bytes and seconds; what is not known is null.
+JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
+`smart_infinity` and `notes`, in bytes and seconds; what is not known is null.
 """
 
 import argparse
@@ -45,16 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches", type=int, default=4, metavar="N", help="of Mobius; the recorded step is one (default: 4)"
     )
+    parser.add_argument(
+        "--drives", type=int, default=4, metavar="N", help="of Smart-Infinity, one NVMe drive each (default: 4)"
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay on each device of each file."""
-    for name in ("gpus", "roots", "microbatches"):
+    for name in ("gpus", "roots", "microbatches", "drives"):
         if not 1 <= getattr(args, name) <= 64:
             raise BadInputError(f"--{name} is {getattr(args, name)}: give a number from 1 to 64.")
     gpu = find_gpu(args.gpu).name
-    machine = Machine(gpu, parse_memory(args.budget), args.gpus, args.roots, args.microbatches)
+    machine = Machine(gpu, parse_memory(args.budget), args.gpus, args.roots, args.microbatches, args.drives)
     found: list[tuple[str, int, Swapping]] = []
     for file in args.files:
         with working(f"replaying {file_label(file)}"):
@@ -72,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             )
             _print_chunks(console, made)
             _print_layers(console, made, machine)
+            _print_update(console, made)
             for note in note_texts(made.notes):
                 print_prose(console, f"note: {note}", indent="  ")
     return EXIT_DONE
@@ -84,6 +89,10 @@ def _print_chunks(console: Console, made: Swapping) -> None:
         for one in (made.patrickstar,) if one
         for name, moved in (("Belady", one.belady), ("LRU", one.lru))
     ]  # fmt: skip
+    if made.angel:
+        pages = made.angel
+        numbers = f"{pages.count:,}", f"{pages.capacity:,}"
+        rows.append(["Angel-PTM, pages", human_bytes(pages.page_bytes), *numbers, "", human_bytes(pages.moved_bytes)])
     best = made.elixir.best
     tried = [best] if best else []
     for one in (*tried, *made.elixir.rejected[:_SHOWN]):
@@ -118,6 +127,18 @@ def _print_layers(console: Console, made: Swapping, machine: Machine) -> None:
         shown = f"stages of {_lengths(stages.stages)} layers on {machine.num_gpus} GPUs, roots {roots}{proven}"
         rows.append(["Mobius", shown, "", human_seconds(stages.seconds)])
     print_table(console, ("layers", "", "moved by a step", "est. seconds"), rows, text_columns=2)
+
+
+def _print_update(console: Console, made: Swapping) -> None:
+    near = made.smart_infinity
+    by_host, by_drives = (
+        [human_bytes(moved), human_seconds(seconds)]
+        for moved, seconds in ((near.host_moved_bytes, near.host_seconds), (near.moved_bytes, near.seconds))
+    )
+    where = f"in {plural(near.num_drives, 'drive')}, quicker from {near.pays_from} on"
+    rows = [["ZeRO-Infinity", f"by the host, {plural(near.num_drives, 'drive')}", *by_host]]
+    rows.append(["Smart-Infinity", where, *by_drives])
+    print_table(console, ("update, all on disk", "", "moved by a step", "est. seconds"), rows, text_columns=2)
 
 
 def _lengths(stretches: Any) -> str:

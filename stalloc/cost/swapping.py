@@ -11,6 +11,8 @@ from stalloc.cost.chunk_uses import ModelData, in_chunks, model_data
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.layer_costs import LayerCost, LinkCost, layer_costs
 from stalloc.cost.layer_packs import PackPlan, pack_layers
+from stalloc.cost.near_storage import NearStorage, update_near_storage
+from stalloc.cost.parameter_pages import PageReplay, replay_pages
 from stalloc.cost.pipeline_stages import Pipeline, StagePlan, cross_mapping, partition_stages
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
 from stalloc.cost.swap_amount import SwapAmount, best_amount
@@ -27,6 +29,7 @@ class Machine:
     num_gpus: int
     num_roots: int
     num_microbatches: int
+    num_drives: int = 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Swapping:
     data: ModelData
     patrickstar: ChunkReplay | None
     elixir: ChunkSearch
+    angel: PageReplay | None
+    smart_infinity: NearStorage
     harmony: PackPlan | None = None
     stronghold: Window | None = None
     lohan: SwapAmount | None = None
@@ -81,9 +86,19 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
     replays = [one for size in sizes if (one := _in_chunks(data, size, machine.budget_bytes))]
     best = min(replays, key=lambda one: (one.belady.chunks * one.chunk_bytes, one.chunk_bytes), default=None)
     notes = [] if best else ["PatrickStar: no size of chunks has room for what is needed at once"]
-    made = Swapping(data, best, search_chunks(data, machine.budget_bytes, sizes), notes=tuple(notes))
+    pages, rates = replay_pages(data, machine.budget_bytes), rates_of(machine.gpu)
+    if pages is None:
+        notes.append("Angel-PTM: the pages that are needed at once have no room")
+    made = Swapping(
+        data,
+        best,
+        search_chunks(data, machine.budget_bytes, sizes),
+        pages,
+        update_near_storage(data, machine.num_drives, LinkCost(rates.link_bytes_per_second)),
+        notes=tuple(notes),
+    )
     try:
-        layers = layer_costs(trace, rates_of(machine.gpu))
+        layers = layer_costs(trace, rates)
     except BadInputError as error:
         return replace(made, notes=(*notes, str(error)))
     return _with_layers(made, layers, machine)

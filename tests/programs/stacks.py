@@ -36,7 +36,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 STACKS = ("page", "recompute page", "page stream", "page stream ahead", "recompute page stream",
           "recompute page stream ahead", "offload", "offload page", "recompute offload page",
-          "offload page stream", "recompute offload page stream ahead", "recompute disk stream layers ahead")  # fmt: skip
+          "offload page stream", "recompute offload page stream ahead",
+          "recompute disk stream layers ahead")  # fmt: skip
 ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor's updates; disk is for any
     "processor": {"processor": 1.0},
     "processor stream": {"processor": 1.0},
