@@ -7,7 +7,7 @@ four steps are compared bit by bit; "raised" is the error that took their place.
 import copy
 import gc
 import json
-import resource
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -299,15 +299,17 @@ def dropped() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     gc.collect()
     gc.disable()
-    for name in ("streaming kept", "never called", "called", "trained"):
+    folder = tempfile.mkdtemp()
+    for name in ("streaming kept", "never called", "called", "trained", "on disk"):
         before, model = held_bytes(), Stack(straight)
-        streaming = stalloc.stream_layers(model, window=2)
+        where = {"host": "64KiB", "disk": f"{folder}:1MiB"} if name == "on disk" else {}
+        streaming = stalloc.stream_layers(model, window=2, **where)
         optimizer = torch.optim.AdamW(model.parameters())
         stalloc.page_optimizer(optimizer)
         found[name] = [held_bytes() - before]
-        if name in ("called", "trained"):
+        if name in ("called", "trained", "on disk"):
             loss = model(torch.randn(4, WIDTH))
-            if name == "trained":
+            if name != "called":
                 loss.backward()
                 optimizer.step()
             del loss
@@ -316,64 +318,9 @@ def dropped() -> dict[str, list[int]]:
         del model, optimizer
         found[name].append(held_bytes() - before)
     gc.enable()
+    found["files"] = [1, len(list(Path(folder).glob("state-*.bin")))]
+    shutil.rmtree(folder)
     return found
-
-
-def refused_by_the_disk() -> dict[str, Any]:
-    """A disk that is full, that gives back other bytes, and that fails in the middle of an update."""
-    found: dict[str, Any] = {}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # stands for the end of a disk
-
-    def streamed(where: str, host: str = "32KiB") -> tuple[Any, Any]:
-        model = Stack(straight)
-        optimizer = torch.optim.AdamW(model.parameters())
-        stalloc.page_optimizer(optimizer, host="160KiB", disk=f"{folder}/{where}/state:4MiB")
-        stalloc.stream_layers(model, window=1, host=host, disk=f"{folder}/{where}/layers:4MiB")
-        return model, optimizer
-
-    def stepped(model: Any, optimizer: Any) -> None:
-        model(torch.ones(4, WIDTH)).backward()
-        optimizer.step()
-
-    with tempfile.TemporaryDirectory() as folder:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
-        found["full"] = sentence(lambda: streamed("full"))
-        stepped(*streamed("some room", host="64KiB"))  # what has no room stays on the device
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        model, optimizer = streamed("torn")
-        found["in use"] = sentence(lambda: stalloc.stream_layers(Stack(straight), disk=f"{folder}/torn/layers:1MiB"))
-        for _ in range(2):
-            stepped(model, optimizer)
-            optimizer.zero_grad()
-        stalloc.commit(optimizer, 2)
-        wanted = copy.deepcopy([one.detach() for one in model.parameters()]), copy.deepcopy(optimizer.state_dict())
-        model(torch.ones(4, WIDTH)).backward()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
-        found["torn"] = sentence(optimizer.step)
-        found["later"] = sentence(lambda: model(torch.ones(4, WIDTH)))
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        label, state = stalloc.committed(f"{folder}/torn/state")
-        found["committed"] = label == 2 and same(state["state"], wanted[1]["state"])
-        now = [one.detach() for one in model.parameters()]
-        found["readable"] = all(
-            torch.equal(one, before) or 0 < (one - before).abs().max() < 0.01
-            for one, before in zip(now, wanted[0], strict=True)
-        )
-        model, optimizer = streamed("changed")
-        (file,) = Path(folder, "changed", "layers").glob("state-*.bin")
-        with file.open("r+b") as changed:
-            changed.seek(5)
-            changed.write(b"changed")
-        found["changed"] = sentence(lambda: model(torch.ones(4, WIDTH)))
-        return {name: one.replace(folder, "FOLDER") if isinstance(one, str) else one for name, one in found.items()}
-
-
-def sentence(do: Callable[[], Any]) -> str:
-    try:
-        do()
-    except stalloc.StallocError as error:
-        return str(error)
-    return ""
 
 
 def main() -> None:
@@ -388,7 +335,6 @@ def main() -> None:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
     told["dropped"] = dropped()
-    told["refused by the disk"] = refused_by_the_disk()
     told["experts"] = cached_experts()  # which counts what is held
     told["unfrozen on a device"] = unfrozen_on_a_device()
     print(json.dumps(told))
