@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,25 @@ def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
     assert "Times are not shown" in summary
     assert "| phase | time |" not in summary
     assert study["phases"][-1]["host_bytes"] >= 3 * (layer_bytes + state_bytes)
+
+
+def test_copies_of_layers_on_disk_belong_to_the_phase_that_asked_for_them(tmp_path: Path) -> None:
+    on_disk = COPIES.replace("window=1)", f'window=1, host="64KiB", disk="{tmp_path}/layers:16MiB")')
+    (tmp_path / "copies.py").write_text(on_disk)
+    words = ("-o", "copies.trace.npz", "--device", "virtual", "copies.py")
+    done = run_stalloc("record", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    activity = read_activity(load_traces(tmp_path / "copies.trace.npz")[0])
+    assert activity is not None
+    moved: Counter[tuple[str, int]] = Counter()
+    phases = [activity.names[name] if name >= 0 else "" for name in activity.phase.tolist()]
+    for phase, link, size in zip(phases, activity.link.tolist(), activity.num_bytes.tolist(), strict=True):
+        moved[phase, link] += size
+    layer_bytes = 4 * (2 * 256 * 512 + 256 + 512)
+    for place in range(3):
+        assert moved[f"forward/{place}", Link.TO_DEVICE] == moved[f"backward/{place}", Link.TO_DEVICE]
+        assert moved[f"forward/{place}", Link.TO_DEVICE] == 3 * layer_bytes
+        assert moved[f"update/{place}", Link.TO_HOST] == 3 * (layer_bytes + 2 * 2 * 256 * 512 * 4)
 
 
 def test_a_step_with_copies_is_drawn_with_estimated_times(tmp_path: Path) -> None:

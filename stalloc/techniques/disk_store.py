@@ -25,7 +25,7 @@ from stalloc.techniques.disk_threads import DiskThreads
 from stalloc.techniques.host_store import HostStore, dense_strides, has_values
 from stalloc.techniques.parts import in_pages
 from stalloc.techniques.state_folder import StateFolder
-from stalloc.techniques.transfers import Transfers
+from stalloc.techniques.transfers import Transfers, current_phase
 
 
 @dataclass
@@ -111,7 +111,7 @@ class DiskStore:
         reading = []
         for target, region in wanted:
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                reading.append(self._threads.pool.submit(self._read, region, number, piece, transfers))
+                reading.append(self._threads.pool.submit(self._read, region, number, piece, transfers, current_phase()))
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class DiskStore:
             for number, piece in enumerate(_pieces(dense, self.chunk_bytes)):
                 done: Future[None] = Future()
                 copied.append(done)
-                task = self._threads.pool.submit(self._write, region, number, [piece], transfers, done)
+                task = self._threads.pool.submit(self._write, region, number, [piece], transfers, current_phase(), done)
                 region.writing.append(task)
         return lambda: self._wait(copied)
 
@@ -191,7 +191,7 @@ class DiskStore:
             self._end += size
         return begins
 
-    def _read(self, region: Region, number: int, target: torch.Tensor, transfers: Transfers) -> None:
+    def _read(self, region: Region, number: int, target: torch.Tensor, transfers: Transfers, of_phase: str) -> None:
         buffer = self._threads.buffers.get()
         begin = number * self.chunk_bytes
         try:
@@ -200,7 +200,7 @@ class DiskStore:
                 self.folder.read(view, region.places[region.current] + begin)
                 if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
                     raise OSError(0, "what was read is not what was written")
-            transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype))
+            transfers.copy_now(target, buffer[: target.nbytes].view(target.dtype), of_phase)
         finally:
             self._threads.buffers.put(buffer)
 
@@ -210,6 +210,7 @@ class DiskStore:
         number: int,
         piece: list[torch.Tensor],
         transfers: Transfers,
+        of_phase: str,
         copied: "Future[None]",
     ) -> None:
         """`piece` has one tensor, which is taken out, so that nobody here holds it once it is copied."""
@@ -218,7 +219,7 @@ class DiskStore:
             source = piece.pop()
             num_bytes = source.nbytes
             try:
-                transfers.copy_now(buffer[:num_bytes].view(source.dtype), source)
+                transfers.copy_now(buffer[:num_bytes].view(source.dtype), source, of_phase)
             finally:
                 del source
                 copied.set_result(None)

@@ -46,6 +46,11 @@ def phase(name: str) -> Iterator[None]:
         _phase = before
 
 
+def current_phase() -> str:
+    """The phase of the program in which this is called."""
+    return _phase
+
+
 class Transfers:
     """The copies of one device."""
 
@@ -74,10 +79,10 @@ class Transfers:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in a thread that waits until it is done."""
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
+        """Copy in a thread that waits until it is done; it was asked for in a phase that may be over."""
         stream = self._to_device if target.is_cuda else self._to_host
-        event = self._enqueue(stream, [(target, source)])
+        event = self._enqueue(stream, [(target, source)], of_phase)
         if event is not None:
             event.synchronize()
 
@@ -95,9 +100,9 @@ class Transfers:
     def _copy(self, stream: Any, pairs: Sequence[Pair]) -> Any:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        return self._enqueue(stream, pairs)
+        return self._enqueue(stream, pairs, _phase)
 
-    def _enqueue(self, stream: Any, pairs: Sequence[Pair]) -> Any:
+    def _enqueue(self, stream: Any, pairs: Sequence[Pair], of_phase: str) -> Any:
         with torch.no_grad():
             if stream is None:
                 for target, source in pairs:
@@ -110,7 +115,7 @@ class Transfers:
             end = stream.record_event(torch.cuda.Event(enable_timing=begin is not None))
         if begin is not None:
             num_bytes = sum(target.nbytes for target, _ in pairs)
-            copied = Copied(stream.device.index, stream is self._to_device, num_bytes, _phase, begin, end)
+            copied = Copied(stream.device.index, stream is self._to_device, num_bytes, of_phase, begin, end)
             for listener in listeners:
                 listener(copied)
         return end
