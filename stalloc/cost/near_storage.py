@@ -33,12 +33,12 @@ def update_near_storage(data: ModelData, num_drives: int, link: LinkCost) -> Nea
     stored = gradients + parameters + data.state_bytes  # is written once and read once, wherever the update is made
     cells = stored / DISK_READ_BYTES_PER_SECOND + stored / DISK_WRITE_BYTES_PER_SECOND  # of one drive
     near, far = link.seconds(parameters), link.seconds(stored)  # of the busier way
-    quickest_without = int(cells / far) if far else 0  # drives whose cells, not the link, hold the host up
+    held_up_by_cells = int(cells / far) if far else 0  # the most drives with which the link does not hold the host up
     return NearStorage(
         num_drives=num_drives,
         moved_bytes=gradients + parameters,
         seconds=max(cells / num_drives, near),
         host_moved_bytes=2 * stored,
         host_seconds=max(cells / num_drives, far),
-        pays_from=quickest_without + 1,
+        pays_from=held_up_by_cells + 1,
     )

@@ -26,8 +26,8 @@ def tier_seconds(tiers: TierSettings, trial: "Measured", step: ProgramSeen, link
 
     State on disk is read and written once a step. Layers come for each pass, while the one before computes where there
     is a window, and for their update on the device, from which they go back; those on disk come through the host, as
-    quickly as the slower of both is. Of what the processor updates gradients
-    go to the host, and parameters that are not streamed both ways.
+    quickly as the slower of both is. Of what the processor updates gradients go to the host, and parameters that are
+    not streamed both ways.
     """
     rate = LINK_SHARE * link_bytes_per_second
     disk = trial.disk_state_bytes * (1 / DISK_READ_BYTES_PER_SECOND + 1 / DISK_WRITE_BYTES_PER_SECOND)

@@ -16,7 +16,10 @@ _HELD, _OF_FILE = 3 << 62, 1 << 61
 
 def is_changed(memory: mmap.mmap) -> bool:
     """Whether any page may be a copy."""
-    return not _kernel_tells() or _has_copies(memory)
+    try:
+        return not _kernel_tells() or _has_copies(memory)
+    except OSError:
+        return True
 
 
 def drop_changes(memory: mmap.mmap) -> None:
@@ -26,17 +29,14 @@ def drop_changes(memory: mmap.mmap) -> None:
 
 @functools.cache
 def _kernel_tells() -> bool:
-    """Some sandboxes have no such file, or one with nothing in it."""
+    """Some sandboxes have such a file with nothing in it."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
     page[0] = 1
-    try:
-        return _has_copies(page)
-    except OSError:
-        return False
+    return _has_copies(page)
 
 
 def _has_copies(memory: mmap.mmap) -> bool:
-    """Raises OSError where the kernel does not tell."""
+    """Raises OSError where there is no such file, or this process may not read it."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         file.seek(begin // mmap.PAGESIZE * 8)
