@@ -4,11 +4,13 @@ Contract: `tensors` have the values that were stored last, or that the program h
 what is fetched has those. They stay the same tensors. Memory of the device goes when what it held is whole elsewhere.
 """
 
+import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from stalloc.errors import DiskError
 from stalloc.techniques.changed_memory import drop_changes, is_changed
 from stalloc.techniques.disk_store import DiskStore, Region, viewed
 from stalloc.techniques.host_store import HostStore
@@ -31,6 +33,9 @@ class Home(Protocol):
     def settle(self) -> None:
         """Wait until what was stored can be read."""
 
+    def finish(self) -> None:
+        """Wait until no copy uses this memory, or that of the device, which is about to be given to others."""
+
 
 def find_home(parameters: Tensors, store: HostStore, disk: DiskStore | None) -> Home | None:
     """Room for parameters in the host, else on disk; None if there is none."""
@@ -48,10 +53,11 @@ class HostHome:
     def __init__(self, tensors: Tensors, transfers: Transfers) -> None:
         self.tensors = tensors
         self._transfers = transfers
+        self._fetched: Any = None  # event after the last copy from here
 
     def fetch(self, here: Tensors) -> Callable[[], None]:
         """As of `Home`."""
-        arrived = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
+        arrived = self._fetched = self._transfers.to_device(list(zip(here, self.tensors, strict=True)))
         return lambda: self._transfers.wait(arrived)
 
     def store(self, here: Tensors) -> Callable[[], None]:
@@ -63,6 +69,12 @@ class HostHome:
         """As of `Home`."""
         self._transfers.settle()
 
+    def finish(self) -> None:
+        """As of `Home`."""
+        self.settle()
+        if self._fetched is not None:
+            self._fetched.synchronize()
+
 
 class DiskHome:
     """Regions of a file, and tensors that are mapped from it: what the program puts there stays in memory until it is
@@ -72,11 +84,13 @@ class DiskHome:
         self._disk, self._regions, self._transfers = disk, regions, transfers
         self._memory = [disk.memory(region) for region in regions]
         self.tensors = [viewed(*one) for one in zip(self._memory, like, strict=True)]
+        self._fetched: Callable[[], None] = lambda: None  # waits for what is read
 
     def fetch(self, here: Tensors) -> Callable[[], None]:
         """As of `Home`. Raises DiskError."""
         self._write_changes()
-        return self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+        self._fetched = self._disk.read(list(zip(here, self._regions, strict=True)), self._transfers)
+        return self._fetched
 
     def store(self, here: Tensors) -> Callable[[], None]:
         """As of `Home`. The memory of the device stays until all is in the file, so an error there loses nothing."""
@@ -92,6 +106,11 @@ class DiskHome:
 
     def settle(self) -> None:
         """As of `Home`: it was waited for."""
+
+    def finish(self) -> None:
+        """As of `Home`."""
+        with contextlib.suppress(DiskError):
+            self._fetched()
 
     def _write_changes(self) -> None:
         if self._disk.folder is None:

@@ -3,7 +3,7 @@
 Contract: memory is let go at fixed points: after a block's forward pass, and in backward once every gradient that uses
 it is there. What this cannot be right for is an error in one sentence: gradients of gradients, and a block that is
 called several times for one backward pass onto gradients of an earlier one, which would be summed in another order.
-Nothing here keeps a model, its blocks or their layers alive.
+Nothing here keeps a model or its blocks alive; their layers live on while a graph may need them.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Streaming:
 
     def backward_begins(self, call: "_Call") -> None:
         """Gradients of what a call of a block made are there."""
-        layer = self.layer(call.place)
+        layer = call.layer
         if layer is None:
             return
         if torch.is_grad_enabled():
@@ -137,6 +137,7 @@ class _Call:
 
     def __init__(self, streaming: Streaming, place: int) -> None:
         self._streaming, self.place = streaming, place
+        self.layer = streaming.layer(place)  # which backward needs, whatever has become of the model
         self.num_trained = streaming.num_trained(place)
         self.num_given = 0
         self._backward = -1  # the number of the backward pass in which its gradients came
@@ -174,7 +175,7 @@ class _Call:
     def done(self) -> None:
         """A gradient of what it was given is there, for which it may not have been needed."""
         if self._backward == torch._C._current_graph_task_id():
-            self._streaming.came(self._streaming.layer(self.place))
+            self._streaming.came(self.layer)
 
 
 def _with_gradients(values: Any) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ reading, saving or changing it there is what it would be on the device. What aut
 memory comes back for the same storage. A layer lives as long as one of its parameters, and no longer.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,7 @@ class StreamedLayer:
         self.is_here = True
         for one in parameters:
             _layer_of[one] = self
+        weakref.finalize(self, _finish, home, self._here).atexit = False
         self.store()()
 
     @property
@@ -154,3 +156,8 @@ class StreamedLayer:
         self.settle()
         with torch.no_grad():
             place.copy_(parameter)
+
+
+def _finish(home: Home, _: Parameters) -> None:
+    """A layer is gone; its memory, here and elsewhere, is held until no copy on its way uses it."""
+    home.finish()

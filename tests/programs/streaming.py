@@ -294,6 +294,25 @@ def unfrozen_on_a_device() -> bool:
     return all(one.grad is not None for name, one in model.named_parameters() if "unused" not in name)
 
 
+class Detached(Layer):
+    """What backward needs of its weights are tensors of their memory that do not hold them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.linear(F.gelu(F.linear(x, self.first.weight.detach())), self.second.weight.data)
+
+
+def dropped_before_backward(*, streamed: bool) -> Any:
+    torch.manual_seed(4)
+    model, x = Stack(straight), torch.randn(4, WIDTH, requires_grad=True)
+    model.layers = nn.ModuleList([Detached() for _ in range(4)])
+    if streamed:
+        stalloc.stream_layers(model, window=1)
+    loss = model(x)
+    del model
+    loss.backward()
+    return x.grad
+
+
 def dropped() -> dict[str, list[int]]:
     """Bytes in the host with a model, and when the program has dropped it while nobody looks for cycles."""
     found: dict[str, list[int]] = {}
@@ -334,6 +353,7 @@ def main() -> None:
         except stalloc.StallocError as error:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
+    told["dropped before backward"] = same(*(dropped_before_backward(streamed=it) for it in (False, True)))
     told["dropped"] = dropped()
     told["experts"] = cached_experts()  # which counts what is held
     told["unfrozen on a device"] = unfrozen_on_a_device()
