@@ -247,8 +247,8 @@ def lend(state, stream, size, requested, row, anything):
         return 0
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
     known = lifespan_at(state, row).value
-    if is_lost and not anything and state.arena_pages != 0 and known > state.ring_end - state.ring_start:
-        return 0  # it would stand in the way of the next pass, whatever this one is: pages move to it
+    if is_lost and not anything and known > state.ring_end - state.ring_start:
+        return 0  # it would stand in the way of the next pass, whatever this one is
     lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     pool = find_pool(state, stream, LEASED_KIND, True)
     if pool < 0:

@@ -6,6 +6,7 @@ misses much in pass after pass is given up by the next request that asks Python.
 
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import CLOCK, MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.far_jumps import note_end_of_pass
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
 
@@ -60,6 +61,7 @@ def end_step(state):
     hits = state.hits - state.hits_before
     _write_row(state, hits)
     _judge(state, hits)
+    note_end_of_pass(state)
     state.step_count += 1
     state.steps_ever += 1
     state.cells_released += 1  # when cells are needed next has changed

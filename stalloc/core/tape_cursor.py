@@ -7,14 +7,12 @@ stands, not for each entry of the tape, so a request that is on no tape costs ne
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
+from stalloc.core.far_jumps import CONTEXT, WINDOW, asked, far_away, note_move
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
 from stalloc.core.records import Key, cell_at, dtype_of, entry_at, history_at, key_at, key_row, place_at, ring_at
 
 _NEAR = 2  # entries: a request this close to the expected one replaces or skips what lies between
-_WINDOW = 64  # entries looked ahead for the last two requests in a row
-_CONTEXT = 4  # requests in a row that find their place anywhere on the tape
-_WIDE_EVERY = 8  # misses between two searches of the whole tape
 SURE = 16  # matches in a row after which the place on the tape is beyond doubt
 _KEY_WORDS = dtype_of(Key).itemsize // 8
 
@@ -40,29 +38,6 @@ def _find_key(state, key):
     return key_at(state, find_row(state.keys, _KEY_WORDS, state.keys_mask, key, key, 0))
 
 
-@inner(forceinline=True)
-def _asked(state, back):
-    """The key of the request that was asked for `back` requests before this one."""
-    return history_at(state, (state.history_count - 1 - back) & 3).value
-
-
-@inner()
-def _matches_history(state, position):
-    """Whether the last requests, this one included, are the tape's entries up to `position`."""
-    if state.history_count < _CONTEXT:
-        return False
-    ring_start, ring_end = state.ring_start, state.ring_end
-    for back in range(_CONTEXT):
-        if _asked(state, back) != entry_at(state, position).key:
-            return False
-        if position == ring_start and ring_start > 0:
-            # before the ring lies the prologue or the end of the ring: the first pass decides for the ring
-            position = ring_end - 1
-        else:
-            position = position - 1 if position > 0 else ring_end - 1
-    return True
-
-
 @inner()
 def _realign(state, key):
     """Where on the tape an unexpected request stands; -1: nowhere near, it was inserted.
@@ -86,13 +61,21 @@ def _realign(state, key):
     position = _pair_ahead(state, first, end)
     if position < 0:
         position = _begins_anew(state, key, 1)
-    if position < 0 and run + 1 >= _CONTEXT:
-        rare = end - first <= _WINDOW
-        if rare or run < 2 * _CONTEXT or run % _WIDE_EVERY == 0:
-            position = _anywhere(state, first, end)
-            if position < 0:
-                position = _on_any_tape(state, first, end)
+    if position < 0 and run + 1 >= CONTEXT:
+        position = far_away(state, key, first, end)
+        if position >= 0:
+            _follow_tape_of(state, position)
     return position
+
+
+@inner()
+def _follow_tape_of(state, position):
+    """Follow the tape that an entry is of, if it is another one."""
+    tape = 0
+    while tape < state.num_tapes and not ring_at(state, tape).begin <= position < ring_at(state, tape).end:
+        tape += 1
+    if tape < state.num_tapes and ring_at(state, tape).begin != state.ring_start:
+        go_to(state, ring_at(state, tape).begin, ring_at(state, tape).end, position)
 
 
 @inner()
@@ -103,11 +86,11 @@ def _begins_anew(state, key, least):
         end = state.ring_end if tape < 0 else ring_at(state, tape).end
         if tape >= 0 and begin == state.ring_start:
             continue  # it was the first
-        for back in range(least, min(_CONTEXT, end - begin, state.history_count)):
+        for back in range(least, min(CONTEXT, end - begin, state.history_count)):
             if entry_at(state, begin + back).key != key:
                 continue
             i = 1
-            while i <= back and entry_at(state, begin + back - i).key == _asked(state, i):
+            while i <= back and entry_at(state, begin + back - i).key == asked(state, i):
                 i += 1
             if i > back:
                 go_to(state, begin, end, begin + back)
@@ -119,16 +102,16 @@ def _begins_anew(state, key, least):
 def _pair_ahead(state, first, end):
     """The next place of this request, within the window, before which the tape has the request before it; -1: none."""
     cursor, start, length = state.cursor, state.ring_start, state.ring_end
-    before = _asked(state, 1)
+    before = asked(state, 1)
     i = first_at_least(state.places, first, end, cursor + 1)
     while i < end:
         position = place_at(state, i).value
-        if position > cursor + _WINDOW or position >= length:
+        if position > cursor + WINDOW or position >= length:
             break
         if entry_at(state, position - 1).key == before:
             return position
         i += 1
-    around = cursor + _WINDOW - length + 1  # entries of the window that lie beyond the end of the ring
+    around = cursor + WINDOW - length + 1  # entries of the window that lie beyond the end of the ring
     if around > 0:
         i = first_at_least(state.places, first, end, start)
         while i < end:
@@ -136,42 +119,6 @@ def _pair_ahead(state, first, end):
             if position >= start + around or position > max(cursor, start):
                 break
             if entry_at(state, position - 1 if position > start else length - 1).key == before:
-                return position
-            i += 1
-    return -1
-
-
-@inner()
-def _anywhere(state, first, end):
-    """The place of the last four requests on the tape that is followed, the next one from the cursor on; -1: none."""
-    cursor = state.cursor
-    for low, high in ((cursor, state.ring_end), (state.ring_start, cursor)):
-        i = first_at_least(state.places, first, end, low)
-        while i < end:
-            position = place_at(state, i).value
-            if position >= high:
-                break
-            if _matches_history(state, position):
-                return position
-            i += 1
-    return -1
-
-
-@inner()
-def _on_any_tape(state, first, end):
-    """The place of the last four requests on any tape, which becomes the one that is followed; -1: nowhere."""
-    for tape in range(state.num_tapes if state.num_tapes > 1 else 0):
-        ring = ring_at(state, tape)
-        i = first_at_least(state.places, first, end, ring.begin + _CONTEXT - 1)
-        while i < end:
-            position = place_at(state, i).value
-            if position >= ring.end:
-                break
-            back = 1
-            while back < _CONTEXT and entry_at(state, position - back).key == _asked(state, back):
-                back += 1
-            if back == _CONTEXT:
-                go_to(state, ring.begin, ring.end, position)
                 return position
             i += 1
     return -1
@@ -253,7 +200,10 @@ def _search(state, key):
     position = _branch(state, key) if state.num_tapes > 1 else -1
     if position >= 0:
         return position, position == state.ring_start
+    cursor = state.cursor
     position = _realign(state, key)
+    if position >= 0:
+        note_move(state, cursor, position)
     begins = position >= 0 and _passes_start(state, position)
     if 0 <= position < state.cursor:  # a way back, or around: the clock goes on
         go_to(state, state.ring_start, state.ring_end, position)

@@ -93,9 +93,7 @@ class Shortage:
         from stalloc.runtime.out_of_memory_text import out_of_memory_text
 
         device, source = self._memory.device, self._memory.source
-        free, _ = device.memory_info()
-        if source.limit_bytes:
-            free = min(free, max(0, source.limit_bytes - self._state.record.reserved_bytes))
+        free = max(0, source.free_bytes())
         self._recording.note_refusal(free)
         text = out_of_memory_text(
             device,
