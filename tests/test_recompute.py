@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
-    "hands_on", "object", "closure",
+    "hands_on", "object", "closure", "sequence",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
@@ -62,10 +62,15 @@ def test_many_choices_of_what_is_kept_are_equal_too() -> None:
     assert {case: many[case]["equal"] for case in EQUAL} == dict.fromkeys(EQUAL, 20)
 
 
-def test_names_copies_and_saved_models_are_the_programs_own(found: dict[str, Any]) -> None:
-    told = found["copies"]
+@pytest.mark.parametrize(
+    ("case", "blocks"), [("copies", ["blocks.0", "blocks.1", "blocks.2"]), ("rows", ["0-8", "9-18", "19-20"])]
+)
+def test_names_copies_and_saved_models_are_the_programs_own(
+    found: dict[str, Any], case: str, blocks: list[str]
+) -> None:
+    told = found[case]
     assert told["same_names"]
-    assert told["blocks"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert told["blocks"] == blocks
     assert told["moved"] == 0, "a copy that is recomputed must not use the weights of the original"
     assert told["own"] > 0
     assert told["same_loss"]
@@ -137,6 +142,11 @@ print(json.dumps({
     "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
     "scattered": names(nn.ModuleDict({"in": nn.ModuleList([Stage()]), "middle": Block(), "out": Stage()})),
     "listed": names(Listed()),
+    "sequence": names(nn.Sequential(*[one for _ in range(9) for one in (nn.Linear(4, 4), nn.ReLU())])),
+    "sequences": names(nn.ModuleDict({
+        "features": nn.Sequential(nn.ReLU(), *[nn.Linear(4, 4) for _ in range(4)]), "head": small(),
+    })),
+    "alike": names(nn.ModuleList([nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]) for _ in range(2)])),
     "fine": why_not(find_blocks(stage(2))[0]),
     "compiled": why_not(find_blocks(compiled)[0]),
     "hooked": why_not(find_blocks(hooked)[1]),
@@ -155,6 +165,9 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
     assert found["scattered"] == ["in.0", "middle", "out"]
     assert found["listed"] == ["known.0", "loose.0", "loose.1", "named.last"]
+    assert found["sequence"] == ["0-5", "6-11", "12-17"]
+    assert found["sequences"] == ["features.0-2", "features.3-4", "head"]
+    assert found["alike"] == ["0", "1"]
     assert found["none"] == found["single"] == found["in_compiled"] == []
     assert found["fine"] == ""
     assert "torch.compile" in found["compiled"]

@@ -4,7 +4,8 @@ Contract: blocks do not lie within each other, and come in the order in which th
 tree is looked at, and lists, tuples and dictionaries of modules that are attributes of one without torch knowing them;
 nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
 layers in a row (an encoder). A module without children of its own, such as a linear layer, is
-no block: what it would recompute is what it reads.
+no block: what it would recompute is what it reads. A long sequence of such layers, unlike all beside it, is cut into
+rows, which are blocks.
 """
 
 from collections import Counter
@@ -33,7 +34,8 @@ def find_blocks(model: Any) -> list[Block]:
     """The repeated blocks below `model`, a torch module."""
     modules = held_modules(model)
     unseen = {id(module) for module in modules} - {id(module) for module in model.modules()}
-    return list(_below("", model, Counter(type(module) for module in modules), unseen))
+    found = list(_below("", model, Counter(type(module) for module in modules), unseen))
+    return found or ([] if is_compiled(model) else _rows("", model))
 
 
 def held_modules(model: Any) -> list[Any]:
@@ -69,9 +71,12 @@ def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) ->
         (f"{prefix}{name}", child) for name, child in (*parent.named_children(), *in_lists) if not _is_leaf(child)
     ]
     siblings = Counter(type(child) for _, child in children)
+    alike = Counter(_layers_of(child) for _, child in children)
     for name, child in children:
         inner = list(_below(f"{name}.", child, counts, unseen))
         if _is_container(child):
+            if not inner and alike[_layers_of(child)] == 1 and not is_compiled(child):
+                inner = _rows(f"{name}.", child)
             is_block = not inner and siblings[type(child)] > 1
         else:
             is_block = counts[type(child)] > 1 and not _holds_layers(child)
@@ -79,6 +84,17 @@ def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) ->
             yield from inner
         elif any(True for _ in child.parameters()):
             yield Block(name, child)
+
+
+def _rows(prefix: str, sequence: Any) -> list[Block]:
+    from stalloc.techniques.layer_rows import rows_of
+
+    return [Block(f"{prefix}{row.name}", row) for row in rows_of(sequence)]
+
+
+def _layers_of(module: Any) -> tuple[type, ...]:
+    """The classes of a module and of its children, in order."""
+    return (type(module), *(type(child) for child in module.children()))
 
 
 def _is_leaf(module: Any) -> bool:

@@ -249,6 +249,19 @@ def weight_changed(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def sequence() -> Any:
+    """Single layers one after the other, some of which change what the one before has made."""
+    units = [(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(6)]
+    layers = [*(layer for unit in units for layer in unit), nn.Dropout(0.2)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1), Mean())
+    return model, lambda: (torch.randn(8, WIDTH),)
+
+
 CASES: dict[str, Any] = {
     "gpt": gpt(drop=False),
     "dropout": gpt(drop=True),
@@ -275,6 +288,7 @@ CASES: dict[str, Any] = {
     "weight_changes_later": changed_later,
     "hands_on": handing_on,
     "object": stack(metered),
+    "sequence": sequence,
 }
 
 
@@ -322,10 +336,10 @@ def compared(case: str, num_choices: int) -> dict[str, Any]:
     return counts
 
 
-def copies() -> dict[str, Any]:
+def copies(case: str) -> dict[str, Any]:
     """What becomes of names, state, copies and saved models."""
     torch.manual_seed(3)
-    model, batch = CASES["gpt"]()
+    model, batch = CASES[case]()
     names, inputs = list(model.state_dict()), batch()
     done = stalloc.checkpoint(model)
     same_names = list(model.state_dict()) == names
@@ -342,9 +356,9 @@ def copies() -> dict[str, Any]:
     file.seek(0)
     read = torch.load(file, weights_only=False)
     same_loss = torch.equal(read(*inputs), model(*inputs))
-    wrapped = sum(type(vars(block).get("forward")).__module__.startswith("stalloc") for block in read.blocks)
+    wrapped = sum(type(vars(block).get("forward")).__module__.startswith("stalloc") for block in read.modules())
     done.undo()
-    left = sum("forward" in vars(block) for block in model.blocks)
+    left = sum("forward" in vars(block) for block in model.modules())
     return {
         "same_names": same_names, "blocks": list(done.names), "moved": moved, "own": own,
         "same_loss": same_loss, "wrapped": wrapped, "left": left,
@@ -370,7 +384,9 @@ def twice() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results: dict[str, Any] = {"copies": copies(), "twice": twice()} if sys.argv[1] == "0" else {}
+    results: dict[str, Any] = (
+        {"copies": copies("gpt"), "rows": copies("sequence"), "twice": twice()} if sys.argv[1] == "0" else {}
+    )
     for case in CASES:
         results[case] = compared(case, int(sys.argv[1]) or 2)
     print(json.dumps(results))
