@@ -384,6 +384,27 @@ def test_blocks_that_cannot_be_computed_twice_are_left_as_they_are(tmp_path: Pat
     assert "nothing can be recomputed" in done.stdout
 
 
+CHECKPOINTED = (
+    PROGRAM.replace("from torch import nn", "from torch import nn\nfrom torch.utils.checkpoint import checkpoint")
+    .replace("    def forward(self, x):\n        return x +", "    def compute(self, x):\n        return x +", 1)
+    .replace(
+        "class Model(",
+        "    def forward(self, x):\n        return checkpoint(self.compute, x, use_reentrant=x is None)\nclass Model(",
+    )
+    .replace("MODEL = ", "class Own(torch.optim.SGD):\n    def step(self):\n        super().step()\nMODEL = ")
+    .replace("torch.optim.SGD(MODEL", "Own(MODEL")
+)
+
+
+def test_what_cannot_help_is_said_and_not_tried(tmp_path: Path) -> None:
+    """Blocks that checkpoint themselves, and an optimizer that nobody knows."""
+    found, _ = fit(tmp_path, "--budget", "10MiB", program(tmp_path, CHECKPOINTED), 6, code=1)
+    assert [one["technique"] for one in found["candidates"]] == ["none"]
+    assert any("blocks.0 saves nothing that could be computed again" in note for note in found["notes"])
+    assert any("stays after the backward pass: Own is not known" in note for note in found["notes"])
+    assert found["num_trials"] <= 5
+
+
 FROM_CODE = (
     "import stalloc\nmade = stalloc.budget('118MiB', device='virtual')\n"
     + PROGRAM

@@ -67,7 +67,7 @@ class Fitting:
         self.measure(proposal(self.step, {}), "as it is", "none")
         fits = self.candidates[0].fits(self.budget_bytes)
         if policy == "step-in-backward" or (policy is None and not fits):
-            try_step_in_backward(self)
+            try_step_in_backward(self, is_named=policy is not None)
         if self.step.is_compiled and (policy == "compile-budget" or (policy is None and not fits)):
             try_compiled(self)
         if not whole_blocks(self.step):

@@ -1,7 +1,8 @@
-"""Whether a program reads its parameters between the backward pass and the step of the optimizer that changes them.
+"""Whether the step of an optimizer could not be made in the backward pass: for what it is, or as parameters are read.
 
-Contract: who does so would see other parameters if the step were made in the backward pass. Operations are looked at,
-those of the backward passes and of the steps themselves left out; what an optimizer holds is known from its first step.
+Contract: who reads parameters between the backward pass and the step that changes them would see others. Operations
+are looked at, those of the backward passes and of the steps themselves left out; what an optimizer holds is known from
+its first step.
 """
 
 from typing import Any
@@ -9,27 +10,38 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
+from stalloc.techniques.optimizer_facts import why_not_one_by_one
 from stalloc.techniques.tensor_memory import storages_of
 
 
 class EarlyReads:
-    """`reason` says so in words; empty if none was seen."""
+    """To be made before the program begins."""
 
     def __init__(self) -> None:
-        self.reason = ""
+        self._read = ""  # why, for what is read
+        self._why_not: dict[int, str] = {}  # why, for each optimizer that was made; empty if it could
         self._held: set[int] = set()  # storages of parameters
         self._is_stepping = self._is_between = False
+        when_optimizers_are_made(self._made)
         register_optimizer_step_pre_hook(self._about_to_step)
         register_optimizer_step_post_hook(self._stepped)
+
+    @property
+    def reason(self) -> str:
+        """Why the step stays where it is, in words; empty if nothing was seen."""
+        could = not self._why_not or not all(self._why_not.values())
+        return self._read if could else next(iter(self._why_not.values()))
 
     def look(self, args: Any, kwargs: Any) -> None:
         """An operation was made of these."""
         if torch._C._current_graph_task_id() != -1:
             self._is_between = True
-        elif (
-            self._is_between and not self._is_stepping and not self.reason and self._held & storages_of((args, kwargs))
-        ):
-            self.reason = "parameters are read between the backward pass and the optimizer's step"
+        elif self._is_between and not self._is_stepping and not self._read and self._held & storages_of((args, kwargs)):
+            self._read = "parameters are read between the backward pass and the optimizer's step"
+
+    def _made(self, optimizer: Any) -> None:
+        self._why_not[id(optimizer)] = why_not_one_by_one(optimizer)
 
     def _about_to_step(self, optimizer: Any, *_: Any) -> None:
         self._is_stepping = True

@@ -21,7 +21,9 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.repeated_blocks import Block, why_not
-from stalloc.techniques.tensor_memory import sizes_of
+from stalloc.techniques.tensor_memory import sizes_of, storages_of
+
+_NOTHING_SAVED = "saves nothing that could be computed again (it is checkpointed already, or has no gradients)"
 
 
 class Observer:
@@ -92,7 +94,7 @@ class Observer:
         def needed(tensor: Any) -> Any:
             nonlocal num_needed
             num_needed = tape.num_operations
-            if tensor.layout == torch.strided:
+            if tensor.layout == torch.strided and tensor.untyped_storage().nbytes():
                 storages.add(tensor.untyped_storage()._cdata)
             return tensor.detach()
 
@@ -100,6 +102,8 @@ class Observer:
             with torch.autograd.graph.saved_tensors_hooks(needed, lambda tensor: tensor), tape.recording():
                 results = forward(*args, **kwargs)
             tape.finish(results)
+            if not tape.own(storages) - storages_of(results):
+                self._refuse(row, f"{block.name} {_NOTHING_SAVED}")
         except RecomputeError as error:
             self._refuse(row, str(error))
             return forward(*args, **kwargs)

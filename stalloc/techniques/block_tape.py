@@ -66,6 +66,10 @@ class BlockTape:
         """Positions whose kept results lie in some of these storages."""
         return {position for position, (results, _) in self._kept.items() if storages_of(results) & storages}
 
+    def own(self, storages: set[int]) -> set[int]:
+        """Those of these storages that were made in this call."""
+        return storages & self._own
+
     @property
     def lasting(self) -> set[int]:
         """Positions whose results are kept whether wanted or not, since they have effects."""
