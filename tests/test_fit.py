@@ -384,6 +384,101 @@ def test_blocks_that_cannot_be_computed_twice_are_left_as_they_are(tmp_path: Pat
     assert "nothing can be recomputed" in done.stdout
 
 
+SHARED = PROGRAM.replace(
+    "for block in self.blocks:\n            x = block(x)", "for _ in range(3):\n            x = self.block(x)"
+).replace("self.blocks = nn.ModuleList([Block() for _ in range(3)])", "self.block = Block()")
+CALLED_BY_THE_SCRIPT = (
+    PROGRAM.replace("MODEL = Model().cuda()", "LAYERS = [Block().cuda() for _ in range(3)]")
+    .replace("MODEL.parameters()", "[one for layer in LAYERS for one in layer.parameters()]")
+    .replace(
+        '    MODEL(torch.ones(2048, 256, device="cuda")).backward()',
+        '    x = torch.ones(2048, 256, device="cuda")\n'
+        "    for layer in LAYERS:\n        x = layer(x)\n    x.sum().backward()",
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [SHARED, CALLED_BY_THE_SCRIPT], ids=["shared", "called by the script"])
+def test_blocks_that_only_calls_show_are_found_and_the_budget_is_kept(tmp_path: Path, source: str) -> None:
+    file = program(tmp_path, source)
+    found, _ = fit(tmp_path, "--budget", "112MiB", file, 6)
+    as_is, best = found["candidates"][0], found["candidates"][found["best"]]
+    assert as_is["needed_bytes"] > 115 << 20
+    assert best["technique"] in ("recompute", "blocks")
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    stalloc(tmp_path, "run", "--device", "virtual", "--budget", "112MiB", "--json", "run.json", file, 6)
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["budget_kept"]
+    assert told["budget_by"] == best["what"]
+
+
+CALLS = """
+import json, weakref
+import torch
+from torch import nn
+from stalloc.fitting.repeated_calls import RepeatedCalls
+from stalloc.techniques.repeated_blocks import find_blocks
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.two(self.one(x))
+
+class Again(nn.Module):
+    def __init__(self, parts, times):
+        super().__init__()
+        self.parts, self.times = parts, times
+    def forward(self, x):
+        for _ in range(self.times):
+            for part in self.parts:
+                x = part(x)
+        return x
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+def found(*models, times=1):
+    seen = RepeatedCalls()
+    for _ in range(times):
+        for model in models:
+            model(torch.zeros(1, 4))
+    told = seen.blocks([(number, find_blocks(one), weakref.ref(one)) for number, one in enumerate(models)])
+    return [[number, block.name] for number, block in told]
+
+def row(count):
+    return nn.ModuleList([Block() for _ in range(count)])
+
+seen = RepeatedCalls()
+failing = Again(nn.ModuleList([Block(), Raises()]), 2)
+for _ in range(2):
+    try:
+        failing(torch.zeros(1, 4))
+    except ValueError:
+        pass
+print(json.dumps({
+    "shared": found(Again(row(1), 3)),
+    "once": found(Again(row(1), 1), times=4),
+    "layers": found(Again(row(2), 3)),
+    "pieces": found(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4)),
+    "models": found(Again(row(2), 1), Again(row(2), 1)),
+    "raised": seen.blocks([(0, [], weakref.ref(failing))]),
+}))
+"""
+
+
+def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callable[..., dict[str, Any]]) -> None:
+    told = run_checks(CALLS)
+    assert told["shared"] == [[0, "parts.0"]]
+    assert told["once"] == told["raised"] == []
+    assert told["layers"] == [[0, "parts.0"], [0, "parts.1"]]
+    assert told["pieces"] == [[1, "Block"], [2, "Block"]]
+    assert told["models"] == [[0, "parts.0"], [0, "parts.1"], [1, "parts.0"], [1, "parts.1"]]
+
+
 CHECKPOINTED = (
     PROGRAM.replace("from torch import nn", "from torch import nn\nfrom torch.utils.checkpoint import checkpoint")
     .replace("    def forward(self, x):\n        return x +", "    def compute(self, x):\n        return x +", 1)

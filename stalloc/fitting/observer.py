@@ -5,6 +5,7 @@ looked at.
 """
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from stalloc.cost.operator_seconds import operator_seconds
 from stalloc.errors import RecomputeError
 from stalloc.fitting.early_reads import EarlyReads
 from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen, CallSeen, OperationSeen, ProgramSeen
+from stalloc.fitting.repeated_calls import Model, RepeatedCalls
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
 from stalloc.techniques.repeated_blocks import Block, why_not
@@ -36,11 +38,17 @@ class Observer:
         self._seconds: list[float] = []  # of the operations of the step
         self._mode = Timing(rates, self.took)
         self._early = EarlyReads()
+        self._models: list[Model] = []
+        self._repeated = RepeatedCalls()
         when_models_appear(self._appeared)
 
     def step_ended(self) -> None:
         """The optimizer has made a step."""
         self._step += 1
+        if self._step == 1:
+            for model, block in self._repeated.blocks(self._models):
+                self._blocks.append(BlockSeen(model, block.name, block.kind, why_not(block)))
+                self._watch(len(self._blocks) - 1, block)
         if self._step == OPERATIONS_STEP:
             self._mode.__enter__()
         elif self._step == OPERATIONS_STEP + 1:
@@ -59,10 +67,8 @@ class Observer:
         self._seconds.append(seconds)
         self._early.look(args, kwargs)
 
-    def _appeared(self, model: int, blocks: list[Block], _: Any) -> None:
-        for block in blocks:
-            self._blocks.append(BlockSeen(model, block.name, block.kind, why_not(block)))
-            self._watch(len(self._blocks) - 1, block)
+    def _appeared(self, number: int, blocks: list[Block], model: Any) -> None:
+        self._models.append((number, blocks, weakref.ref(model)))
 
     def _watch(self, row: int, block: Block) -> None:
         forward = block.module.forward

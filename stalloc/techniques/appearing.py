@@ -1,10 +1,11 @@
 """The models of a program that was not written for it, as they appear: when each is called for the first time.
 
-Contract: a model is a module that is called by the program itself, not by another module, and has repeated blocks;
-models are numbered in the order of their first call, which is that of every run of the program. Modules are watched
+Contract: a model is a module with parameters that is called by the program itself, not by another module; models are
+numbered in the order of their first call, which is that of every run of the program. Modules are watched
 until the first step of an optimizer has ended: until then each call of any module costs a look, later none does.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,11 @@ Appeared = Callable[[int, list[Block], Any], None]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
 
 
-def when_models_appear(appeared: Appeared) -> None:
-    """Call `appeared` for each model of the program; torch is imported by now."""
+def when_models_appear(appeared: Appeared, *, before_calls: bool = False) -> None:
+    """Call `appeared` for each model of the program; torch is imported by now.
+
+    `before_calls`: in time for a `forward` of the model's own to be exchanged, which its hooks are too late for.
+    """
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,12 +36,34 @@ def when_models_appear(appeared: Appeared) -> None:
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(held_modules(module))
-        if blocks:
+        if any(True for _ in module.parameters()):
             num_models += 1
             appeared(num_models - 1, blocks, module)
 
-    watching = register_module_forward_pre_hook(about_to_call)
+    watching = (_BeforeCalls if before_calls else register_module_forward_pre_hook)(about_to_call)
     register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
+
+
+class _BeforeCalls:
+    """Tells of each call of a module before anything of it is looked up."""
+
+    def __init__(self, look: Callable[[Any, Any], None]) -> None:
+        from torch.nn import Module
+
+        call = self._call = Module.__call__
+
+        @functools.wraps(call)
+        def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            look(module, args)
+            return call(module, *args, **kwargs)
+
+        self._kind, self._own = Module, look_and_call
+        Module.__call__ = look_and_call
+
+    def remove(self) -> None:
+        """Put back what was there, unless the program has put another one in its place since."""
+        if self._kind.__call__ is self._own:
+            self._kind.__call__ = self._call
 
 
 def recompute_as_models_appear(
@@ -48,9 +74,10 @@ def recompute_as_models_appear(
     `make_tape` gives, for the number of a model, what makes the tapes of its blocks.
     """
 
-    def appeared(model: int, blocks: list[Block], _: Any) -> None:
+    def appeared(model: int, blocks: list[Block], module: Any) -> None:
         wanted = settings.of_model(model)
-        found = {block.name: block for block in blocks if block.name in wanted}
+        known = {**_modules_of(module), **{block.name: block for block in blocks}} if wanted else {}
+        found = {name: known[name] for name in wanted if name in known}
         strange = [name for name, one in wanted.items() if name not in found or found[name].kind != one.kind]
         if strange:
             say(
@@ -63,7 +90,13 @@ def recompute_as_models_appear(
         for reason in list(done.left.values())[:1]:
             say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
 
-    when_models_appear(appeared)
+    when_models_appear(appeared, before_calls=any(block.name == block.kind for block in settings.blocks))
+
+
+def _modules_of(model: Any) -> dict[str, Block]:
+    """A model, by its class, and what lies in it: a fit may have found any of them to be called several times."""
+    named = [(name or type(model).__name__, module) for name, module in model.named_modules()]
+    return {name: Block(name, module) for name, module in named}
 
 
 def _keeping(block: BlockSettings) -> Callable[[int, str], bool]:

@@ -68,18 +68,18 @@ def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) ->
     in_lists = [(name, child) for name, child in _in_lists(parent) if id(child) in unseen]
     unseen = unseen - {id(child) for _, child in in_lists}  # one may hold its parent
     children = [
-        (f"{prefix}{name}", child) for name, child in (*parent.named_children(), *in_lists) if not _is_leaf(child)
+        (f"{prefix}{name}", child) for name, child in (*parent.named_children(), *in_lists) if not is_leaf(child)
     ]
     siblings = Counter(type(child) for _, child in children)
-    alike = Counter(_layers_of(child) for _, child in children)
+    alike = Counter(layers_of(child) for _, child in children)
     for name, child in children:
         inner = list(_below(f"{name}.", child, counts, unseen))
         if _is_container(child):
-            if not inner and alike[_layers_of(child)] == 1 and not is_compiled(child):
+            if not inner and alike[layers_of(child)] == 1 and not is_compiled(child):
                 inner = _rows(f"{name}.", child)
             is_block = not inner and siblings[type(child)] > 1
         else:
-            is_block = counts[type(child)] > 1 and not _holds_layers(child)
+            is_block = counts[type(child)] > 1 and not holds_layers(child)
         if not is_block:
             yield from inner
         elif any(True for _ in child.parameters()):
@@ -92,19 +92,20 @@ def _rows(prefix: str, sequence: Any) -> list[Block]:
     return [Block(f"{prefix}{row.name}", row) for row in rows_of(sequence)]
 
 
-def _layers_of(module: Any) -> tuple[type, ...]:
+def layers_of(module: Any) -> tuple[type, ...]:
     """The classes of a module and of its children, in order."""
     return (type(module), *(type(child) for child in module.children()))
 
 
-def _is_leaf(module: Any) -> bool:
+def is_leaf(module: Any) -> bool:
+    """Whether a module has no others below it."""
     return next(module.children(), None) is None
 
 
-def _holds_layers(module: Any) -> bool:
+def holds_layers(module: Any) -> bool:
     """Whether modules of one class lie in a row below a module."""
     rows = [one for one in module.modules() if _is_container(one)]
-    kinds = [Counter(type(child) for child in row.children() if not _is_leaf(child)) for row in rows]
+    kinds = [Counter(type(child) for child in row.children() if not is_leaf(child)) for row in rows]
     return any(count > 1 for found in kinds for count in found.values())
 
 

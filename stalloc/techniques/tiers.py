@@ -84,6 +84,8 @@ class Tiers:
         return DiskStore((self._folder or Path()) / name, self._room, self._threads, device, holds)
 
     def _stream(self, number: int, blocks: list[Block], model: Any) -> None:
+        if not blocks:
+            return
         if self._unpaged:
             self._say(f"{self._unpaged}: layers stay on the device.")
             return
