@@ -263,7 +263,7 @@ def test_without_repeated_blocks_the_program_stays_as_it_is(tmp_path: Path) -> N
     flat = PROGRAM.replace("range(3)", "range(1)")
     found, done = fit(tmp_path, "--budget", "1GiB", program(tmp_path, flat), 5)
     assert found["best"] == 0
-    assert "nothing can be recomputed: no model of the program has repeated blocks" in done.stdout
+    assert "nothing can be recomputed: no module with parts of its own is repeated" in done.stdout
 
 
 FORMULA = """

@@ -12,8 +12,8 @@ from stalloc.figures import plural
 
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
 _NO_BLOCKS = (
-    "no model of the program has repeated blocks with parts of their own (modules that the script itself calls "
-    "one after the other count if they lie in one module that does)"
+    "no module with parts of its own is repeated in the program, neither in a model nor by being called several times, "
+    "and there is no long nn.Sequential (put layers that belong together into a module of their own)"
 )
 
 

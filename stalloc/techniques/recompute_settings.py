@@ -1,8 +1,8 @@
 """Which blocks of a program are recomputed, and what each keeps: the settings of recomputation, as data.
 
-Contract: settings name blocks by the order in which models with repeated blocks make their first step, by their name
-within the model and by class; operations by position and name. They hold no objects of the program, so they can be
-written to a file, and whatever such a file says, settings can only choose what is recomputed.
+Contract: settings name blocks by the order in which models are first called, by their name within the model (a model
+that is a block itself has that of its class) and by class; operations by position and name. They hold no objects of the
+program, so they can be written to a file, and whatever such a file says, settings can only choose what is recomputed.
 """
 
 from dataclasses import dataclass
