@@ -23,7 +23,7 @@ REFUSED = {
     "spectral_norm_twice": "computed again",
     "buffer_twice": "computed again",
 }
-SOMETIMES_REFUSED = ("batch_norm_twice", "weight_changes_later")  #: by what is kept, and under autocast
+SOMETIMES_REFUSED = ("batch_norm_twice", "weight_changes_later", "called_again")  #: by what is kept, and under autocast
 
 
 def results(num_choices: int) -> dict[str, Any]:

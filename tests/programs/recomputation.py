@@ -249,6 +249,19 @@ def weight_changed(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Looped(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers] * 3:
+            x = layer(x)
+        return x.square().mean()
+
+
+def called_again() -> Any:
+    """Layers that one forward pass calls several times."""
+    layers = [Layer(lambda layer, x: F.dropout(counted(layer, x), 0.2)) for _ in range(2)]
+    return Looped(layers), lambda: (torch.randn(8, WIDTH),)
+
+
 class Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()
@@ -289,6 +302,7 @@ CASES: dict[str, Any] = {
     "hands_on": handing_on,
     "object": stack(metered),
     "sequence": sequence,
+    "called_again": called_again,
 }
 
 
