@@ -154,11 +154,18 @@ def test_short_programs_are_asked_for_their_own_exit_codes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [40260164, 40260227, 40260279, 40260348, 40260406, 40260479])
+@pytest.mark.parametrize("seed", [40260164, 40260227, 40260279, 40260348, 40260406, 40260479, 523110122])
 def test_programs_that_once_ran_out_complete_in_torch_s_least_memory(shared_traces: Path, seed: int) -> None:
-    """A plan that left no room beside it, a large step that met one, pages that had moved when all were needed."""
+    """A plan that left no room beside it or moved away, a large step that met one, pages that had moved when needed."""
     trial = try_one(str(shared_traces), seed)
     assert trial.completes, f"not in {trial.least_bytes} bytes: {trial.source}"
+
+
+@pytest.mark.parametrize("seed", [523110067, 523110284, 523110463])
+def test_what_a_plan_does_not_know_leaves_room_for_large_requests(tmp_path: Path, seed: int) -> None:
+    """Steps that match a plan here and there, whose small requests each kept a page of its arena to themselves."""
+    trial = try_one(str(tmp_path), seed)
+    assert trial.completes, f"not in {trial.least_bytes} bytes"
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ def lifespan_row(state, size):
 
 
 @inner()
+def outlives_pass(state, row):
+    """Whether requests like those of a row are known to live for longer than a pass."""
+    return lifespan_at(state, row).value > state.ring_end - state.ring_start
+
+
+@inner()
 def note_birth(state, block, row):
     """An unplanned request begins to live, in whatever segment; `row` is its row in the table of lifespans."""
     if state.num_strands == 0:  # they have clocks of their own

@@ -14,7 +14,7 @@ from stalloc.core.constants import LEASED_KIND, STREAM_BITS, UNMAPPED
 from stalloc.core.free_lists import best_fit
 from stalloc.core.hash_table import live_is_full
 from stalloc.core.heap import take_block
-from stalloc.core.learnt_lifespans import note_birth
+from stalloc.core.learnt_lifespans import note_birth, outlives_pass
 from stalloc.core.pages import take_off
 from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
@@ -247,7 +247,7 @@ def lend(state, stream, size, requested, row, anything):
         return 0
     now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
     known = lifespan_at(state, row).value
-    if is_lost and not anything and known > state.ring_end - state.ring_start:
+    if is_lost and not anything and outlives_pass(state, row):
         return 0  # it would stand in the way of the next pass, whatever this one is
     lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
     pool = find_pool(state, stream, LEASED_KIND, True)

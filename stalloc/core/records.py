@@ -228,6 +228,7 @@ class State(Record):
     num_streams: int
     allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
     memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
+    may_fill: int  # Python, 1: the program may come to fill the device by pages, so that small blocks stay together
     expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
@@ -271,7 +272,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 4]  # the counts begin at a line
+    padding: Annotated[Words, 3]  # the counts begin at a line
     total: Total
     large: Part
     small: Part

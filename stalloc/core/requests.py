@@ -38,6 +38,7 @@ from stalloc.core.constants import (
     PYTHON_WAS_ASKED,
     REASON_BITS,
     REFUSED,
+    SMALL_LIMIT,
     STALE,
     STREAM_BITS,
     TINY,
@@ -49,11 +50,11 @@ from stalloc.core.handovers import wait_for_users
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
-from stalloc.core.learnt_lifespans import lifespan_row, note_birth
+from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pass
 from stalloc.core.leases import lend, revoke
-from stalloc.core.records import entry_at, lifespan_at, slot_at, state_at
+from stalloc.core.records import entry_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.step_log import end_step, num_displaced
+from stalloc.core.step_log import end_step, is_astray, num_displaced
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
@@ -138,6 +139,8 @@ def _serve_planned(state, key, requested, waiting):
     entry, bits = entry_at(state, position), state.cell_bits
     low, high = entry.cell_low, entry.cell_high
     lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
+    if state.may_fill == 1 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
+        lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
         has_place = entry.offset >= 0 and not lasts
         if has_place and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
@@ -202,14 +205,15 @@ def _is_asked_for(state, key):
 def _serve_unplanned(state, stream, size, requested):
     """Serve a request that the plan does not, while it serves others."""
     row = lifespan_row(state, size)
-    address = lend(state, stream, size, requested, row, False)
+    together = state.may_fill == 1 and size <= SMALL_LIMIT  # idle cells are all over the arena
+    address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
         state.num_lent += 1
         return Outcome(address, 0, 0)
     outcome = heap_allocate(state, stream, size, requested, FIRST_TRY)
     if outcome.address != 0:
         note_birth(state, find_live(state, outcome.address), row)
-    elif exceeds_peak(state, size) and not (state.arena_pages != 0 and _outlives_pass(state, row)):
+    elif not together and exceeds_peak(state, size) and not (state.arena_pages != 0 and outlives_pass(state, row)):
         # what the plan needs again soon comes before more than the program ever used: it costs this step some hits;
         # for what lives on through it pages move instead
         address = lend(state, stream, size, requested, row, True)
@@ -217,12 +221,6 @@ def _serve_unplanned(state, stream, size, requested):
             state.num_lent += 1
             return Outcome(address, 0, 0)
     return outcome
-
-
-@inner()
-def _outlives_pass(state, row):
-    """Whether requests like this one are known to live for longer than a pass."""
-    return lifespan_at(state, row).value > state.ring_end - state.ring_start
 
 
 @inner()

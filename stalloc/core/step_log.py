@@ -13,6 +13,7 @@ from stalloc.core.records import step_at
 _BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
 _RECOVERY_SHARE = 64  # a pass in which one request in so many was displaced is followed by one that recovers
 _RECOVERY_EVERY = 64  # passes
+_ASTRAY = 8  # requests of a pass that are on no tape, or were displaced
 _MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 
 
@@ -32,6 +33,13 @@ def _write_row(state, hits):
 def num_displaced(state):
     """Requests of this pass over the plan that have a place and were served elsewhere."""
     return state.conflicts - state.conflicts_before - state.step_unplanned
+
+
+@inner()
+def is_astray(state):
+    """Whether much of this pass is not as planned, so that what matches the plan may do so by chance."""
+    lost = state.step_misses - state.step_unplanned
+    return lost >= _ASTRAY and 2 * lost > state.hits - state.hits_before
 
 
 @inner()

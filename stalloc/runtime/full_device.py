@@ -36,6 +36,7 @@ class FullDevice:
         self._num_settled += 1
         if peak_bytes > self._highest_bytes + (self._highest_bytes >> _MORE_SHIFT):
             self._highest_bytes, self._num_settled = peak_bytes, 0
+            self._note_peak()
         self._peaks.append(peak_bytes)
 
     def may_begin(self, arena_bytes: int) -> bool:
@@ -44,6 +45,15 @@ class FullDevice:
             return True  # what never fits is refused elsewhere, for another plan to be made
         held_bytes = self._state.record.total.allocated_bytes + arena_bytes
         return held_bytes + _SPARE_BYTES <= self._memory.paging.device_bytes and self._covers(arena_bytes)
+
+    def begin_plan(self, most_misses: int) -> None:
+        """A plan is put in force; elsewhere it is left once misses outnumber hits by so many."""
+        self._state.record.ask_after_misses = self.most_misses(most_misses)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        """Let the core know whether a step that needs more than those before may fill the device."""
+        self._state.record.may_fill = int(self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT))
 
     def most_misses(self, elsewhere: int) -> int:
         """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.

@@ -159,7 +159,12 @@ class Paging:
 
     def fills_half(self) -> bool:
         """Whether the program's peak is more than half of what the device has."""
-        return self._leaves_less_than(1)
+        return self.fills_part(1)
+
+    def fills_part(self, shift: int) -> bool:
+        """Whether the program's peak is more than 1 / 2 ** shift of the device."""
+        self._allowed_bytes(0)
+        return self._peak_bytes > self.device_bytes >> shift
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""

@@ -253,7 +253,7 @@ class Serving:
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
         status.planned_since_ns, status.note, status.plan = time.monotonic_ns(), "", plan
-        record.ask_after_misses = self.full_device.most_misses(ask_after_misses)
+        self.full_device.begin_plan(ask_after_misses)
         return True
 
     def use(self, plan: "Plan") -> None:
