@@ -35,6 +35,18 @@ def test_memory_is_mapped_in_the_smallest_gap_that_is_large_enough() -> None:
     assert state.malloc(14 * MIB) == narrow
 
 
+def test_a_request_at_the_end_of_a_gap_leaves_nothing_between_itself_and_what_lives_there() -> None:
+    controller = _heap(0)
+    state = controller.state
+    _, gap, _ = (int(state.malloc(size * MIB // 2)) for size in (4, 41, 4))
+    state.free(gap)
+    controller.memory.release_unused()  # the end of the gap is in a page of what lives behind it
+    half = 41 * MIB // 4
+    assert int(state.malloc(half)) == gap + half
+    assert int(state.malloc(half)) == gap
+    assert state.record.reserved_bytes == 26 * MIB
+
+
 def test_a_gap_that_has_memory_in_parts_is_filled_up() -> None:
     controller = _heap(200 * MIB)
     state = controller.state

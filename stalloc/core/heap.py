@@ -1,7 +1,8 @@
 """The heap, for what no plan serves: best fit, blocks that are split and coalesced inside segments.
 
 Contract: the lock is held; no two live blocks overlap; a block that is freed is coalesced with its free neighbours at
-once.
+once. A request takes the end of a free block that only memory from below can make larger, so that what is left over is not
+shut in.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from stalloc.core.constants import (
     ALIGNMENT,
     BLOCK_FREE,
     BLOCK_LIVE,
+    BLOCK_UNMAPPED,
     FULL_LIVE,
     FULL_POOLS,
     GENERAL_KIND,
@@ -128,6 +130,33 @@ def _split(state, row, size):
 
 
 @inner()
+def _is_end_of_gap(state, row):
+    """Whether memory may come below a free block, and not above it."""
+    previous, following = block_at(state, row).previous, block_at(state, row).next
+    opens = previous != 0 and block_at(state, previous).state == BLOCK_UNMAPPED
+    return opens and following != 0 and block_at(state, following).state != BLOCK_UNMAPPED
+
+
+@inner()
+def _split_below(state, row, size):
+    """Split the last `size` bytes off a block that is in no free list; their row. What is left below them is free."""
+    other = allocate_block_row(state)
+    if other == 0:
+        return row
+    block, rest = block_at(state, row), block_at(state, other)
+    rest.address = block.address + block.size_bytes - size
+    rest.size_bytes = size
+    rest.previous = row
+    rest.next = block.next
+    rest.segment = block.segment
+    block_at(state, block.next).previous = other
+    block.next = other
+    block.size_bytes -= size
+    insert_free(state, row)
+    return other
+
+
+@inner()
 def take_block(state, row, size, requested):
     """Make a free block live, and split it if it is larger than needed; its address."""
     remove_free(state, row)
@@ -135,7 +164,11 @@ def take_block(state, row, size, requested):
     kind = pool_at(state, pool_of(state, row)).kind
     keeps_rest = kind == GENERAL_KIND and size > SMALL_LIMIT and segment_at(state, block.segment).is_paged == 0
     if block.size_bytes - size > (_SPLIT_LIMIT if keeps_rest else 0):
-        _split(state, row, size)
+        if _is_end_of_gap(state, row):
+            row = _split_below(state, row, size)
+            block = block_at(state, row)
+        else:
+            _split(state, row, size)
     block.state = BLOCK_LIVE
     block.requested_bytes = requested
     block.born = -1
