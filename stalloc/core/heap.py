@@ -1,8 +1,8 @@
 """The heap, for what no plan serves: best fit, blocks that are split and coalesced inside segments.
 
 Contract: the lock is held; no two live blocks overlap; a block that is freed is coalesced with its free neighbours at
-once. A request takes the end of a free block that only memory from below can make larger, so that what is left over is not
-shut in.
+once. A request takes the end of a free block that only memory from below can make larger, so that what is left over is
+not shut in.
 """
 
 from typing import NamedTuple
