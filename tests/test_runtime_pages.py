@@ -182,7 +182,7 @@ class Program:
         self.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), 107])
 def test_what_lives_has_memory_and_what_is_held_is_counted(seed: int) -> None:
     print(f"seed {seed}")
     program = Program(seed, capacity_bytes=0 if seed % 2 else 264 * MIB)

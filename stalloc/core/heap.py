@@ -158,7 +158,7 @@ def _split_below(state, row, size):
 
 @inner()
 def take_block(state, row, size, requested):
-    """Make a free block live, and split it if it is larger than needed; its address."""
+    """Make a free block live, and split it if it is larger than needed; the row of what lives, maybe another one."""
     remove_free(state, row)
     block = block_at(state, row)
     kind = pool_at(state, pool_of(state, row)).kind
@@ -176,7 +176,7 @@ def take_block(state, row, size, requested):
     segment = segment_at(state, block.segment)
     segment.num_live += 1
     segment.last_used = state.steps_ever
-    return block.address
+    return row
 
 
 @inner()
@@ -189,7 +189,7 @@ def heap_allocate(state, stream, size, requested, stage):
         return Outcome(0, REFUSED, FULL_LIVE)
     if row == 0:
         return Outcome(0, NEED_SEGMENT, pool)
-    return Outcome(take_block(state, row, size, requested), 0, 0)
+    return Outcome(block_at(state, take_block(state, row, size, requested)).address, 0, 0)
 
 
 @inner()
@@ -211,7 +211,7 @@ def any_pool_fit(state, stream, size, requested):
                 fit = best_fit(state, row, size)
                 if fit != 0 and (best == 0 or is_before(state, fit, best)):
                     best = fit
-    return take_block(state, best, size, requested) if best != 0 else 0
+    return block_at(state, take_block(state, best, size, requested)).address if best != 0 else 0
 
 
 @inner()

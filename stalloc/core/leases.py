@@ -138,9 +138,9 @@ def _find_idle(state, stream, size, until):
 
 @inner(forceinline=True)
 def _take(state, block, size, requested, row):
-    address = take_block(state, block, size, requested)
+    block = take_block(state, block, size, requested)
     note_birth(state, block, row)
-    return address
+    return block_at(state, block).address
 
 
 @inner(forceinline=True)
