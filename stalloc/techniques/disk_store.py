@@ -111,7 +111,8 @@ class DiskStore:
         reading = []
         for target, region in wanted:
             for number, piece in enumerate(_pieces(target, self.chunk_bytes)):
-                reading.append(self._threads.pool.submit(self._read, region, number, piece, transfers, current_phase()))
+                task = self._threads.pool.submit(self._read, region, number, [piece], transfers, current_phase())
+                reading.append(task)
         return lambda: self._wait(reading)
 
     def write(self, wanted: Sequence[tuple[torch.Tensor, Region]], transfers: Transfers) -> Callable[[], None]:
@@ -191,12 +192,15 @@ class DiskStore:
             self._end += size
         return begins
 
-    def _read(self, region: Region, number: int, target: torch.Tensor, transfers: Transfers, of_phase: str) -> None:
-        buffer = self._threads.buffers.get()
+    def _read(
+        self, region: Region, number: int, piece: list[torch.Tensor], transfers: Transfers, of_phase: str
+    ) -> None:
+        """`piece` has one tensor, which is taken out: a thread that is late holds nothing of the device."""
+        buffer, target = self._threads.buffers.get(), piece.pop()
         begin = number * self.chunk_bytes
         try:
             if self.folder is not None:
-                view = buffer[: in_pages(target.nbytes)].numpy()
+                view = memoryview(buffer.numpy())[: in_pages(target.nbytes)]
                 self.folder.read(view, region.places[region.current] + begin)
                 if zlib.crc32(view[: target.nbytes]) != region.sums[number]:
                     raise OSError(0, "what was read is not what was written")
