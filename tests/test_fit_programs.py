@@ -1,0 +1,261 @@
+"""Programs of all kinds that are fitted: with blocks that only calls show, compiled, sharded, of known formulas."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs.fitting_checks import PROGRAM, fit, program, stalloc
+from warm_programs import told_by_file
+
+from stalloc.fitting.look_ahead import Ahead, steps_to_try
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+
+FORMULA = """
+import json, sys
+from stalloc import device
+device.activate("virtual")
+import torch._dynamo
+from stalloc.cli.program import run_program
+from stalloc.fitting.candidates import Fitting
+from stalloc.fitting.frontier import selective
+from stalloc.fitting.trials import run_trial
+def run():
+    return run_program([sys.argv[1], "4"])
+fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60), lambda text: None)
+fitting.run("selective")
+tried = fitting.candidates[-1]
+print(json.dumps({
+    "saved": [call.saved_bytes for call in fitting.step.calls],
+    "kept": [one.kept_bytes for one in selective(fitting.step).values()],
+    "expected": tried.expected_bytes, "allocated": tried.allocated_bytes, "what": tried.technique,
+}))
+"""
+
+
+RESETTING = PROGRAM.replace("return x.sum()", "torch.cuda.reset_peak_memory_stats()\n        return x.sum()")
+
+
+SHARED = PROGRAM.replace(
+    "for block in self.blocks:\n            x = block(x)", "for _ in range(3):\n            x = self.block(x)"
+).replace("self.blocks = nn.ModuleList([Block() for _ in range(3)])", "self.block = Block()")
+
+
+CALLED_BY_THE_SCRIPT = (
+    PROGRAM.replace("MODEL = Model().cuda()", "LAYERS = [Block().cuda() for _ in range(3)]")
+    .replace("MODEL.parameters()", "[one for layer in LAYERS for one in layer.parameters()]")
+    .replace(
+        '    MODEL(torch.ones(2048, 256, device="cuda")).backward()',
+        '    x = torch.ones(2048, 256, device="cuda")\n'
+        "    for layer in LAYERS:\n        x = layer(x)\n    x.sum().backward()",
+    )
+)
+
+
+CALLS = """
+import json, weakref
+import torch
+from torch import nn
+from stalloc.fitting.repeated_calls import RepeatedCalls
+from stalloc.techniques.repeated_blocks import find_blocks
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.two(self.one(x))
+
+class Again(nn.Module):
+    def __init__(self, parts, times):
+        super().__init__()
+        self.parts, self.times = parts, times
+    def forward(self, x):
+        for _ in range(self.times):
+            for part in self.parts:
+                x = part(x)
+        return x
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+def found(*models, times=1):
+    seen = RepeatedCalls()
+    for _ in range(times):
+        for model in models:
+            model(torch.zeros(1, 4))
+    told = seen.blocks([(number, find_blocks(one), weakref.ref(one)) for number, one in enumerate(models)])
+    return [[number, block.name] for number, block in told]
+
+def row(count):
+    return nn.ModuleList([Block() for _ in range(count)])
+
+seen = RepeatedCalls()
+failing = Again(nn.ModuleList([Block(), Raises()]), 2)
+for _ in range(2):
+    try:
+        failing(torch.zeros(1, 4))
+    except ValueError:
+        pass
+looped = RepeatedCalls()
+model = Again(row(2), 2)
+with torch.autocast("cpu", torch.bfloat16):
+    model(torch.zeros(1, 4))
+print(json.dumps({
+    "cast": [looped.why_not(block) for _, block in looped.blocks([(0, find_blocks(model), weakref.ref(model))])],
+    "shared": found(Again(row(1), 3)),
+    "once": found(Again(row(1), 1), times=4),
+    "layers": found(Again(row(2), 3)),
+    "pieces": found(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4)),
+    "models": found(Again(row(2), 1), Again(row(2), 1)),
+    "raised": seen.blocks([(0, [], weakref.ref(failing))]),
+}))
+"""
+
+
+COMPILED = PROGRAM.replace("MODEL = Model().cuda()", "MODEL = torch.compile(Model().cuda(), backend='aot_eager')")
+
+
+@pytest.mark.slow
+def test_a_program_that_fsdp2_shards_is_fitted(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "real" / "fsdp2.py"
+    found, _ = fit(tmp_path, "--budget", "1500MiB", "--policy", "blocks:16", program, 4)
+    assert [one["refused"] for one in found["candidates"]] == ["", ""]
+    for one in found["candidates"]:
+        assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
+    assert found["candidates"][found["best"]]["what"] == "recompute 16 whole blocks"
+
+
+def test_a_module_of_the_current_folder_is_fitted_and_run(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    program(tmp_path / "package").rename(tmp_path / "package" / "__main__.py")
+    words = ("--budget", "1GiB", "--policy", "blocks:1", "-m", "package", "5")
+    fit(tmp_path, *words)
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "1GiB", "-m", "package", "5")
+    assert "budget 1.00 GiB: kept (as it is)" in done.stdout
+    assert (tmp_path / "package.fit.npz").exists()
+    assert "fitted anew" not in done.stderr
+
+
+def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., dict[str, Any]]) -> None:
+    found = run_checks(FORMULA, str(Path(__file__).parent / "programs" / "korthikanti.py"))
+    sequence, batch, width, heads, layers = 1024, 2, 1024, 16, 4
+    unit, input_bytes = sequence * batch * width, 2 * sequence * batch * width
+    assert len(found["saved"]) == len(found["kept"]) == layers
+    for saved in found["saved"]:  # the input of a layer is the result of the one before
+        assert saved + input_bytes == pytest.approx(unit * (34 + 5 * heads * sequence / width), rel=1e-3)
+    for kept in found["kept"]:  # 34 without the masks of two dropouts, which are drawn again
+        assert kept + input_bytes == pytest.approx(32 * unit, rel=1e-3)
+    assert found["what"] == "selective"
+    assert found["allocated"] == pytest.approx(found["expected"], rel=0.002)
+
+
+def test_korthikanti_s_formulas_are_what_is_measured() -> None:
+    rows = told_by_file(Path(__file__).parent / "programs" / "korthikanti.py", "formulas")
+    assert [formula for *_, formula, _, _ in rows[:2]] == [620756992, 34 * 1024 * 4 * 2048]
+    for *_, again, formula, measured, error in rows:
+        assert measured == pytest.approx(formula, rel=1e-3), again
+        assert error == pytest.approx(measured / formula - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Path, clipped: bool) -> None:
+    source = PROGRAM.replace("SGD(", "AdamW(").replace("2048, 256", "64, 256")
+    clip = "    nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)\n"
+    file = program(tmp_path, source.replace("    OPTIMIZER.step()\n", clip * clipped + "    OPTIMIZER.step()\n"))
+    found, _ = fit(tmp_path, "--budget", "94MiB", file, 6, code=int(clipped))
+    rows = {one["technique"]: one for one in found["candidates"]}
+    if clipped:
+        assert "step-in-backward" not in rows
+        assert any("a gradient is read" in note for note in found["notes"])
+        return
+    early, as_is = rows["step-in-backward"], rows["none"]
+    assert early["expected_bytes"] == early["allocated_bytes"]
+    assert as_is["allocated_bytes"] - early["allocated_bytes"] > 3 << 20  # most of 6 MiB of gradients
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "94MiB", file, 6)
+    assert "budget 94.00 MiB: kept (optimizer's step in the backward pass)" in done.stdout
+
+
+def test_steps_of_every_kind_are_tried_and_what_is_left_out_is_said() -> None:
+    alike, short, long = [(10, 100)] * 4, (10, 60), (99, 500 << 30)
+    assert steps_to_try(alike, 3, 0.1, is_whole=True) == Ahead(3, "all 4 steps were looked at")
+    assert "a later one that is larger" in steps_to_try(alike, 3, 0.1, is_whole=False).note
+    assert steps_to_try([*alike, short, *alike, short], 3, 0.1, is_whole=True) == Ahead(
+        7, "all 10 steps were looked at; 1 of them unlike the first 3, so each run has 7"
+    )
+    nothing_asked = (0, 60)  # after the last step
+    assert steps_to_try([*alike, nothing_asked], 3, 0.1, is_whole=True).num_steps == 3
+    late = steps_to_try([*alike, short, *alike * 30, long], 3, 0.1, is_whole=False)
+    assert late.num_steps == 7
+    assert "step 126, which allocates 500.00 GiB, is unlike those that were tried" in late.note
+    assert late.note.endswith("--trial-steps 126 tries it")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_short_last_batch_keeps_its_budget_to_the_end(tmp_path: Path) -> None:
+    rows = 'torch.ones(700 if step % 7 == 6 else 2048, 256, device="cuda")'
+    file = program(tmp_path, PROGRAM.replace('torch.ones(2048, 256, device="cuda")', rows))
+    found, _ = fit(tmp_path, "--budget", "118MiB", file, 20)
+    assert found["candidates"][found["best"]]["checked"] == "run, 9 steps"
+    assert any("so each run has 9" in note for note in found["notes"])
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "118MiB", file, 20)
+    assert "budget 118.00 MiB: kept" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_program_that_resets_its_peaks_needs_what_it_needed(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path, RESETTING), 5)
+    usual, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", program(tmp_path), 5)
+    assert [one["needed_bytes"] for one in found["candidates"]] == [one["needed_bytes"] for one in usual["candidates"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [SHARED, CALLED_BY_THE_SCRIPT], ids=["shared", "called by the script"])
+def test_blocks_that_only_calls_show_are_found_and_the_budget_is_kept(tmp_path: Path, source: str) -> None:
+    file = program(tmp_path, source)
+    found, _ = fit(tmp_path, "--budget", "112MiB", file, 6)
+    as_is, best = found["candidates"][0], found["candidates"][found["best"]]
+    assert as_is["needed_bytes"] > 115 << 20
+    assert best["technique"] in ("recompute", "blocks")
+    assert best["expected_bytes"] == pytest.approx(best["allocated_bytes"], rel=0.002)
+    stalloc(tmp_path, "run", "--device", "virtual", "--budget", "112MiB", "--json", "run.json", file, 6)
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["budget_kept"]
+    assert told["budget_by"] == best["what"]
+
+
+def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callable[..., dict[str, Any]]) -> None:
+    told = run_checks(CALLS)
+    assert told["shared"] == [[0, "parts.0"]]
+    assert told["once"] == told["raised"] == []
+    assert told["layers"] == [[0, "parts.0"], [0, "parts.1"]]
+    assert "parts.1 is called several times under autocast" in told["cast"][1]
+    assert told["pieces"] == [[1, "Block"], [2, "Block"]]
+    assert told["models"] == [[0, "parts.0"], [0, "parts.1"], [1, "parts.0"], [1, "parts.1"]]
+
+
+@pytest.mark.slow
+def test_compiled_code_saves_less_for_a_budget(tmp_path: Path) -> None:
+    source = COMPILED.replace("torch.compile(Model().cuda(), backend='aot_eager')", "Model().cuda()").replace(
+        "OPTIMIZER =", "for one in MODEL.blocks: one.compile(backend='aot_eager_decomp_partition')\nOPTIMIZER ="
+    )
+    file = program(tmp_path, source)
+    found, _ = fit(tmp_path, "--budget", "112MiB", "--policy", "compile-budget", file, 6)
+    best = found["candidates"][found["best"]]
+    assert best["technique"] == "compile-budget"
+    assert best["fits"]
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "112MiB", file, 6)
+    assert f"budget 112.00 MiB: kept ({best['what']})" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_compiled_program_is_fitted_as_it_is_with_the_reason(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, COMPILED), 6)
+    assert found["candidates"][0]["fits"]
+    assert [note for note in found["notes"] if note.startswith("nothing can be recomputed")]

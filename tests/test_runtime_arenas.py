@@ -1,0 +1,178 @@
+"""What becomes of an arena when another plan comes, and what steps without a plan need beside it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from programs.step_program import MIB, Program, in_rounds
+
+from stalloc.runtime.runtime_settings import Phase
+
+
+def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: int) -> list[tuple[int, int]]:
+    """Kinds of steps that need more are added twice; what is reserved for each new plan, and has to be (bytes)."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    widths, found, plans = [20_000, 23_000], [], 0
+    for number in range(num_steps):
+        if number in (num_steps // 3, 2 * num_steps // 3):
+            widths.append(2 * max(widths))
+        program.step(lambda: work(widths[int(rng.integers(len(widths)))]))
+        if program.controller.status.num_plans > plans:
+            record = program.state.record  # where pages were held at the peak before, some may wait in the heap
+            found.append((record.reserved_bytes, max(record.arena_bytes, record.total.allocated_peak)))
+        plans = program.controller.status.num_plans
+    return found
+
+
+def drift(program: Program, widths: list[int], until: Callable[[], bool]) -> None:
+    """Evaluate, with these widths in turn, until something is so."""
+    for number in range(300):
+        if until():
+            return
+        program.step(lambda number=number: program.evaluate(widths[number % len(widths)]))
+    raise AssertionError("it never was so")
+
+
+def test_the_state_of_an_optimizer_does_not_pin_what_is_transient() -> None:
+    """It is made when the memory of a whole step is free, and two would not fit into the segment of an activation."""
+    program = Program()
+    for number in range(8):
+        program.step(
+            lambda: program.train(40_000),
+            *[lambda: program.make_state(6)] * (number == 0),
+        )
+    assert program.controller.status.phase is Phase.PLANNED
+    state = program.state
+    assert state.record.reserved_bytes <= state.allocated_peak_bytes + 40 * MIB  # two segments that are not full
+
+
+def test_watching_needs_hardly_more_than_what_is_allocated() -> None:
+    """Requests of many sizes share memory while they are recorded."""
+    program = Program()
+    for _ in range(3):
+        program.step(lambda: program.train(40_000), lambda: program.evaluate(37_000), lambda: program.evaluate(29_000))
+    assert program.controller.status.num_plans == 0
+    assert program.state.reserved_peak_bytes < 1.1 * program.state.allocated_peak_bytes + 20 * MIB
+
+
+def test_an_unknown_step_finds_room_in_the_arena_of_a_full_device() -> None:
+    """Everything that is idle is lent, and where that is not enough the plan goes, before memory is said to be out."""
+    wanted = Program()
+    for _ in range(8):
+        wanted.step(lambda: wanted.train(40_000))
+    program = Program(capacity_bytes=wanted.state.reserved_peak_bytes + 64 * MIB)
+    for _ in range(12):
+        program.step(lambda: program.train(40_000))
+    assert program.controller.status.phase is Phase.PLANNED
+    for width in (39_000, 31_000, 35_000):  # each asserts that it is served
+        program.step(lambda width=width: program.train(width))
+    for _ in range(12):
+        program.step(lambda: program.train(40_000))
+    assert program.step(lambda: program.train(40_000)) == (37, 0)
+
+
+@pytest.mark.parametrize(("times", "planned"), [(3, False), (20, True)])
+def test_a_step_that_needs_more_than_any_before_ends_the_plan_where_it_may_fill_the_device(
+    times: int, planned: bool
+) -> None:
+    """What the plan does not know is packed better without it, and nobody knows yet how much that will be."""
+    wanted = Program()
+    wanted.step(lambda: wanted.train(40_000))
+    program = Program(capacity_bytes=times * wanted.state.reserved_peak_bytes)
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    assert program.controller.status.phase is Phase.PLANNED
+    program.step(lambda: program.train(60_000))
+    assert (program.controller.status.phase is Phase.PLANNED) == planned
+
+
+def test_an_unknown_step_reserves_hardly_more_than_was_ever_allocated() -> None:
+    program = Program()
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    before = program.state.record.reserved_bytes
+    hits, missed = program.step(lambda: program.train(36_000))
+    assert missed > hits
+    assert program.state.record.step_reserved_peak <= before + 20 * MIB
+
+
+def test_unknown_steps_in_a_row_reserve_hardly_more_than_was_ever_allocated() -> None:
+    program = Program()
+    for _ in range(8):
+        program.step(lambda: program.train(40_000))
+    before = program.state.record.reserved_bytes
+    for width in (36_000, 39_000, 34_000, 38_000):
+        program.step(lambda width=width: program.train(width))
+        assert program.state.record.reserved_bytes <= before + 40 * MIB
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_arena_in_which_nothing_lives_goes_back_before_a_larger_one_is_taken(seed: int, streams: int) -> None:
+    """Evaluations hand nothing on."""
+    program = Program(streams=streams)
+    found = grow(program, program.evaluate, seed, 60)
+    assert len({needed for _, needed in found}) >= 3
+    for reserved, needed in found:
+        assert reserved < needed + 40 * MIB
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_plan_waits_for_what_was_borrowed_from_the_arena_before_it(streams: int) -> None:
+    """The batch is replaced only once there is the next one, and has no place in the plan."""
+    program = Program(streams=streams, keeps_batch=True)
+    found = grow(program, program.evaluate, 1, 60)
+    assert len({needed for _, needed in found}) >= 3
+    for reserved, needed in found:
+        assert reserved < needed + 2 * 80_000 * 900 + 40 * MIB  # and batches
+
+
+def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
+    """Gradients live up to the backward pass, so that a larger arena is taken beside; nothing new is served there."""
+    program = Program(streams=3, keeps_batch=True)  # of which one is served elsewhere in every step
+    grow(program, program.train, 2, 60)
+    for _ in range(4):
+        program.step(lambda: program.train(20_000))
+    assert program.state.record.reserved_bytes < 1.25 * program.state.record.arena_bytes
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -> None:
+    """Although gradients live there, and streams have regions."""
+    program = Program(streams=streams, arena="pool")
+    for width in in_rounds(1, 2, 8):
+        program.step(lambda width=width: program.train(40_000 + 1000 * width))
+    plans, reserved, arena = (
+        program.controller.status.num_plans,
+        program.state.record.reserved_bytes,
+        program.state.record.arena,
+    )
+    for width in in_rounds(2, 3, 8):
+        served = program.step(lambda width=width: program.train(39_000 + 1000 * width))
+        assert program.state.record.arena == arena
+    assert served == (37, 0)
+    assert program.controller.status.num_plans > plans
+    assert program.state.record.reserved_bytes < 1.2 * reserved
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: int) -> None:
+    program = Program(streams=streams, arena="pool")
+    controller, state = program.controller, program.state
+    drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
+    large, arena = state.record.arena_bytes, state.record.arena
+    kept = program.allocate(100 * MIB)
+    assert arena <= kept < arena + large
+    drift(program, [20_000, 23_000], lambda: controller.status.num_plans > 1)
+    program.step(lambda: program.evaluate(20_000))
+    assert state.record.arena_bytes == large  # around what lives there
+    program.free(kept)
+    for width in [23_000, 20_000] * 3:
+        program.step(lambda width=width: program.evaluate(width))
+    assert state.record.arena_bytes < 0.5 * large
+    assert state.record.reserved_bytes < state.record.arena_bytes + 40 * MIB
+    taken = controller.device.num_allocs
+    for width in [23_000, 20_000] * 10:
+        assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)
+    assert controller.device.num_allocs == taken
