@@ -90,14 +90,17 @@ class Checked(Machine):
         ]
         super().free(address)
 
-    def follow(self, ring: Ring, plan: Plan) -> None:
-        """Serve a ring from its plan, hand-overs secured."""
+    def follow(self, ring: Ring, plan: Plan, *, has_memory: bool = True) -> None:
+        """Serve a ring from its plan, hand-overs secured; with `has_memory` from all of the arena, else from none."""
         ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
         arena_bytes = round_up(ring.peak)
         self.state.arena.install(ring.tape())
         gives = np.unique(plan.handover_earlier)
         self.state.arena.share_cells(gives, self.driver.ordering, list(range(1, ring.length + 1)))
         base = self.take(arena_bytes)
+        if not has_memory:
+            self.state.arena.serve_pages(base, arena_bytes, anew=True)
+            return
         self.state.arena.count(arena_bytes)
         self.state.arena.serve(base, arena_bytes)
 
@@ -227,6 +230,17 @@ def test_an_arena_that_streams_share_is_parted_when_its_plan_goes(seed: int) -> 
         machine.free(address)
     machine.give_back_segments()
     assert machine.state.record.reserved_bytes == 0
+
+
+def test_an_arena_that_streams_share_is_parted_although_it_lacks_memory() -> None:
+    rng = np.random.default_rng(50)
+    ring, machine = Ring(rng, 60, streams=3), Checked(3)
+    ring.size = -(-ring.size // 512) * 512
+    machine.follow(ring, shared_plan(ring), has_memory=False)
+    machine.state.arena.drop_tape()
+    machine.state.arena.end_sharing()
+    assert machine.state.arena.dissolve()
+    assert machine.state.record.reserved_bytes == 0, "nothing of it ever had memory"
 
 
 def test_a_plan_whose_hand_over_is_missing_is_refused() -> None:

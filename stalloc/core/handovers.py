@@ -13,7 +13,7 @@ previous users, and its block keeps the arena and its tables in place.
 
 from stalloc.compiled import inner, njit
 from stalloc.core.cells import cells_empty
-from stalloc.core.constants import MAX_STREAMS, MODE_REPLAY, NO_PREVIOUS_USER, NO_STREAM, UNRECORDED_USER
+from stalloc.core.constants import MAX_STREAMS, MODE_REPLAY, NO_PREVIOUS_USER, NO_STREAM, UNMAPPED, UNRECORDED_USER
 from stalloc.core.intrinsics import address_of, call3, locked, unlock
 from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, status_of, stream_at
 from stalloc.core.slots import find_slot
@@ -130,10 +130,10 @@ def _part_streams(state, stream):
     while i < state.num_cells:
         high, owner = i + 1, stream
         lease = cell_at(state, i).lease
-        if lease != 0:  # of one stream already
+        if lease > 0:  # of one stream already
             i = segment_at(state, lease).cell_high
             continue
-        if not cells_empty(state.cell_bits, i, i + 1):
+        if lease != UNMAPPED and not cells_empty(state.cell_bits, i, i + 1):
             slot = slot_at(state, find_slot(state, state.arena + cell_at(state, i).offset))
             entry = entry_at(state, slot.entry)
             high, owner = entry.cell_high, _stream_of(entry)
