@@ -1,16 +1,12 @@
 """Steps of several kinds, marked or not: which are told apart, planned and expected."""
 
-import threading
-from typing import Any
-
 import numpy as np
 import pytest
-from programs.step_program import MIB, Program, in_rounds
+from programs.step_program import MIB, Program, in_rounds, planned_late
 
 from stalloc.lifespans.units import recurring_steps
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.step_places import StepPlaces
-from stalloc.runtime.tapes import plan_steps
 
 
 class MadeUpKind:
@@ -136,17 +132,7 @@ def test_after_two_epochs_each_kind_of_step_is_expected_where_it_comes(epoch: st
 
 def test_kinds_whose_planning_took_long_are_put_in_force_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch may be over by then, and its record gone."""
-    go_on = threading.Event()
-
-    def plan_late(*arguments: Any) -> Any:
-        assert go_on.wait(60)
-        return plan_steps(*arguments)
-
-    program = Program()
-    for _ in range(10):
-        program.step(lambda: program.train(2000))
-    program.wait_for_plans(0.0)
-    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    program, go_on = planned_late(monkeypatch)
     for number in range(100):
         program.step(lambda width=(2000, 2000, 2500)[number % 3]: program.train(width), waits=False)
     go_on.set()

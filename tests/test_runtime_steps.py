@@ -1,15 +1,12 @@
 """Steps that programs mark: they are learnt while they recur, and planned soon."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
-from programs.step_program import MIB, Program, in_rounds
+from programs.step_program import MIB, Program, in_rounds, planned_late
 
 from stalloc.runtime.runtime_settings import Phase
-from stalloc.runtime.tapes import plan_steps
 
 
 def test_what_a_new_optimizer_keeps_has_no_places_of_the_plan() -> None:
@@ -100,17 +97,7 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
 
 
 def test_a_plan_stays_while_one_is_made_for_what_the_program_does_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-
-    def plan_late(*arguments: Any) -> Any:
-        assert go_on.wait(60)
-        return plan_steps(*arguments)
-
-    program = Program()
-    for _ in range(10):
-        program.step(lambda: program.train(2000))
-    program.wait_for_plans(0.0)
-    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    program, go_on = planned_late(monkeypatch)
     for _ in range(60):  # so many misses would end the plan
         program.step(lambda: program.train(2500), waits=False)
     go_on.set()

@@ -14,7 +14,7 @@ import stalloc
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.foreseen_streaming import Homes, LayerRecorded, Pass, Stay, homes, stays
 from stalloc.trace import load_traces
-from stalloc.trace.activity import Link, read_activity
+from stalloc.trace.activity import Activity, Link, read_activity
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -185,13 +185,19 @@ for _ in range(3):
 """
 
 
-def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
-    (tmp_path / "copies.py").write_text(COPIES)
+def recorded(folder: Path, program: str) -> Activity:
+    """The copies of a program, as its trace has them."""
+    (folder / "copies.py").write_text(program)
     words = ("-o", "copies.trace.npz", "--device", "virtual", "copies.py")
-    done = run_stalloc("record", *words, folder=tmp_path)
+    done = run_stalloc("record", *words, folder=folder)
     assert done.returncode == 0, done.stderr
-    activity = read_activity(load_traces(tmp_path / "copies.trace.npz")[0])
+    activity = read_activity(load_traces(folder / "copies.trace.npz")[0])
     assert activity is not None
+    return activity
+
+
+def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
+    activity = recorded(tmp_path, COPIES)
     phases = [activity.names[name] if name >= 0 else "" for name in activity.phase.tolist()]
     rows = list(zip(phases, activity.link.tolist(), activity.num_bytes.tolist(), strict=True))
     layer_bytes = 4 * (2 * 256 * 512 + 256 + 512)
@@ -220,12 +226,7 @@ def test_copies_are_a_table_of_the_trace(tmp_path: Path) -> None:
 
 def test_copies_of_layers_on_disk_belong_to_the_phase_that_asked_for_them(tmp_path: Path) -> None:
     on_disk = COPIES.replace("window=1)", f'window=1, host="64KiB", disk="{tmp_path}/layers:16MiB")')
-    (tmp_path / "copies.py").write_text(on_disk)
-    words = ("-o", "copies.trace.npz", "--device", "virtual", "copies.py")
-    done = run_stalloc("record", *words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    activity = read_activity(load_traces(tmp_path / "copies.trace.npz")[0])
-    assert activity is not None
+    activity = recorded(tmp_path, on_disk)
     moved: Counter[tuple[str, int]] = Counter()
     phases = [activity.names[name] if name >= 0 else "" for name in activity.phase.tolist()]
     for phase, link, size in zip(phases, activity.link.tolist(), activity.num_bytes.tolist(), strict=True):

@@ -13,20 +13,20 @@ pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 
 PROGRAMS = Path(__file__).parent / "programs"
-
-
 MIB = 1 << 20
+
+
+def answer(program: str, mode: str) -> Any:
+    """What a program says in its last line, with torch's own allocator or stalloc's."""
+    command = [sys.executable, str(PROGRAMS / program), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_statistics_are_what_the_native_allocator_says() -> None:
-    answers = []
-    for mode in ("native", "stalloc"):
-        command = [sys.executable, str(PROGRAMS / "torch_statistics.py"), mode]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout.splitlines()[-1]))
-    native, ours = answers
+    native, ours = (answer("torch_statistics.py", mode) for mode in ("native", "stalloc"))
     assert len(native["points"]) == 25
     assert ours["points"] == native["points"]
     assert ours["summary"]
@@ -35,13 +35,7 @@ def test_statistics_are_what_the_native_allocator_says() -> None:
 
 @pytest.mark.slow
 def test_functions_of_torch_answer_as_with_its_own_allocator() -> None:
-    answers = []
-    for mode in ("native", "stalloc"):
-        command = [sys.executable, str(PROGRAMS / "torch_answers.py"), mode]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout.splitlines()[-1]))
-    native, ours = answers
+    native, ours = (answer("torch_answers.py", mode) for mode in ("native", "stalloc"))
     assert len(native) == 12
     for name, answer in native.items():
         assert ours[name] == answer, name

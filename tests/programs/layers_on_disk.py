@@ -16,7 +16,8 @@ from typing import Any
 from streaming import WIDTH, Stack, checkpointed, skipping, straight, twice  # isort: skip  (it puts the device in place)
 
 import torch
-from equality import same  # beside this file
+from equality import same  # beside this file, as the next
+from refusals import sentence
 
 import stalloc
 
@@ -74,14 +75,6 @@ def refused_by_the_disk() -> dict[str, Any]:
             changed.write(b"changed")
         found["changed"] = sentence(lambda: model(torch.ones(4, WIDTH)))
         return {name: one.replace(folder, "FOLDER") if isinstance(one, str) else one for name, one in found.items()}
-
-
-def sentence(do: Callable[[], Any]) -> str:
-    try:
-        do()
-    except stalloc.StallocError as error:
-        return str(error)
-    return ""
 
 
 def change(how: int, model: Any, parameter: Any, chance: random.Random) -> None:

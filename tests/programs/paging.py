@@ -22,6 +22,7 @@ device.activate("virtual", device.VirtualGPU(total_bytes=1 << 30, copy_limit_byt
 
 import torch  # noqa: E402  (the device is in place)
 from equality import same  # noqa: E402  (beside this file)
+from refusals import sentence  # noqa: E402
 from torch import nn  # noqa: E402
 
 import stalloc  # noqa: E402
@@ -282,14 +283,6 @@ def lost_and_full(folder: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     found["full"] = full.state[parameter]["step"].item()
     return found
-
-
-def sentence(do: Callable[[], Any]) -> str:
-    try:
-        do()
-    except stalloc.StallocError as error:
-        return str(error)
-    return ""
 
 
 def with_disk() -> dict[str, Any]:

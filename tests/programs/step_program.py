@@ -1,15 +1,19 @@
 """Training in steps on a device of numbers, with every address checked."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from programs.core_machine import Intervals, Owners
 
 from stalloc.replay.offline import make_controller
 from stalloc.runtime.controller import MARK_STEP, Controller
 from stalloc.runtime.runtime_settings import Arena, Settings
+from stalloc.runtime.tapes import plan_steps
 
 MIB = 1 << 20
 
@@ -123,3 +127,19 @@ def in_rounds(seed: int, kinds: int, rounds: int) -> Iterator[int]:
     rng = np.random.default_rng(seed)
     for _ in range(rounds):
         yield from rng.permutation(kinds).tolist()
+
+
+def planned_late(monkeypatch: pytest.MonkeyPatch) -> tuple[Program, threading.Event]:
+    """A program on its plan, whose next plans are not there before an event, and which does not wait for them."""
+    go_on = threading.Event()
+
+    def plan_late(*arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return plan_steps(*arguments)
+
+    program = Program()
+    for _ in range(10):
+        program.step(lambda: program.train(2000))
+    program.wait_for_plans(0.0)
+    monkeypatch.setattr("stalloc.runtime.tapes.plan_steps", plan_late)
+    return program, go_on
