@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 MIB = 1 << 20
 
 
-def answer(program: str, mode: str) -> Any:
+def asked(program: str, mode: str) -> Any:
     """What a program says in its last line, with torch's own allocator or stalloc's."""
     command = [sys.executable, str(PROGRAMS / program), mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -26,7 +26,7 @@ def answer(program: str, mode: str) -> Any:
 
 @pytest.mark.slow
 def test_statistics_are_what_the_native_allocator_says() -> None:
-    native, ours = (answer("torch_statistics.py", mode) for mode in ("native", "stalloc"))
+    native, ours = (asked("torch_statistics.py", mode) for mode in ("native", "stalloc"))
     assert len(native["points"]) == 25
     assert ours["points"] == native["points"]
     assert ours["summary"]
@@ -35,7 +35,7 @@ def test_statistics_are_what_the_native_allocator_says() -> None:
 
 @pytest.mark.slow
 def test_functions_of_torch_answer_as_with_its_own_allocator() -> None:
-    native, ours = (answer("torch_answers.py", mode) for mode in ("native", "stalloc"))
+    native, ours = (asked("torch_answers.py", mode) for mode in ("native", "stalloc"))
     assert len(native) == 12
     for name, answer in native.items():
         assert ours[name] == answer, name
