@@ -166,3 +166,37 @@ print(json.dumps([*moved, virtual.peak_bytes(0), report.allocated_peak_bytes]))
     assert waits > 0
     assert late_maps <= 8  # a page for what is tiny now and then; each step's 50 MiB moved would be 1,000
     assert held <= 1.02 * allocated + (4 << 20)
+
+
+def test_streams_are_handed_memory_only_by_the_plan_that_is_in_force(run_checks: Any) -> None:
+    """Where steps of several kinds came after a ring whose streams could share memory, its plan came back for all."""
+    phase, hits, misses, held, allocated = run_checks("""
+import json
+import stalloc
+from stalloc.device import VirtualGPU, virtual
+stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
+import torch
+weight = torch.nn.Parameter(torch.ones(1 << 18, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+copying, kinds = torch.cuda.Stream(), [1, 1, 1, 0, *([1, 0, 0, 1, 0] * 6)]
+for number, kind in enumerate(kinds):
+    if number == 16:
+        before = stalloc.statistics()[0]
+    num_bytes = 48 << 20 << kind
+    with torch.cuda.stream(copying):
+        shards = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    for _ in range(8):
+        torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+    del shards
+    gathered = [torch.empty(num_bytes // 4, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    weight.grad = torch.zeros_like(weight)
+    del gathered
+    optimizer.step()
+    optimizer.zero_grad()
+report = stalloc.statistics()[0]
+counts = [getattr(report, name) - getattr(before, name) for name in ("run_hits", "run_misses")]
+print(json.dumps([report.phase, *counts, virtual.peak_bytes(0), report.allocated_peak_bytes]))
+""")
+    assert (phase, misses) == ("running on the plan", 0)
+    assert hits == 18 * 14
+    assert held <= 1.02 * allocated + (4 << 20)

@@ -234,7 +234,7 @@ class Serving:
         self._state.forget_record()
         if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False
-        self._status.steps_per_ring, self._separate = 1, None
+        self._status.steps_per_ring = 1
         self._steps.forget()
         return True
 
@@ -249,6 +249,7 @@ class Serving:
             if not self._arenas.put_in_force(tape):
                 return False
         status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
+        self._separate = None  # a ring's, which is in force no more
         self._tidying.begin_plan()
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
