@@ -52,6 +52,7 @@ def judge(row: Row, ours: Outcome) -> None:
         return
     row.stalloc_bytes, row.allocated_bytes = ours.peak_bytes, ours.allocated_peak_bytes
     row.maps, row.plans = ours.seen["statistics"]["maps"], ours.seen["plans_made"]
+    row.missed += [f"planning was given up: {note}" for note in ours.seen["gave_up"]]
     steps = ours.seen["steps"]
     row.hit_rate, row.known_hit_rate = hit_rates(steps)
     _judge_peak(row, ours.peak_bytes)

@@ -70,6 +70,7 @@ class Observer:
             "steps": self._rows[:-1],
             "end": self._rows[-1] if self._rows else None,
             "plans_made": sum(report.plans_made for report in _reports()),
+            "gave_up": [report.note for report in _reports() if report.phase == Phase.RESTING.value],
             "statistics": virtual.statistics(),
         }
 
