@@ -172,3 +172,78 @@ print(json.dumps([hits, missed]))
     hits, missed = counts
     assert hits > 100
     assert missed == 0
+
+
+_TRAINED_BY = """
+import json, random
+import stalloc
+from stalloc.device import VirtualGPU
+stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=8 << 30))
+import torch
+from torch import nn
+layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+lengths = random.Random(3).choices([1024, 1536, 2048], k=60)
+def run_step(length):
+    layers(torch.randn(length, 512, device="cuda")).square().mean().backward()
+    update()
+def late_counts():
+    for number, length in enumerate(lengths):
+        if number == 30:
+            before = stalloc.statistics()[0]
+        run_step(length)
+    report = stalloc.statistics()[0]
+    print(json.dumps([report.steps, report.run_hits - before.run_hits, report.run_misses - before.run_misses]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    [
+        pytest.param(
+            """
+weights, others = ([p for p in layers.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+optimizers = torch.optim.AdamW(weights), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+def update():
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+""",
+            60,
+            id="matrices and the rest",
+        ),
+        pytest.param(
+            """
+made = {p: torch.optim.Adam([p], foreach=False) for p in layers.parameters()}
+def step_and_forget(p):
+    made[p].step()
+    made[p].zero_grad()
+for p in layers.parameters():
+    p.register_post_accumulate_grad_hook(step_and_forget)
+def update():
+    pass
+""",
+            60,
+            id="one for each parameter, in the backward pass",
+        ),
+        pytest.param(
+            """
+first, then = torch.optim.SGD(layers.parameters(), lr=0.1), torch.optim.AdamW(layers.parameters())
+num_updates = 0
+def update():
+    global num_updates
+    num_updates += 1
+    (first if num_updates <= 10 else then).step()
+    layers.zero_grad()
+""",
+            59,  # the second one leads from its second step on
+            id="another one from the eleventh step on",
+        ),
+    ],
+)
+def test_a_step_with_several_optimizers_is_one_step(run_checks: Any, program: str, steps: int) -> None:
+    """What it leaves between them is not handed on from step to step, and lengths in random order are all planned."""
+    counted, hits, missed = run_checks(_TRAINED_BY + program + "late_counts()")
+    assert counted == steps
+    assert hits > 30 * 12
+    assert missed <= 0.05 * hits

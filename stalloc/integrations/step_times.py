@@ -4,11 +4,13 @@ import time
 from collections import deque
 from typing import Any
 
+from stalloc.integrations.leading_optimizers import LeadingOptimizers
+
 MOST_STEPS = 1 << 16  #: the last ones are kept
 
 
 class StepTimes:
-    """Steps of PyTorch's optimizers from `begin` on, by wall time."""
+    """Steps of the leading optimizer from `begin` on, by wall time."""
 
     def __init__(self) -> None:
         self._times_us: deque[int] = deque(maxlen=MOST_STEPS)
@@ -20,7 +22,13 @@ class StepTimes:
 
         self.end()
         self._times_us.clear()
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._times_us.append(time.time_ns() // 1000))
+        leaders = LeadingOptimizers()
+
+        def has_stepped(optimizer: Any, *_: Any) -> None:
+            if leaders.devices_led(optimizer, [0]):
+                self._times_us.append(time.time_ns() // 1000)
+
+        self._hook = register_optimizer_step_post_hook(has_stepped)
 
     def end(self) -> None:
         """Note no more."""

@@ -15,6 +15,7 @@ from stalloc.core.entry import torch_entries
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
 from stalloc.integrations import torch_answers, torch_cache_info
+from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
 from stalloc.runtime.entries import lasting_entry
 
@@ -50,7 +51,7 @@ def _holders(torch: Any, limit: int = 3) -> list[str]:
 
 
 def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> bool:
-    """Make stalloc torch's CUDA allocator; `stepped` is called with the devices of an optimizer that has made a step.
+    """Make stalloc torch's CUDA allocator; `stepped` is called with the devices on which a step of the program ended.
 
     False if this torch has no CUDA. Raises SetupError if CUDA was used already, or this torch cannot be served.
     """
@@ -101,7 +102,7 @@ class _Devices:
 
 
 def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> None:
-    """Let every optimizer mark steps, say as soon as there is one that marks will come, and when it makes its state.
+    """Let optimizers mark steps, say as soon as there is one that marks will come, and when it makes its state.
 
     All of that belongs to the devices of its parameters: another GPU's program may be anywhere in its step.
     """
@@ -109,7 +110,7 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
 
     from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 
-    devices = _Devices(len(runtime.controllers))
+    devices, leaders = _Devices(len(runtime.controllers)), LeadingOptimizers()
     known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have stepped: some never have any state
 
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -117,8 +118,15 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
             known.add(optimizer)
             runtime.expect_lasting(devices.of(optimizer))
 
+    def has_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        its = devices.of(optimizer)
+        led = leaders.devices_led(optimizer, its)
+        runtime.end_lasting(its - led)
+        if led:
+            stepped(led)
+
     register_optimizer_step_pre_hook(about_to_step)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: stepped(devices.of(optimizer)))
+    register_optimizer_step_post_hook(has_stepped)
     when_optimizers_are_made(lambda optimizer: runtime.expect_marks(devices.of(optimizer)))
 
 

@@ -57,13 +57,13 @@ class Controller:
         self.recording = Recording(device, self.state)
         self.status = Status(settings, Effort(settings.max_effort))
         self.steps = Steps(self.state, self.recording, self.status.effort)
-        self._lasting = Lasting(self.memory, self.recording)
+        self.lasting = Lasting(self.memory, self.recording)
         self._shortage = Shortage(self.arenas, self.recording)
         self._tidying = Tidying(self.arenas, self.status.effort)
         self.strands = Strands(self.status, self.memory, self.recording, self.steps)
         self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self._shortage, self._tidying)
         self.watching = Watching(
-            self.status, self.arenas, self.recording, self.steps, self._lasting, self._tidying, planner
+            self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, planner
         )
         self._sought_cycle = False  # since the kinds of steps that were planned displaced one another
         self.observe()
@@ -95,7 +95,7 @@ class Controller:
         return True
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
-        if self.memory.free_deferred() or self._lasting.ends_here(expects_marks=self.watching.expects_marks):
+        if self.memory.free_deferred() or self.lasting.ends_here(expects_marks=self.watching.expects_marks):
             return True  # the core asks again, if it needs to
         if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
@@ -152,7 +152,7 @@ class Controller:
             if kind == MARK_STEP:
                 self.status.effort.note_step()
                 self.watching.expects_marks = True
-                self._lasting.end()
+                self.lasting.end()
                 self.serving.probation.end()
                 if self.watching.leave_unmarked():
                     self._drop_plan("the first plan did not follow the steps that are marked now")
@@ -176,7 +176,7 @@ class Controller:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
             watching = self.status.phase is Phase.OBSERVING and self.status.settings.plan
-            self._lasting.expect(watching=watching, planned=self.status.phase is Phase.PLANNED)
+            self.lasting.expect(watching=watching, planned=self.status.phase is Phase.PLANNED)
 
     def take_lacking(self) -> tuple[int, bool]:
         """The bytes there was hardly room for since this was asked, and whether for an arena, which is tried again."""

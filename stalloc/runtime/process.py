@@ -253,16 +253,20 @@ class Runtime:
         for index in devices:
             self.controllers[index].expect_lasting()
 
+    def end_lasting(self, devices: Collection[int]) -> None:
+        """What is allocated on these devices from here on is not meant to last, although no step has ended."""
+        for controller in map(self.controllers.__getitem__, devices):
+            with controller.lock:
+                controller.lasting.end()
+
     def recorded(self) -> "list[Trace]":
         """What was recorded so far, of each device of which something was."""
-        used = [controller for controller in self.controllers if controller.state.record.num_events]
-        return [controller.recording.trace() for controller in used]
+        return [one.recording.trace() for one in self.controllers if one.state.record.num_events]
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used, or tried to use."""
-        records = [controller.state.record for controller in self.controllers]
-        used = [record.total.num_allocs or record.num_ooms for record in records]
-        return [report(controller) for controller, one in zip(self.controllers, used, strict=True) if one]
+        records = ((controller, controller.state.record) for controller in self.controllers)
+        return [report(controller) for controller, record in records if record.total.num_allocs or record.num_ooms]
 
 
 def _start_watch() -> "Watch | None":

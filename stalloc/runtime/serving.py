@@ -100,7 +100,6 @@ class Serving:
         if not self.full_device.may_begin(tape.arena_bytes):
             self._state.record.ask_at_boundary = 1
             return Refusal("", for_now=True)
-        self._status.steps_per_ring = job.periods
         self._steps.unroll(job.tape)
         self.note_observed()
         if not self._state.record.recording:
@@ -114,7 +113,7 @@ class Serving:
         begun = self._state.record.cursor - self._state.record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
         if self.put_in_force(tape, plan, ask_after_misses=8 * len(tape.size) + 1024):
-            self._separate = job.tape if job.may_share else None
+            self._separate, self._status.steps_per_ring = job.tape if job.may_share else None, job.periods
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self._recording.step_times_ns:
@@ -214,7 +213,6 @@ class Serving:
             self._steps.were_refused()
             serves = self._state.record.mode == constants.MODE_REPLAY
             return None if serves else Refusal("an arena for all kinds of steps does not fit beside live memory")
-        self._status.steps_per_ring = 1
         if self._recording.marks:
             self._steps.follow(search)
         else:
@@ -234,7 +232,6 @@ class Serving:
         self._state.forget_record()
         if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False
-        self._status.steps_per_ring = 1
         self._steps.forget()
         return True
 
@@ -249,7 +246,7 @@ class Serving:
             if not self._arenas.put_in_force(tape):
                 return False
         status.earlier_hits, status.earlier_misses = status.earlier_hits + hits, status.earlier_misses + misses
-        self._separate = None  # a ring's, which is in force no more
+        self._separate, status.steps_per_ring = None, 1
         self._tidying.begin_plan()
         status.effort.note_plan()
         status.phase, status.num_plans = Phase.PLANNED, status.num_plans + 1
