@@ -15,7 +15,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from stalloc.device import value_reads
+from stalloc.device import drawn, value_reads
+from stalloc.device.drawn import chooser, drawer
 from stalloc.device.value_reads import (
     checker,
     coalescer,
@@ -191,21 +192,6 @@ def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[.
     return make
 
 
-def _drawn(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What draws numbers: others of the same kind stand for them, which are as many, as far apart and as different."""
-    generator = values.torch.Generator()  # the host's numbers are the program's own
-
-    @functools.wraps(function)
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if type(result) in values.plain and values.is_small(result) and not result.requires_grad:
-            computed = values.compute(function, args, kwargs | {"generator": generator}, makes=True)
-            values.learn_drawn(result, None if computed is None else computed[0])
-        return result
-
-    return draw
-
-
 def _setter(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def change(self: Any, index: Any, value: Any) -> None:
@@ -250,7 +236,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
         replace(tensor, name, functools.partial(_followed, values, name))
     replace(tensor, "__setitem__", functools.partial(_setter, values))
     for name in _DRAWN:
-        replace(torch, name, functools.partial(_drawn, values))
+        replace(torch, name, functools.partial(drawer, values))
     for owner, names in ((torch, _MAKERS), (tensor, _NEW)):
         for name in names:
             replace(owner, name, functools.partial(_made, values, name))
@@ -269,6 +255,8 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
     replace(torch, "_amp_update_scale_", functools.partial(scale_updater, values))
     for owner in (torch, tensor):
         replace(owner, "multinomial", functools.partial(checker, values, 0))
+        for name in ("argmax", "max", "multinomial", "topk"):
+            replace(owner, name, functools.partial(chooser, values))
     count_nonzero_on_read(values, torch)
     return values
 
@@ -278,5 +266,5 @@ def leave_uncompiled(dynamo: Any) -> None:
     rules: Any = getattr(dynamo, "trace_rules", None)
     if not hasattr(rules, "add"):
         rules = dynamo.skipfiles  # before torch 2.3
-    for module in (__name__, value_reads.__name__, Values.__module__):
+    for module in (__name__, drawn.__name__, value_reads.__name__, Values.__module__):
         rules.add(module)
