@@ -5,7 +5,7 @@ what is fetched has those. They stay the same tensors. Memory of the device goes
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,9 @@ from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.transfers import Transfers
 
 Tensors = list[torch.Tensor]
+Lent = tuple[Tensors, Callable[[], None]]
+"""Tensors, and what waits until they have their values."""
+_ON_HOST = Transfers(torch.device("cpu"))
 
 
 class Home(Protocol):
@@ -29,6 +32,12 @@ class Home(Protocol):
 
     def store(self, here: Tensors) -> Callable[[], None]:
         """Begin to copy them back; what comes back waits until their memory can go."""
+
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
+        """Begin to have some of them in tensors of the host that can be changed; `room` gives memory like a tensor."""
+
+    def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
+        """Begin to keep what they have become; what comes back waits until their memory can go."""
 
     def settle(self) -> None:
         """Wait until what was stored can be read."""
@@ -64,6 +73,14 @@ class HostHome:
         """As of `Home`."""
         stored = self._transfers.to_host(list(zip(self.tensors, here, strict=True)))
         return lambda: self._transfers.wait(stored)
+
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
+        """As of `Home`: as they are."""
+        return [self.tensors[row] for row in rows], lambda: None
+
+    def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
+        """As of `Home`."""
+        return lambda: None
 
     def settle(self) -> None:
         """As of `Home`."""
@@ -104,6 +121,34 @@ class DiskHome:
 
         return stored
 
+    def lend(self, rows: Sequence[int], room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
+        """As of `Home`. Raises DiskError."""
+        lent = [room(self.tensors[row]) for row in rows]
+        if self._disk.folder is None:
+            return lent, lambda: None
+        self._write_changes()
+        return lent, self._disk.read(list(zip(lent, self._regions_of(rows), strict=True)), _ON_HOST)
+
+    def take_back(self, rows: Sequence[int], lent: Tensors) -> Callable[[], None]:
+        """As of `Home`. What cannot be written stays in memory, as a change that the program has made."""
+        if self._disk.folder is None:
+            return lambda: None
+        regions = self._regions_of(rows)
+        copied = self._disk.write(list(zip(lent, regions, strict=True)), _ON_HOST)
+
+        def stored() -> None:
+            try:
+                copied()
+                self._disk.settle(regions)
+            except DiskError:
+                for row, tensor in zip(rows, lent, strict=True):
+                    self.tensors[row].copy_(tensor)
+                raise
+            for row in rows:
+                drop_changes(self._memory[row])
+
+        return stored
+
     def settle(self) -> None:
         """As of `Home`: it was waited for."""
 
@@ -118,8 +163,13 @@ class DiskHome:
         changed = [row for row, memory in enumerate(self._memory) if is_changed(memory)]
         if not changed:
             return
-        on_host = Transfers(torch.device("cpu"))
-        self._disk.write([(self.tensors[row], self._regions[row]) for row in changed], on_host)()
-        self._disk.settle([self._regions[row] for row in changed])
+        regions = self._regions_of(changed)
+        self._disk.write(
+            [(self.tensors[row], region) for row, region in zip(changed, regions, strict=True)], _ON_HOST
+        )()
+        self._disk.settle(regions)
         for row in changed:
             drop_changes(self._memory[row])
+
+    def _regions_of(self, rows: Sequence[int]) -> list[Region]:
+        return [self._regions[row] for row in rows]

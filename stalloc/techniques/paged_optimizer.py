@@ -9,8 +9,10 @@ update: on the device, where values are its own to the last bit, or on the proce
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stalloc.errors import BadInputError
@@ -53,6 +55,7 @@ class PagedOptimizer:
             raise BadInputError(f"{reason}: give no share to the processor.")
         self.store, self.disk = store, disk
         self._window_bytes, self._shares = window_bytes, shares
+        self._reads_for_processor = True  # until it shows that there is no room for what is read from disk
         self._places: Any = WeakIdKeyDictionary()  # parameter -> Place
         self.committed_regions: Any = WeakIdKeyDictionary()  # parameter -> where a commit puts what is not on disk
         self.pager = StatePager(optimizer, store, disk, self._place_of)
@@ -123,34 +126,38 @@ class PagedOptimizer:
             -1 if (layer := layer_of(one)) is None else numbers.setdefault(id(layer), len(numbers))
             for one in parameters
         ]
-        parts = arranged(sizes, layers, self._window_bytes, self._shares)
-        found = []
-        for part in parts:
-            members = [parameters[number] for number in part.members]
-            found.append((Place.PAGED if _is_on_disk(members[0]) else part.place, members))
-            for one in members:
-                self._places[one] = found[-1][0]
-        return found, staging_bytes(parts, sizes, layers)
+        parts = []
+        for part in arranged(sizes, layers, self._window_bytes, self._shares):
+            is_left_out = not self._reads_for_processor and _is_on_disk(parameters[part.members[0]])
+            parts.append(replace(part, place=Place.PAGED) if is_left_out else part)
+            for number in part.members:
+                self._places[parameters[number]] = parts[-1].place
+        in_host = [-1 if _is_on_disk(one) else layer for one, layer in zip(parameters, layers, strict=True)]
+        found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
+        return found, staging_bytes(parts, sizes, in_host)
 
     def _divide(self, optimizer: Any) -> list[Parameters]:
-        """The parts of a step. What the processor has no room for is updated on the device, where its state stays."""
+        """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of
+        layers that lie on disk it is paged."""
         with self.pager.stepping(optimizer):
             parts, needed_bytes = self._arrange(optimizer)
+            device = device_of(parts[0][1][0]) if parts else torch.device("cpu")
+            has_room = not needed_bytes or self._processor.make_room(needed_bytes, device)
+            if not has_room and self._reads_for_processor:
+                self._reads_for_processor = False
+                parts, needed_bytes = self._arrange(optimizer)
+                has_room = not needed_bytes or self._processor.make_room(needed_bytes, device)
             for place, part in parts:
                 present = [one for one in part if one.grad is not None]
                 if place is not Place.PROCESSOR or not present:
                     continue
-                device = device_of(part[0])
-                has_room = self._processor.make_room(needed_bytes, device) and self.pager.begin(
-                    present, lambda one: self._processor.begin_state(optimizer, one)
-                )
-                if not has_room:
+                begun = has_room and self.pager.begin(present, lambda one: self._processor.begin_state(optimizer, one))
+                if not begun:
                     for one in part:
-                        self._places[one] = Place.DEVICE
+                        self._places[one] = Place.PAGED if _is_on_disk(one) else Place.DEVICE
             return [part for _, part in parts]
 
 
 def _is_on_disk(parameter: Any) -> bool:
-    """Where the processor makes no updates."""
     layer = layer_of(parameter)
     return layer is not None and layer.is_on_disk

@@ -39,9 +39,10 @@ class _OnItsWay:
     """One part between its gradients' copy and the copy of its new values."""
 
     block: int
-    values: list[torch.Tensor]  #: of the host: of streamed parameters themselves, of others copies
+    values: list[torch.Tensor]  #: of the host: of layers that are streamed from there themselves, of others copies
     gradients: list[torch.Tensor]
     copied: Any  #: event
+    read: Callable[[], None]  #: waits for what is read from a file
     kept: list[torch.Tensor] = field(default_factory=list)  #: what is copied from, where it is no gradient itself
 
 
@@ -52,6 +53,7 @@ class ProcessorUpdates:
         self._store, self._is_on_processor = store, is_on_processor
         self._blocks: list[torch.Tensor] = []
         self._uploaded: list[Any] = [None, None]
+        self._written: list[list[Callable[[], None]]] = [[], []]  # what waits for copies to a file, by block
         self._next = 0
         self._parts: dict[int, _OnItsWay] = {}  # by the id of the first parameter
         self._transfers: Transfers | None = None
@@ -61,7 +63,7 @@ class ProcessorUpdates:
         if sum(block.nbytes for block in self._blocks) < size_bytes:
             self.forget()
             found = [self._store.take(size_bytes // 2, pinned=device.type == "cuda") for _ in range(2)]
-            self._blocks = [block for block in found if block is not None]
+            self._blocks = [block for block in found if block is not None] if None not in found else []
         return len(self._blocks) == 2
 
     def forget(self) -> None:
@@ -86,13 +88,10 @@ class ProcessorUpdates:
         """Begin to copy gradients, and parameters that are on the device."""
         if not self._is_on_processor(part[0]):
             return lambda: None
-        layers = {id(layer): layer for one in part if (layer := layer_of(one)) is not None}
-        for layer in layers.values():
-            layer.release()
-            layer.settle()
         transfers = self._transfers_of(part[0])
         number, self._next = self._next, 1 - self._next
         transfers.wait(self._uploaded[number])
+        self._finish_writing(number)
         block, begin = self._blocks[number], 0
 
         def take(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -102,8 +101,11 @@ class ProcessorUpdates:
             begin += aligned(size_bytes)
             return piece.as_strided(like.shape, dense_strides(like))
 
-        way = _OnItsWay(number, [], [], None)
+        way = _OnItsWay(number, [], [], None, lambda: None)
         pairs = []
+        layer = layer_of(part[0])  # which is a part of its own
+        if layer is not None:
+            way.values, way.read = layer.lend(part, lambda one: take(one, one.dtype))
         for one in part:
             gradient: Any = one.grad
             host = take(one, gradient.dtype)
@@ -112,11 +114,9 @@ class ProcessorUpdates:
                 way.kept.append(gradient)
             way.gradients.append(host)
             pairs.append((host, gradient))
-            if layer_of(one) is None:
+            if layer is None:
                 way.values.append(take(one, one.dtype))
                 pairs.append((way.values[-1], one.detach()))
-            else:
-                way.values.append(one.detach())
         way.copied = transfers.to_host(pairs)
         self._parts[id(part[0])] = way
 
@@ -124,6 +124,7 @@ class ProcessorUpdates:
             if way.copied is not None:
                 way.copied.synchronize()
             way.kept.clear()
+            way.read()
 
         return arrived
 
@@ -160,12 +161,23 @@ class ProcessorUpdates:
         way = self._parts.pop(id(part[0]), None)
         if way is None:
             return 0, lambda: None
+        layer = layer_of(part[0])
+        if layer is not None:
+            self._uploaded[way.block] = None
+            self._written[way.block].append(layer.take_back(part, way.values))
+            return 0, lambda: self._finish_writing(way.block)
         transfers = self._transfers_of(part[0])
-        pairs = [(one.detach(), value) for one, value in zip(part, way.values, strict=True) if layer_of(one) is None]
-        uploaded = self._uploaded[way.block] = transfers.to_device(pairs) if pairs else None
+        pairs = [(one.detach(), value) for one, value in zip(part, way.values, strict=True)]
+        uploaded = self._uploaded[way.block] = transfers.to_device(pairs)
         return 0, lambda: transfers.wait(uploaded)
 
+    def _finish_writing(self, block: int) -> None:
+        while self._written[block]:
+            self._written[block].pop()()
+
     def _finish(self) -> None:
+        for block in range(2):
+            self._finish_writing(block)
         for event in self._uploaded:
             if event is not None:
                 event.synchronize()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from stalloc.errors import DiskError, StreamError
-from stalloc.techniques.layer_homes import DiskHome, Home
+from stalloc.techniques.layer_homes import DiskHome, Home, Lent
 from stalloc.techniques.parts import aligned
 from stalloc.techniques.update_order import Parameters
 
@@ -65,9 +65,7 @@ class StreamedLayer:
         """Begin to bring it; `wait` before it is used. Raises DiskError."""
         if self.is_here:
             return
-        for parameter, _, host in self._placed():
-            if parameter.data_ptr() != host.data_ptr():
-                self._take(parameter, host)
+        self._gather()
         for here, size in zip(self._here, self._num_bytes, strict=True):
             here.untyped_storage().resize_(size)
         try:
@@ -118,6 +116,17 @@ class StreamedLayer:
                 self._take(parameter, here)
                 parameter.data = here
 
+    def lend(self, part: Parameters, room: Callable[[torch.Tensor], torch.Tensor]) -> Lent:
+        """Let some of its parameters be changed in the host: as of `Home`. Raises DiskError."""
+        self.release()
+        self.settle()
+        self._gather()
+        return self.home.lend(self._rows(part), room)
+
+    def take_back(self, part: Parameters, lent: Parameters) -> Callable[[], None]:
+        """They were changed there: as of `Home`."""
+        return self.home.take_back(self._rows(part), lent)
+
     def settle(self) -> None:
         """Let the processor wait until what was stored is whole."""
         self.home.settle()
@@ -135,6 +144,17 @@ class StreamedLayer:
             parameter = weak()
             if parameter is not None:
                 yield parameter, here, host
+
+    def _rows(self, part: Parameters) -> list[int]:
+        row_of = {id(weak()): row for row, weak in enumerate(self._parameters)}
+        return [row_of[id(one)] for one in part]
+
+    def _gather(self) -> None:
+        """While it is not here: what the program has given a parameter in place of its memory goes there."""
+        for parameter, _, host in self._placed():
+            if parameter.data_ptr() != host.data_ptr():
+                self._take(parameter, host)
+                parameter.data = host
 
     def _versions_now(self) -> list[int]:
         return [one._version for one in self.parameters]

@@ -27,7 +27,10 @@ class TierSettings:
 
     @property
     def streams_from_disk(self) -> bool:
-        """Whether layers that have no room in host memory lie on disk, where the processor updates nothing."""
+        """Whether layers that have no room in host memory lie on disk.
+
+        Beside updates on the processor they do not, since no fit foresees what these need of the host then.
+        """
         return bool(self.disk_bytes and self.streamed_window and not self.processor_share)
 
     @property

@@ -20,11 +20,14 @@ from equality import same  # beside this file, as the next
 from refusals import sentence
 
 import stalloc
+from stalloc.techniques.paged_optimizer import paged_optimizer
 
-OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lambda p: torch.optim.AdamW(p, lr=1e-2),
-    lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    torch.optim.Adafactor,
+OPTIMIZERS: tuple[tuple[Callable[[Any], torch.optim.Optimizer], float], ...] = (  # and what the processor updates
+    (lambda p: torch.optim.AdamW(p, lr=1e-2), 0.0),
+    (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), 0.0),
+    (torch.optim.Adafactor, 0.0),
+    (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), 1.0),
+    (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), 0.5),
 )
 
 
@@ -33,10 +36,11 @@ def refused_by_the_disk() -> dict[str, Any]:
     found: dict[str, Any] = {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # stands for the end of a disk
 
-    def streamed(where: str, host: str = "32KiB") -> tuple[Any, Any]:
+    def streamed(where: str, host: str = "32KiB", processor: float = 0.0) -> tuple[Any, Any]:
         model = Stack(straight)
         optimizer = torch.optim.AdamW(model.parameters())
-        stalloc.page_optimizer(optimizer, host="160KiB", disk=f"{folder}/{where}/state:4MiB")
+        room: dict[str, Any] = {"host": "160KiB", "disk": f"{folder}/{where}/state:4MiB"}
+        stalloc.page_optimizer(optimizer, **({"processor": processor} if processor else room))
         stalloc.stream_layers(model, window=1, host=host, disk=f"{folder}/{where}/layers:4MiB")
         return model, optimizer
 
@@ -67,6 +71,18 @@ def refused_by_the_disk() -> dict[str, Any]:
         found["readable"] = all(
             torch.equal(one, before) or 0 < (one - before).abs().max() < 0.01
             for one, before in zip(now, wanted[0], strict=True)
+        )
+        model, optimizer = streamed("processor", processor=1.0)
+        stepped(model, optimizer)
+        paging = paged_optimizer(optimizer)
+        updated = 0 if paging is None else paging.told()["processor_streamed_bytes"]
+        found["by the processor"] = updated == sum(one.nbytes for one in model.parameters())
+        before = [one.detach().clone() for one in model.parameters()]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        found["torn by the processor"] = sentence(lambda: stepped(model, optimizer))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        found["readable"] &= all(
+            (one - old).abs().max() < 0.01 for one, old in zip(model.parameters(), before, strict=True)
         )
         model, optimizer = streamed("changed")
         (file,) = Path(folder, "changed", "layers").glob("state-*.bin")
@@ -100,10 +116,11 @@ def at_random(seed: int, folder: str = "") -> Any:
     torch.manual_seed(seed)
     model = Stack((straight, skipping, twice, checkpointed)[seed % 4])
     parameters = list(model.parameters())
-    optimizer = chance.choice(OPTIMIZERS)(parameters)
+    make, processor = chance.choice(OPTIMIZERS)
+    optimizer = make(parameters)
     window, host = chance.choice((1, 2, 3)), chance.choice(("32KiB", "64KiB", "96KiB"))
     if folder:
-        stalloc.page_optimizer(optimizer, window=20_000)
+        stalloc.page_optimizer(optimizer, window=20_000, processor=processor)
         stalloc.stream_layers(model, window=window, host=host, disk=f"{folder}:4MiB")
     seen: list[float] = []
     for _ in range(30):

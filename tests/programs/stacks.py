@@ -46,6 +46,8 @@ ELSEWHERE = {  # where torch's fused Adam makes the update, so do the processor'
     "recompute disk stream": {"host": "64KiB", "disk": "1MiB"},
     "disk stream layers": {"host": "64KiB", "disk": "1MiB"},
     "recompute disk stream layers ahead": {"host": "64KiB", "disk": "1MiB"},
+    "processor disk stream layers": {"processor": 1.0, "host": "1MiB", "disk": "1MiB"},
+    "recompute processor disk stream layers ahead": {"processor": 1.0, "host": "1MiB", "disk": "1MiB"},
     "half processor disk stream layers": {"processor": 0.5, "host": "1MiB", "disk": "1MiB"},
 }
 
