@@ -50,6 +50,7 @@ _MODULES = {
     "compact_when_full": ".compaction",
     "contiguous_buffers": ".compaction",
     "checkpoint": ".techniques",
+    "SharedLink": ".techniques",
     "offload_activations": ".techniques",
     "chunked_cross_entropy": ".techniques",
     "page_optimizer": ".techniques",

@@ -1,18 +1,20 @@
 """Replay published ways to keep parameters in host memory: what a recorded step would move, and how long it takes.
 
 FILE is a recording by `stalloc record --ops`; its last whole step is looked at. SIZE is what parameters, and what the
-system keeps beside them, may take of a device.
+system keeps beside them, may take of a device; for TMO what is saved for backward.
 
 PatrickStar: parameters and optimizer state in chunks of one size, of which those go that are needed latest (Belady), or
 that were used longest ago (LRU). Elixir: the size of chunks, and how many stay on the device with their state, searched
 together; what was rejected is shown. Angel-PTM: pages of 4 MiB. Harmony: packs of layers, for the forward and the
 backward pass apart. STRONGHOLD: the smallest window of layers without a modelled stall. LoHan: how much of what layers
 save is swapped, where the rest is computed again. Mobius: stages that take turns on several GPUs (needs SciPy:
-`pip install 'stalloc[solver]'`). Smart-Infinity: the optimizer's update alone, in drives that compute, which share a
-link such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's.
+`pip install 'stalloc[solver]'`). TMO: ranks on one link that swap saved tensors in turn, one copy at a time each way,
+either of sets that have as little in common as can be or of the same, whichever is quicker; beside ranks that all swap
+the same at the same moment. Smart-Infinity: the optimizer's update alone, in drives that compute, which share a link
+such as the GPU's. Nothing is run; seconds are estimates, without the optimizer but for the last and LoHan's.
 
 JSON: for each of `devices` `data`, `patrickstar`, `elixir`, `angel`, `harmony`, `stronghold`, `lohan`, `mobius`,
-`smart_infinity` and `notes`, in bytes and seconds; what is not known is null.
+`tmo`, `smart_infinity` and `notes`, in bytes and seconds; what is not known is null.
 """
 
 import argparse
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches", type=int, default=4, metavar="N", help="of Mobius; the recorded step is one (default: 4)"
     )
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of TMO, on one link (default: 4)")
     parser.add_argument(
         "--drives", type=int, default=4, metavar="N", help="of Smart-Infinity, one NVMe drive each (default: 4)"
     )
@@ -54,11 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay on each device of each file."""
-    for name in ("gpus", "roots", "microbatches", "drives"):
+    for name in ("gpus", "roots", "microbatches", "drives", "ranks"):
         if not 1 <= getattr(args, name) <= 64:
             raise BadInputError(f"--{name} is {getattr(args, name)}: give a number from 1 to 64.")
     gpu = find_gpu(args.gpu).name
-    machine = Machine(gpu, parse_memory(args.budget), args.gpus, args.roots, args.microbatches, args.drives)
+    counts = args.gpus, args.roots, args.microbatches, args.drives, args.ranks
+    machine = Machine(gpu, parse_memory(args.budget), *counts)
     found: list[tuple[str, int, Swapping]] = []
     for file in args.files:
         with working(f"replaying {file_label(file)}"):
@@ -76,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
             )
             _print_chunks(console, made)
             _print_layers(console, made, machine)
+            _print_ranks(console, made)
             _print_update(console, made)
             for note in note_texts(made.notes):
                 print_prose(console, f"note: {note}", indent="  ")
@@ -127,6 +132,20 @@ def _print_layers(console: Console, made: Swapping, machine: Machine) -> None:
         shown = f"stages of {_lengths(stages.stages)} layers on {machine.num_gpus} GPUs, roots {roots}{proven}"
         rows.append(["Mobius", shown, "", human_seconds(stages.seconds)])
     print_table(console, ("layers", "", "moved by a step", "est. seconds"), rows, text_columns=2)
+
+
+def _print_ranks(console: Console, made: Swapping) -> None:
+    told = made.tmo
+    if told is None:
+        return
+    rows = [
+        [name, human_bytes(one.swapped_bytes), human_bytes(one.common_bytes), f"{one.most_at_once}-fold",
+         human_bytes(one.moved_bytes), human_seconds(one.waited_seconds), human_seconds(one.seconds)]
+        for name, one in (("all the same, at once", told.at_once), ("TMO, in turn", told.in_turn))
+    ]  # fmt: skip
+    title = f"{plural(told.num_ranks, 'rank')} on one link"
+    columns = (title, "each swaps", "in common", "link asked for", "moved by a step", "waited", "est. seconds")
+    print_table(console, columns, rows)
 
 
 def _print_update(console: Console, made: Swapping) -> None:

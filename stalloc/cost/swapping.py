@@ -14,6 +14,8 @@ from stalloc.cost.layer_packs import PackPlan, pack_layers
 from stalloc.cost.near_storage import NearStorage, update_near_storage
 from stalloc.cost.parameter_pages import PageReplay, replay_pages
 from stalloc.cost.pipeline_stages import Pipeline, StagePlan, cross_mapping, partition_stages
+from stalloc.cost.saved_tensors import saved_tensors
+from stalloc.cost.shared_link import LinkSharing, share_link
 from stalloc.cost.stream_window import pass_turns, smallest_window, stall_seconds
 from stalloc.cost.swap_amount import SwapAmount, best_amount
 from stalloc.errors import BadInputError, SetupError
@@ -30,6 +32,7 @@ class Machine:
     num_roots: int
     num_microbatches: int
     num_drives: int = 4
+    num_ranks: int = 4  #: on one link
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Swapping:
     stronghold: Window | None = None
     lohan: SwapAmount | None = None
     mobius: MobiusPlan | None = None
+    tmo: LinkSharing | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -89,12 +93,17 @@ def replay_swapping(trace: Trace, machine: Machine) -> Swapping:
     pages, rates = replay_pages(data, machine.budget_bytes), rates_of(machine.gpu)
     if pages is None:
         notes.append("Angel-PTM: the pages that are needed at once have no room")
+    link = LinkCost(rates.link_bytes_per_second)
+    sharing = share_link(saved_tensors(trace, rates), machine.budget_bytes, machine.num_ranks, link)
+    if sharing is None:
+        notes.append("TMO: what the backward pass uses at once has no room")
     made = Swapping(
         data,
         best,
         search_chunks(data, machine.budget_bytes, sizes),
         pages,
-        update_near_storage(data, machine.num_drives, LinkCost(rates.link_bytes_per_second)),
+        update_near_storage(data, machine.num_drives, link),
+        tmo=sharing,
         notes=tuple(notes),
     )
     try:

@@ -56,7 +56,13 @@ SYSTEMS: tuple[System, ...] = (
         f"{_FIT} offload-ratio --host SIZE",
     ),
     System("tsplit", "TSPLIT", "the head and its loss, rows in parts", "executes", "stalloc.chunked_cross_entropy"),
-    System("tmo", "TMO (Lin et al. 2023)", "ranks on one link swap other tensors, in turn", "not yet"),
+    System(
+        "tmo",
+        "TMO (Lin et al. 2023)",
+        "ranks on one link swap other tensors, in turn",
+        "emulates",
+        "stalloc swap --ranks N, stalloc.SharedLink",
+    ),
     System("page", "stalloc", "optimizer state in host memory, part by part", "executes", f"{_FIT} page --host SIZE"),
     System(
         "zero-offload", "ZeRO-Offload", "Adam's updates on the processor", "executes", f"{_FIT} zero-offload --host …"

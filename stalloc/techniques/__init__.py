@@ -13,10 +13,12 @@ if TYPE_CHECKING:  # a program that recomputes nothing pays for nothing
     from stalloc.techniques.checkpointing import checkpoint
     from stalloc.techniques.chunked_loss import chunked_cross_entropy
     from stalloc.techniques.expert_cache import cache_experts
+    from stalloc.techniques.link_turns import SharedLink
     from stalloc.techniques.model_streaming import stream_layers
     from stalloc.techniques.optimizer_paging import commit, committed, page_optimizer
 
 __all__ = [
+    "SharedLink",
     "cache_experts",
     "checkpoint",
     "chunked_cross_entropy",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "SharedLink": ".link_turns",
     "checkpoint": ".checkpointing",
     "chunked_cross_entropy": ".chunked_loss",
     "commit": ".optimizer_paging",

@@ -9,11 +9,17 @@ from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import BadInputError
 
 if TYPE_CHECKING:
+    from stalloc.techniques.link_turns import SharedLink
     from stalloc.techniques.saved_activations import SavedActivations
 
 
 def offload_activations(
-    ratio: float = 1.0, *, window: str | int = "256MiB", host: str | int | None = None, device: str = "cuda"
+    ratio: float = 1.0,
+    *,
+    window: str | int = "256MiB",
+    host: str | int | None = None,
+    device: str = "cuda",
+    link: "SharedLink | None" = None,
 ) -> "SavedActivations":
     """A context: what autograd saves in it is kept in pinned host memory, and comes back for backward.
 
@@ -23,7 +29,10 @@ def offload_activations(
     Gradients are those without it, to the last bit; a tensor that is changed in place between is an OffloadError.
     One context is for all steps, entered once or in each: its host memory is used again. backward may be outside.
 
-    Raises BadInputError for a ratio that is none.
+    `link`, a `stalloc.SharedLink`, is for ranks of one job whose devices share a link to the host: their copies take
+    turns, and each keeps other tensors in the host, as far as the ratio lets it (TMO, Lin et al. 2023).
+
+    Raises BadInputError for a ratio that is none, and for a link whose file cannot be written.
     """
     if not 0 <= ratio <= 1:
         raise BadInputError(f"a ratio of {ratio:g} is not possible: give 0 to 1.")
@@ -33,4 +42,4 @@ def offload_activations(
 
     store = HostStore(None if host is None else parse_memory(host))
     settings = ActivationSettings(ratio=ratio, window_bytes=parse_memory(window, at_least=0))
-    return SavedActivations(settings, store, device)
+    return SavedActivations(settings, store, device, link=link)

@@ -7,13 +7,18 @@ repeats does the same each time, and what foresees a run decides as the run itse
 from bisect import bisect_left, insort
 from collections import deque
 
+from stalloc.cost.disjoint_sets import DisjointSets
+
 
 class OffloadOrder:
-    """The decisions of one run. Activations are known by numbers, which rise in the order in which they are saved."""
+    """The decisions of one run. Activations are known by numbers, which rise in the order in which they are saved.
 
-    def __init__(self, ratio: float, window_bytes: int) -> None:
-        self._ratio, self._window_bytes = ratio, window_bytes
-        self._saved_bytes = self._left_bytes = 0  # since backward was last at work
+    Of several ranks each has others that go, as far as the ratio lets it.
+    """
+
+    def __init__(self, ratio: float, window_bytes: int, rank: int = 0, num_ranks: int = 1) -> None:
+        self._window_bytes, self._rank = window_bytes, rank
+        self._sets = DisjointSets(ratio, num_ranks)  # since backward was last at work
         self._leaving: deque[tuple[int, int]] = deque()  # numbers and bytes on their way to the host, oldest first
         self._leaving_bytes = 0
         self._hosted: list[int] = []  # numbers of what is in the host, ascending
@@ -21,12 +26,15 @@ class OffloadOrder:
 
     def is_wanted(self, size_bytes: int) -> bool:
         """Whether what is saved next goes to the host: the share of bytes that went there never exceeds the ratio."""
-        self._saved_bytes += size_bytes
-        return self._left_bytes + size_bytes <= self._ratio * self._saved_bytes
+        takers = self._sets.takers(size_bytes)
+        for rank in takers:
+            if rank != self._rank:
+                self._sets.left(rank, size_bytes)
+        return self._rank in takers
 
     def leaves(self, number: int, size_bytes: int) -> list[int]:
         """It is on its way; the memory of those that come back is to go now, once they are over."""
-        self._left_bytes += size_bytes
+        self._sets.left(self._rank, size_bytes)
         self._size_of[number] = size_bytes
         insort(self._hosted, number)
         self._leaving.append((number, size_bytes))
@@ -40,7 +48,7 @@ class OffloadOrder:
 
     def needed(self, number: int) -> list[int]:
         """Backward needs it: what is to be on the device now, itself first, then those that were saved before it."""
-        self._saved_bytes = self._left_bytes = 0
+        self._sets.restart()
         found, ahead_bytes = [number], 0
         for at in range(bisect_left(self._hosted, number) - 1, -1, -1):
             ahead_bytes += self._size_of[self._hosted[at]]

@@ -20,14 +20,16 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.errors import OffloadError
 from stalloc.techniques.activation_settings import ActivationSettings
 from stalloc.techniques.host_slots import HostSlots
 from stalloc.techniques.host_store import HostStore
+from stalloc.techniques.link_turns import LinkTurns, SharedLink
 from stalloc.techniques.offload_order import OffloadOrder
 from stalloc.techniques.transfers import Transfers, phase
+from stalloc.techniques.transfers_in_turn import TransfersInTurn, is_copying
 
-LEAST_BYTES = 64 << 10  #: a copy of less takes as long to begin as it takes
 _MOST_LASTING = 4096
 
 
@@ -53,16 +55,22 @@ class SavedActivations:
         store: HostStore,
         device_type: str = "cuda",
         watcher: Watcher | None = None,
+        link: SharedLink | None = None,
     ) -> None:
+        """With `link` copies take turns with those of other processes. Raises BadInputError if they cannot."""
         self.store = store
+        self.turns = None if link is None else LinkTurns(link)
         self.left_bytes = 0  #: that went to the host in all
-        self._order = OffloadOrder(settings.ratio, settings.window_bytes)
+        self._order = OffloadOrder(
+            settings.ratio, settings.window_bytes, *((link.rank, link.num_ranks) if link else ())
+        )
         self._device_type, self._watcher = device_type, watcher
         self._slots = HostSlots(store, self._settle, pinned=device_type == "cuda")
-        self._transfers: dict[torch.device, Transfers] = {}
+        self._transfers: dict[torch.device, Transfers | TransfersInTurn] = {}
         self._known: WeakValueDictionary[tuple[int, int], _Activation] = WeakValueDictionary()  # by memory and version
         self._live: WeakValueDictionary[int, _Activation] = WeakValueDictionary()  # by number
         self._over: deque[int] = deque()  # numbers that the order is still to hear of: threads let go at any time
+        self._late: deque[_Activation] = deque()  # that are over, as a thread has found that cannot wait for copies
         self._lock = RLock()  # backward passes of several devices have a thread each
         self._lasting: dict[int, StorageWeakRef] = {}  # memory that has outlived what was saved of it
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -139,11 +147,16 @@ class SavedActivations:
         return storage
 
     def _forget(self) -> None:
+        while self._late:
+            self.gone(self._late.popleft())
         while self._over:
             self._order.gone(self._over.popleft())
 
     def gone(self, activation: "_Activation") -> None:
         """Nothing that was saved needs it any more."""
+        if is_copying():
+            self._late.append(activation)
+            return
         self._over.append(activation.number)
         activation.let_go()
         if activation.slot is not None:
@@ -164,13 +177,15 @@ class SavedActivations:
         alias.data = self._empty[kind]
         return alias
 
-    def _transfers_of(self, device: torch.device) -> Transfers:
+    def _transfers_of(self, device: torch.device) -> Transfers | TransfersInTurn:
         if device not in self._transfers:
-            self._transfers[device] = Transfers(device)
+            turns = self.turns
+            self._transfers[device] = Transfers(device) if turns is None else TransfersInTurn(device, turns)
         return self._transfers[device]
 
     def _settle(self) -> None:
-        for device in self._transfers:
+        for device, transfers in self._transfers.items():
+            transfers.settle()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -224,7 +239,7 @@ class _Activation:
         """The program's."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    def copy_out(self, transfers: Transfers) -> None:
+    def copy_out(self, transfers: Transfers | TransfersInTurn) -> None:
         """Begin to copy it to the host."""
         assert self.here is not None
         left = transfers.to_host([(self._place(), self._numbers(self.here))])
@@ -241,7 +256,7 @@ class _Activation:
             self._wait()
             self._wait = None
 
-    def bring(self, transfers: Transfers) -> None:
+    def bring(self, transfers: Transfers | TransfersInTurn) -> None:
         """Begin to bring it back, unless it is here or somebody else has held it all the time."""
         if self.here is not None:
             return
@@ -253,7 +268,7 @@ class _Activation:
         self.here, arrived = self._copied_back(transfers)
         self._wait = functools.partial(transfers.wait, arrived, self._brought_on)
 
-    def arrive(self, transfers: Transfers) -> torch.UntypedStorage:
+    def arrive(self, transfers: Transfers | TransfersInTurn) -> torch.UntypedStorage:
         """Where it is; the program's stream waits for it."""
         assert self.here is not None
         if self._brought_on is None:
@@ -266,7 +281,7 @@ class _Activation:
         self.land()
         return self.here
 
-    def _copied_back(self, transfers: Transfers) -> tuple[torch.UntypedStorage, Any]:
+    def _copied_back(self, transfers: Transfers | TransfersInTurn) -> tuple[torch.UntypedStorage, Any]:
         if self.current_stream() != self.stream:  # which has waited for the copy to the host
             self.current_stream().wait_stream(self.stream)
         room = torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()

@@ -81,10 +81,13 @@ class Transfers:
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor, of_phase: str) -> None:
         """Copy in a thread that waits until it is done; it was asked for in a phase that may be over."""
-        stream = self._to_device if target.is_cuda else self._to_host
-        event = self._enqueue(stream, [(target, source)], of_phase)
+        event = self.copy_all([(target, source)], of_phase, to_device=target.is_cuda)
         if event is not None:
             event.synchronize()
+
+    def copy_all(self, pairs: Sequence[Pair], of_phase: str, *, to_device: bool) -> Any:
+        """Begin to copy, in a thread that has waited for what the program asked for before; gives what `wait` takes."""
+        return self._enqueue(self._to_device if to_device else self._to_host, pairs, of_phase)
 
     def wait(self, event: Any, stream: Any = None) -> None:
         """Let the program's stream wait for copies: the current one, or another."""

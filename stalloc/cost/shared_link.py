@@ -1,0 +1,274 @@
+"""Ranks that swap what they save for backward over one host link: all the same at once, or in turn.
+
+Source: as of `disjoint_sets`: copies that take turns, and sets of tensors that have as little in common as can be.
+Which of the two helps depends on the model, so each is tried.
+Contract: a rank's device holds no more saved bytes than its budget at any moment; a rank waits where there is no room
+for what it saves, or where what it needs is not back yet. A copy of a rank that has its turn has one way of the link to
+itself. Without turns each of the ranks, which are alike, has its part of the link's rate all the time that it copies.
+"""
+
+import enum
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stalloc.cost.disjoint_sets import DisjointSets
+from stalloc.cost.layer_costs import LinkCost
+from stalloc.cost.saved_tensors import SavedTensor, SavedTensors, Use
+
+_SHARES = 256  # ratios that are tried
+
+
+class Order(enum.Enum):
+    """Who of those that wait has the next turn."""
+
+    FIRST_COME = "who has waited longest"
+    LAST_RANK = "the rank that is most behind"
+    FIRST_TENSOR = "whose tensor comes first in the step"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One copy."""
+
+    rank: int
+    tensor: int
+    to_device: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RanksSwap:
+    """One step of all ranks."""
+
+    sets: tuple[tuple[int, ...], ...]  #: the tensors that each rank swaps
+    swapped_bytes: int  #: by the rank that swaps least, one way
+    moved_bytes: int  #: over the link by all ranks, both ways
+    common_bytes: int  #: of tensors that more than one rank swaps
+    most_at_once: int  #: copies one way that ask for the whole rate of the link at a moment
+    waited_seconds: float  #: by the rank that waits most
+    seconds: float  #: until the last rank has ended its backward pass
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class LinkSharing:
+    """The same step both ways."""
+
+    num_ranks: int
+    tensors: tuple[SavedTensor, ...]  #: that each rank saves; they are known by their numbers
+    computing_seconds: float
+    at_once: RanksSwap
+    in_turn: RanksSwap
+
+
+def share_link(saved: SavedTensors, budget_bytes: int, num_ranks: int, link: LinkCost) -> LinkSharing | None:
+    """What ranks swap whose devices hold so much of what they save; None where that is not possible.
+
+    In turn is the quickest of all that is tried: sets that are alike and that are not, with each order of turns.
+    """
+    room_bytes = budget_bytes - saved.at_once_bytes  # for what stays
+    if room_bytes < 0:
+        return None
+    if saved.peak_bytes() <= budget_bytes:
+        room_bytes = budget_bytes  # all of it
+    same, others = (_choose(saved, room_bytes, count) for count in (1, num_ranks))
+    part = LinkCost(link.bytes_per_second / num_ranks)
+    ways = [
+        _simulated(saved, sets, budget_bytes, link, 1, order) for sets in (others, same * num_ranks) for order in Order
+    ]
+    return LinkSharing(
+        num_ranks=num_ranks,
+        tensors=saved.tensors,
+        computing_seconds=saved.seconds,
+        at_once=_simulated(saved, same, budget_bytes, part, num_ranks),
+        in_turn=min(ways, key=lambda one: one.seconds),
+    )
+
+
+def _choose(saved: SavedTensors, room_bytes: int, num_ranks: int) -> list[list[int]]:
+    """What each rank swaps: with the smallest ratio with which what stays has room."""
+    for share in range(_SHARES + 1):
+        sets = DisjointSets(share / _SHARES, num_ranks)
+        chosen: list[list[int]] = [[] for _ in range(num_ranks)]
+        for _, kind, number in saved.events:
+            if kind is Use.NEEDED:
+                sets.restart()
+            elif kind is Use.SAVED:
+                size_bytes = saved.tensors[number].size_bytes
+                for rank in sets.takers(size_bytes):
+                    sets.left(rank, size_bytes)
+                    chosen[rank].append(number)
+        if all(saved.peak_bytes(without=one) <= room_bytes for one in chosen):
+            break
+    return chosen
+
+
+def _bytes_of(saved: SavedTensors, chosen: Sequence[int]) -> int:
+    return sum(saved.tensors[number].size_bytes for number in chosen)
+
+
+def _simulated(
+    saved: SavedTensors,
+    sets: list[list[int]],
+    budget_bytes: int,
+    link: LinkCost,
+    num_alike: int,
+    order: Order = Order.FIRST_COME,
+) -> RanksSwap:
+    """`num_alike` ranks do what each of these does, at the same moments."""
+    step = _Step(saved, sets, budget_bytes, link, order)
+    late = step.run()
+    uses = Counter(number for one in sets for number in one)
+    moved = sum(saved.tensors[slot.tensor].size_bytes for slot in step.slots)
+    return RanksSwap(
+        sets=tuple(map(tuple, sets * num_alike)),
+        swapped_bytes=min(_bytes_of(saved, one) for one in sets),
+        moved_bytes=moved * num_alike,
+        common_bytes=_bytes_of(saved, [one for one, count in uses.items() if count * num_alike > 1]),
+        most_at_once=_most_at_once(step.slots) * num_alike,
+        waited_seconds=late,
+        seconds=saved.seconds + late,
+        slots=tuple(step.slots),
+    )
+
+
+def _most_at_once(slots: Sequence[Slot]) -> int:
+    most = 0
+    for way in (False, True):
+        changes = [(slot.begin, 1) for slot in slots if slot.to_device is way]
+        changes += [(slot.end, -1) for slot in slots if slot.to_device is way]
+        now = 0
+        for _, change in sorted(changes):  # what ends at a moment is over before what begins there
+            now += change
+            most = max(most, now)
+    return most
+
+
+@dataclass
+class _Rank:
+    """Where one rank is. Invariant: `held_bytes` are saved tensors on its device, or with room there for their copy."""
+
+    swapped: frozenset[int]
+    to_bring: list[int]  #: those of them that backward has not asked for, last first
+    place: int = 0  #: of its next event
+    late: float = 0.0  #: how far it is behind its computing
+    held_bytes: int = 0
+    here: set[int] = field(default_factory=set)
+    in_host: set[int] = field(default_factory=set)
+
+
+class _Step:
+    """A step of several ranks, event by event."""
+
+    def __init__(
+        self, saved: SavedTensors, sets: list[list[int]], budget_bytes: int, link: LinkCost, order: Order
+    ) -> None:
+        self._order = order
+        self._moments = [(one.saved, one.needed) for one in saved.tensors]
+        self._sizes = [one.size_bytes for one in saved.tensors]
+        self._budget_bytes, self._link = budget_bytes, link
+        self._events = saved.events
+        needed = [number for _, kind, number in self._events if kind is Use.NEEDED]
+        self.ranks = []
+        for chosen in map(frozenset, sets):
+            self.ranks.append(_Rank(chosen, [number for number in reversed(needed) if number in chosen]))
+        self._need_place = {number: at for at, (_, kind, number) in enumerate(self._events) if kind is Use.NEEDED}
+        self._save_places = [at for at, (_, kind, _) in enumerate(self._events) if kind is Use.SAVED]
+        self.slots: list[Slot] = []
+        self._waiting: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []  # by way: rank, tensor
+        self._copying: list[Slot | None] = [None, None]
+        self._agenda: list[tuple[float, int, int]] = []  # moment, rank, way in which a copy of it ends; -1: it goes on
+
+    def run(self) -> float:
+        """Until every rank has ended; how late the last one is."""
+        for rank in range(len(self.ranks)):
+            self._go_on(rank, 0.0)
+        while self._agenda:
+            now, rank, way = heapq.heappop(self._agenda)
+            if way >= 0:
+                self._copied(way)
+                self._serve(way, now)
+            self._go_on(rank, now)
+        assert all(rank.place == len(self._events) for rank in self.ranks), "a rank waits for what never comes"
+        return max(rank.late for rank in self.ranks)
+
+    def _go_on(self, number: int, now: float) -> None:
+        """Let a rank do what it can."""
+        rank = self.ranks[number]
+        while rank.place < len(self._events):
+            moment, kind, tensor = self._events[rank.place]
+            if moment + rank.late > now:
+                heapq.heappush(self._agenda, (moment + rank.late, number, -1))
+                return
+            if kind is Use.SAVED and rank.held_bytes + self._sizes[tensor] > self._budget_bytes:
+                return
+            if kind is not Use.SAVED:
+                self._bring(number, now)
+            if kind is Use.NEEDED and tensor not in rank.here:
+                return
+            rank.late = max(rank.late, now - moment)
+            rank.place += 1
+            self._use(number, kind, tensor, now)
+
+    def _use(self, number: int, kind: Use, tensor: int, now: float) -> None:
+        rank = self.ranks[number]
+        if kind is Use.SAVED:
+            rank.held_bytes += self._sizes[tensor]
+            rank.here.add(tensor)
+            if tensor in rank.swapped:
+                self._ask(number, tensor, 0, now)
+        elif kind is Use.OVER:
+            rank.here.discard(tensor)
+            rank.held_bytes -= self._sizes[tensor]
+        elif tensor in rank.to_bring:  # it has not left yet, and stays
+            rank.to_bring.remove(tensor)
+            rank.here.discard(tensor)
+
+    def _bring(self, number: int, now: float) -> None:
+        """Ask for what backward needs next, as far as there is room, and before anything else is saved."""
+        rank = self.ranks[number]
+        following = bisect_left(self._save_places, rank.place)
+        until = self._save_places[following] if following < len(self._save_places) else len(self._events)
+        while rank.to_bring and rank.to_bring[-1] in rank.in_host:
+            tensor = rank.to_bring[-1]
+            if rank.held_bytes + self._sizes[tensor] > self._budget_bytes or self._need_place[tensor] > until:
+                return
+            rank.to_bring.pop()
+            rank.in_host.discard(tensor)
+            rank.held_bytes += self._sizes[tensor]
+            self._ask(number, tensor, 1, now)
+
+    def _ask(self, rank: int, tensor: int, way: int, now: float) -> None:
+        self._waiting[way].append((rank, tensor))
+        self._serve(way, now)
+
+    def _serve(self, way: int, now: float) -> None:
+        """Somebody who waits has his turn."""
+        waiting = self._waiting[way]
+        if self._copying[way] is not None or not waiting:
+            return
+        at = 0
+        if self._order is Order.LAST_RANK:
+            at = max(range(len(waiting)), key=lambda at: self.ranks[waiting[at][0]].late)
+        elif self._order is Order.FIRST_TENSOR:
+            at = min(range(len(waiting)), key=lambda at: self._moments[waiting[at][1]][way])
+        rank, tensor = waiting.pop(at)
+        slot = Slot(rank, tensor, way == 1, now, now + self._link.seconds(self._sizes[tensor]))
+        self._copying[way] = slot
+        self.slots.append(slot)
+        heapq.heappush(self._agenda, (slot.end, rank, way))
+
+    def _copied(self, way: int) -> None:
+        slot, self._copying[way] = self._copying[way], None
+        assert slot is not None
+        rank = self.ranks[slot.rank]
+        if slot.to_device:
+            rank.here.add(slot.tensor)
+        elif slot.tensor in rank.here:  # and backward has not asked for it meanwhile
+            rank.here.discard(slot.tensor)
+            rank.in_host.add(slot.tensor)
+            rank.held_bytes -= self._sizes[slot.tensor]

@@ -1,0 +1,140 @@
+"""Turns on a host link that several processes share: one of them copies at a time, each way, and the others wait.
+
+Contract: a turn is a lock of a byte of a file, which the kernel takes back when its process ends, however it ends. Who
+has had a turn comes after one that waits for it. No wait lasts longer than `patience_seconds`: then the copy is made
+beside whoever has the turn, and until a turn is free again nobody is waited for, so a process that hangs costs time
+once. Nothing that is computed depends on turns.
+Source of what they are for: as of `stalloc.cost.disjoint_sets`.
+"""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stalloc.errors import BadInputError
+from stalloc.notices import say
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks
+
+
+@dataclass(frozen=True)
+class SharedLink:
+    """A link to the host that `num_ranks` processes of one machine share, each with a number from 0."""
+
+    file: str | os.PathLike[str]  #: the same for all of them; made where it is not there, and left there
+    rank: int = 0
+    num_ranks: int = 1
+    patience_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises BadInputError for numbers that are none."""
+        if not 0 <= self.rank < self.num_ranks:
+            raise BadInputError(
+                f"rank {self.rank} of {self.num_ranks} is not possible: give 0 to {self.num_ranks - 1}."
+            )
+        if not 0 <= self.patience_seconds < float("inf"):
+            raise BadInputError(f"a wait of {self.patience_seconds:g} seconds is not possible: give 0 or more.")
+
+
+class LinkTurns:
+    """The turns of this process, by way of the link; threads of it take turns too."""
+
+    def __init__(self, link: SharedLink) -> None:
+        """Raises BadInputError if the file cannot be used."""
+        self.num_without = 0  #: copies that were made without a turn
+        self._patience_seconds = link.patience_seconds
+        self._file = _opened(Path(link.file))
+        self._has_given_up = [False, False]
+
+    @contextmanager
+    def turn(self, *, to_device: bool) -> Iterator[None]:
+        """Have the turn of one way, or none if it does not come in time."""
+        has_turn = self._take(to_device)
+        if not has_turn:
+            self.num_without += 1
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._file.unlock(to_device)
+
+    def _take(self, way: bool) -> bool:
+        patience = 0.0 if self._has_given_up[way] else self._patience_seconds
+        has_turn = self._file.lock(way, time.monotonic() + patience)
+        if not has_turn and not self._has_given_up[way]:
+            say(
+                f"a copy has waited {patience:g} s for its turn on {self._file.path}: copies are made without one "
+                "until there is one again."
+            )
+        self._has_given_up[way] = not has_turn
+        return has_turn
+
+
+class _LockFile:
+    """A file of which two bytes are locked for each way: that of who is next in line, and that of whose turn it is.
+
+    Locks are the process's own (fcntl), not the descriptor's: a forked child has none of them, and keeps none alive.
+    They go when any descriptor of the file is closed, so there is one for all of the process, and it stays open.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+        self._threads = threading.Lock(), threading.Lock()
+
+    def lock(self, way: bool, deadline: float) -> bool:
+        """Whether it is this thread's turn, by some moment of the monotonic clock; asked once at the least."""
+        threads = self._threads[way]
+        if not threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        has_turn = False
+        if self._wait_for(2 * way, deadline):
+            has_turn = self._wait_for(2 * way + 1, deadline)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * way)
+        if not has_turn:
+            threads.release()
+        return has_turn
+
+    def unlock(self, way: bool) -> None:
+        """The turn is over."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * way + 1)
+        self._threads[way].release()
+
+    def _wait_for(self, byte: int, deadline: float) -> bool:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except OSError:  # somebody else has it
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                return True
+
+
+_files: dict[tuple[int, int], _LockFile] = {}  # by device and number of the file
+_opening = threading.Lock()
+
+
+def _opened(path: Path) -> _LockFile:
+    with _opening:
+        try:
+            known = _files.get(_identity(os.stat(path))) if path.exists() else None
+            if known is not None:
+                return known
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise BadInputError(
+                f"{path} cannot be locked ({error.strerror}): name a file that can be written."
+            ) from None
+        return _files.setdefault(_identity(os.fstat(descriptor)), _LockFile(path, descriptor))
+
+
+def _identity(told: os.stat_result) -> tuple[int, int]:
+    return told.st_dev, told.st_ino
