@@ -59,6 +59,7 @@ def test_optimizers_that_are_not_known_are_refused_in_a_sentence(found: dict[str
     assert told["LBFGS"].startswith("LBFGS is not known to update each parameter by its own gradient and state alone")
     assert told["own"].startswith("Strange is not known")
     assert told["capturable"] == "Adam was made with capturable=True: its state stays on the device."
+    assert told["several precisions"].startswith("Adafactor takes the precision of one of its parameters for a whole")
     assert told["model"] == "Sequential is no torch optimizer: give page_optimizer() one."
 
 

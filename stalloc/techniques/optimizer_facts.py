@@ -36,6 +36,9 @@ def why_not_one_by_one(optimizer: Any) -> str:
                 return f"{kind.__name__} was made with {option}=True"
         if isinstance(group.get("lr"), torch.Tensor):
             return f"the learning rate of {kind.__name__} is a tensor"
+        precision = group.get("eps")
+        if isinstance(precision, tuple) and precision[0] is None and len({one.dtype for one in group["params"]}) > 1:
+            return f"{kind.__name__} takes the precision of one of its parameters for a whole group, which has several"
         strange = [type(one).__name__ for one in group["params"] if type(one) not in _PLAIN]
         if strange:
             return f"{kind.__name__} updates a {strange[0]}, a kind of tensor that was not tried"

@@ -121,6 +121,7 @@ def refusals() -> dict[str, str]:
         "LBFGS": refused(torch.optim.LBFGS(parameters)),
         "own": refused(Strange(parameters)),
         "capturable": refused(torch.optim.Adam(parameters, capturable=True)),
+        "several precisions": refused(torch.optim.Adafactor([parameters[0], nn.Parameter(parameters[1].bfloat16())])),
         "model": refused(model()),
     }
 
