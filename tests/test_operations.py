@@ -105,6 +105,28 @@ def test_swapped_parameters_are_those_of_the_record(trace: Trace, tmp_path: Path
     assert "Harmony: not even packs of one layer fit" in said
 
 
+def test_ranks_on_one_link_swap_what_the_record_saves_for_backward(trace: Trace, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "step.trace.npz"
+    save_traces(path, [trace])
+
+    def told(budget: str, ranks: int) -> dict:
+        assert main(["swap", str(path), "--budget", budget, "--ranks", str(ranks), "--json", "-"]) == 0
+        return json.loads(capsys.readouterr().out)["devices"][0]["tmo"]
+
+    wide_bytes = 4 * 128 * 256
+    sizes = [one["size_bytes"] for one in told("1MiB", 2)["tensors"]]
+    assert sizes == [wide_bytes] * 4, "what gelu and the last linear layer are given, in two layers; others are small"
+    found = told("384KiB", 3)
+    assert len(found["in_turn"]["sets"]) == 3
+    assert (found["at_once"]["most_at_once"], found["in_turn"]["most_at_once"]) == (3, 1)
+    assert found["in_turn"]["moved_bytes"] > 0
+    assert told("1GiB", 3)["in_turn"]["moved_bytes"] == 0
+    assert main(["swap", str(path), "--budget", "64KiB"]) == 0
+    assert "TMO: what the backward pass uses at once has no room" in capsys.readouterr().out
+    assert main(["swap", str(path), "--budget", "1MiB", "--ranks", "0"]) == 2
+    assert "--ranks is 0: give a number from 1 to 64." in capsys.readouterr().err
+
+
 def test_what_shows_no_operations_cannot_be_swapped(recordings: dict[str, Trace], tmp_path: Path, capsys) -> None:
     path = tmp_path / "step.trace.npz"
     save_traces(path, [recordings["stacks"]])
