@@ -24,7 +24,7 @@ REFUSED = {
     "twice onto gradients": "is called twice before one backward pass that adds to gradients: sums would be made in",
     "second order": "gradients of its gradients are asked for (create_graph=True): do not stream this model.",
 }
-OTHERS = ("experts", "dropped")
+OTHERS = ("experts", "dropped", "loaded")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,10 @@ def test_losses_parameters_and_state_are_the_programs_own_to_the_last_bit(found:
 def test_what_would_not_be_right_is_refused_in_a_sentence(found: dict[str, Any], case: str) -> None:
     assert found[case].startswith("layers.3 is streamed, and ")
     assert REFUSED[case] in found[case]
+
+
+def test_parameters_whose_memory_cannot_be_let_go_stay_where_they_are(found: dict[str, Any]) -> None:
+    assert found["loaded"].startswith("layers.0 has no parameters of its own on a device, whose memory can be let go:")
 
 
 def test_what_a_model_had_in_the_host_goes_back_when_the_program_drops_it(found: dict[str, Any]) -> None:

@@ -51,7 +51,9 @@ def streamable(model: Any, block: Block) -> tuple[Parameters, str]:
         one.untyped_storage().data_ptr() for one in plain
     )  # others, as of FSDP2, have no memory of their own
     parameters = [one for one in block.module.parameters() if _can_be(one, users)]
-    why = why_not(block) or ("" if parameters else f"{block.name} has no parameters of its own on a device")
+    why = why_not(block) or (
+        "" if parameters else f"{block.name} has no parameters of its own on a device, whose memory can be let go"
+    )
     if not why and len({one.device for one in parameters}) > 1:
         why = f"{block.name} lies on several devices"
     return ([] if why else parameters), why
@@ -61,7 +63,8 @@ def _can_be(parameter: Any, users: "Counter[int]") -> bool:
     if type(parameter) is not torch.nn.Parameter:
         return False
     storage = parameter.untyped_storage()
-    return parameter.numel() > 0 and users[storage.data_ptr()] == 1 and storage.nbytes() == parameter.nbytes
+    is_own = users[storage.data_ptr()] == 1 and storage.nbytes() == parameter.nbytes
+    return parameter.numel() > 0 and is_own and storage.resizable()
 
 
 class WeightTier:

@@ -6,6 +6,7 @@ four steps are compared bit by bit; "raised" is the error that took their place.
 
 import copy
 import gc
+import io
 import json
 import shutil
 import sys
@@ -20,6 +21,7 @@ device.activate("virtual")
 
 import torch  # noqa: E402  (the device is in place)
 from equality import same  # noqa: E402  (beside this file)
+from refusals import sentence  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -342,6 +344,15 @@ def dropped() -> dict[str, list[int]]:
     return found
 
 
+def loaded() -> str:
+    """Why a model is not streamed whose memory cannot be let go: that of parameters as torch.load makes them here."""
+    saved, model = io.BytesIO(), Stack(straight)
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    model.load_state_dict(torch.load(saved), assign=True)
+    return sentence(lambda: stalloc.stream_layers(model))
+
+
 def main() -> None:
     told: dict[str, Any] = {}
     for name, (make, habits) in CASES.items():
@@ -354,7 +365,7 @@ def main() -> None:
             told[name] = str(error)
         print(name, told[name], file=sys.stderr, flush=True)
     told["dropped before backward"] = same(*(dropped_before_backward(streamed=it) for it in (False, True)))
-    told["dropped"] = dropped()
+    told["dropped"], told["loaded"] = dropped(), loaded()
     told["experts"] = cached_experts()  # which counts what is held
     told["unfrozen on a device"] = unfrozen_on_a_device()
     print(json.dumps(told))
