@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
-    "hands_on", "object", "closure", "sequence",
+    "hands_on", "object", "closure", "sequence", "unlike", "statements",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
@@ -63,7 +63,12 @@ def test_many_choices_of_what_is_kept_are_equal_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "blocks"), [("copies", ["blocks.0", "blocks.1", "blocks.2"]), ("rows", ["0-8", "9-18", "19-20"])]
+    ("case", "blocks"),
+    [
+        ("copies", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("rows", ["0-8", "9-18", "19-20"]),
+        ("parts", ["layer0-layer2", "layer3-rest"]),
+    ],
 )
 def test_names_copies_and_saved_models_are_the_programs_own(
     found: dict[str, Any], case: str, blocks: list[str]
@@ -173,6 +178,19 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert "torch.compile" in found["compiled"]
     assert "1.inner has forward hooks" in found["hooked"]
     assert "drops values by numbers of cuDNN's own" in found["dropping"]
+
+
+def test_a_forward_pass_is_cut_only_where_that_changes_nothing() -> None:
+    found = told_by_file(PROGRAM.with_name("forward_parts.py"))
+    rows = ["one-two", "three-four"]
+    cut = {"Straight": rows, "Held": [f"inner.{row}" for row in rows], "Failing": rows}
+    assert {name: told for name, told in found["names"].items() if told} == cut
+    assert found["exchanged"]
+    same, refusal, signature, is_left = found["called"]
+    assert (same, is_left) == (True, False)
+    assert "too many positional arguments" in refusal
+    assert signature == "(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor"
+    assert found["line"] == 4, "errors are at the lines of the program's own text"
 
 
 WRONG = """

@@ -13,7 +13,8 @@ from stalloc.figures import plural
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
 _NO_BLOCKS = (
     "no module with parts of its own is repeated in the program, neither in a model nor by being called several times, "
-    "and there is no long nn.Sequential (put layers that belong together into a module of their own)"
+    "there is no long nn.Sequential, and no forward pass that calls four layers or more with weights, each in a "
+    "statement of its own (put layers that belong together into a module of their own)"
 )
 
 

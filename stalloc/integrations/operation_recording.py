@@ -6,7 +6,6 @@ profiler notes the first steps and is then stopped; what a step is, is told by t
 
 import dataclasses
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from stalloc.figures import human_bytes, plural
 from stalloc.integrations.profiled_program import MODULE_PREFIX, read_profile
 from stalloc.lifespans.roles import event_of, find_roles
+from stalloc.techniques.module_calls import Call, ModuleCalls
 from stalloc.techniques.repeated_blocks import find_blocks
 from stalloc.trace import MARK_STEP, Trace
 from stalloc.trace.operations import ModuleName, Role
@@ -37,7 +37,7 @@ class OperationRecording:
         """Requests and frees of each device until the end of each step."""
         self.host_bytes = 0  #: that techniques held after the last step
         self._known: dict[int, tuple[weakref.ref[Any], int, str]] = {}  # modules by id: number, name of their ranges
-        self._open = threading.local()
+        self._open: list[None] = []  # one entry for each call of a module that has not returned, of any thread
         self._first: weakref.ref[Any] | None = None  # the optimizer whose steps count
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizers: entries of state
         self._profiler: Any = None
@@ -45,17 +45,11 @@ class OperationRecording:
 
     def start(self) -> None:
         """Begin."""
-        from torch._C._profiler import _RecordFunctionFast
-        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-        self._range = _RecordFunctionFast
-        self._hooks = [
-            register_module_forward_pre_hook(self._called),
-            register_module_forward_hook(self._returned, always_call=True),
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._about_to_step(optimizer)),
-        ]
+        self._calls = ModuleCalls(self._in_ranges)
+        self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._about_to_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer))  # steps are counted on
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that events of earlier cycles are gone: there are none
@@ -71,8 +65,8 @@ class OperationRecording:
         """End recording; steps are counted on. Nothing happens the second time."""
         if not self._stopped and self._profiler is not None:
             self._stopped = True
-            for hook in self._hooks:
-                hook.remove()
+            self._calls.remove()
+            self._hook.remove()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
@@ -114,35 +108,31 @@ class OperationRecording:
         told = {"notes": notes} | ({"host_bytes": self.host_bytes} if self.host_bytes else {})
         return trace.replace(names=names, **columns, extra=trace.extra | operations.columns(), info=trace.info | told)
 
-    def _called(self, module: Any, _: Any) -> None:
-        if self._stopped:
-            return
-        try:
-            stack = self._open.stack
-        except AttributeError:
-            stack = self._open.stack = []
-        if not stack and len(self.steps) >= RECORDED_STEPS:
-            self.stop()
-            return
-        known = self._known.get(id(module))
-        if known is None or known[0]() is not module:
-            self._name(module)
-            known = self._known[id(module)]
-        opened = self._range(known[2])
-        opened.__enter__()
-        stack.append((module, opened))
+    def _in_ranges(self, call: Call) -> Call:
+        """What takes the place of a module's call: the same in a range of the profiler's."""
+        from torch._C._profiler import _RecordFunctionFast as Range
+        from torch.compiler import is_compiling
 
-    def _returned(self, module: Any, *_: Any) -> None:
-        stack = getattr(self._open, "stack", None)
-        if not stack:
-            return
-        if stack[-1][0] is not module and not any(one is module for one, _ in stack):
-            return  # it was called before the recording
-        while True:
-            inner, opened = stack.pop()
-            opened.__exit__(None, None, None)
-            if inner is module:
-                return
+        known, is_open, steps = self._known, self._open, self.steps
+
+        def call_in_range(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stopped or is_compiling():
+                return call(module, *args, **kwargs)
+            if len(steps) >= RECORDED_STEPS and not is_open:
+                self.stop()
+                return call(module, *args, **kwargs)
+            found = known.get(id(module))
+            if found is None or found[0]() is not module:
+                self._name(module)
+                found = known[id(module)]
+            is_open.append(None)
+            try:
+                with Range(found[2]):
+                    return call(module, *args, **kwargs)
+            finally:
+                is_open.pop()
+
+        return call_in_range
 
     def _name(self, model: Any) -> None:
         """Number a module and all that it holds; it is a model, as nothing that is known holds it."""
@@ -183,8 +173,10 @@ class OperationRecording:
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             if local.is_cuda and local.layout == strided:
-                index = local.get_device()
-                looks.append((role, index, now.get(index, 0), local.untyped_storage().data_ptr()))
+                index, address = local.get_device(), local.data_ptr()  # quicker than to make a storage of Python's
+                if offset := local.storage_offset():
+                    address -= offset * local.element_size()
+                looks.append((role, index, now.get(index, 0), address))
 
 
 def _with_note(trace: Trace, note: str) -> Trace:

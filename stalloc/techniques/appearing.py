@@ -5,11 +5,11 @@ numbered in the order of their first call, which is that of every run of the pro
 until the first step of an optimizer has ended: until then each call of any module costs a look, later none does.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from stalloc.techniques.module_calls import Call, ModuleCalls
 from stalloc.techniques.recompute import MakeTape, wrap
 from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettings
 from stalloc.techniques.repeated_blocks import Block, find_blocks, held_modules, is_replicated
@@ -40,30 +40,21 @@ def when_models_appear(appeared: Appeared, *, before_calls: bool = False) -> Non
             num_models += 1
             appeared(num_models - 1, blocks, module)
 
-    watching = (_BeforeCalls if before_calls else register_module_forward_pre_hook)(about_to_call)
+    watching = (_before_calls if before_calls else register_module_forward_pre_hook)(about_to_call)
     register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
 
 
-class _BeforeCalls:
-    """Tells of each call of a module before anything of it is looked up."""
+def _before_calls(look: Callable[[Any, Any], None]) -> ModuleCalls:
+    """Let each call of a module be looked at before anything of it is looked up."""
 
-    def __init__(self, look: Callable[[Any, Any], None]) -> None:
-        from torch.nn import Module
-
-        call = self._call = Module.__call__
-
-        @functools.wraps(call)
+    def make(call: Call) -> Call:
         def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
             look(module, args)
             return call(module, *args, **kwargs)
 
-        self._kind, self._own = Module, look_and_call
-        Module.__call__ = look_and_call
+        return look_and_call
 
-    def remove(self) -> None:
-        """Put back what was there, unless the program has put another one in its place since."""
-        if self._kind.__call__ is self._own:
-            self._kind.__call__ = self._call
+    return ModuleCalls(make)
 
 
 def recompute_as_models_appear(

@@ -4,8 +4,8 @@ Contract: blocks do not lie within each other, and come in the order in which th
 tree is looked at, and lists, tuples and dictionaries of modules that are attributes of one without torch knowing them;
 nothing is called or changed; what torch.compile runs is left out. The outermost is taken, but for one that itself holds
 layers in a row (an encoder). A module without children of its own, such as a linear layer, is
-no block: what it would recompute is what it reads. A long sequence of such layers, unlike all beside it, is cut into
-rows, which are blocks.
+no block: what it would recompute is what it reads. A long sequence of layers, unlike all beside it, is cut into rows,
+which are blocks; and where nothing else is found, so is a forward pass that calls layers statement by statement.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def find_blocks(model: Any) -> list[Block]:
     modules = held_modules(model)
     unseen = {id(module) for module in modules} - {id(module) for module in model.modules()}
     found = list(_below("", model, Counter(type(module) for module in modules), unseen))
-    return found or ([] if is_compiled(model) else _rows("", model))
+    return found or ([] if is_compiled(model) else _rows("", model) or _parts(model))
 
 
 def held_modules(model: Any) -> list[Any]:
@@ -90,6 +90,24 @@ def _rows(prefix: str, sequence: Any) -> list[Block]:
     from stalloc.techniques.layer_rows import rows_of
 
     return [Block(f"{prefix}{row.name}", row) for row in rows_of(sequence)]
+
+
+def _parts(model: Any) -> list[Block]:
+    """Rows of statements of the outermost modules of the program's own whose forward pass can be cut so."""
+    from stalloc.techniques.statement_rows import rows_of_statements
+
+    found: list[Block] = []
+    done: list[str] = []  # names of modules below which nothing is looked at
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in done):
+            continue
+        is_own = not type(module).__module__.startswith("torch.")
+        rows = rows_of_statements(module) if is_own and not is_compiled(module) else []
+        prefix = f"{name}." if name else ""
+        found += [Block(f"{prefix}{row.name}", row) for row in rows]
+        if rows or is_compiled(module):
+            done.append(prefix)
+    return found
 
 
 def layers_of(module: Any) -> tuple[type, ...]:

@@ -275,6 +275,68 @@ def sequence() -> Any:
     return model, lambda: (torch.randn(8, WIDTH),)
 
 
+def unlike() -> Any:
+    """Modules of several classes, none of which is there twice."""
+
+    class Gated(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.sigmoid(x)
+
+    class Dropping(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(x), 0.2)
+
+    class Halved(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 0.5)
+
+    layers = [kind(lambda layer, x: x) for kind in (Layer, Gated, Dropping, Halved)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1), Mean()), lambda: (torch.randn(8, WIDTH),)
+
+
+class Statements(nn.Module):
+    """Layers that are attributes, called one after the other with what lies between."""
+
+    SCALE = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(6):
+            setattr(self, f"layer{number}", nn.Linear(WIDTH, WIDTH))
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+        self.rest = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor, times: int = 2, **named: float) -> torch.Tensor:
+        """Skips that lie on each other, loops, branches, and changes in place."""
+        start = x
+        x = F.relu(self.layer0(x) + self.shift, inplace=True)
+        skips = [x, start]
+        first, (second, *others) = self.layer1(x), skips
+        for number in range(times):
+            x = self.drop(x) * (number + 1)
+        x += first
+        if self.training:
+            x = F.dropout(x, 0.1)
+        self.seen.add_(1)
+        x = self.norm(self.layer2(x)) + sum([one.mean() for one in others])
+        skips.append(x)
+        x = self.layer3(x) * self.SCALE * self.seen.detach()
+        for layer in self.rest:
+            x = torch.tanh(layer(x))
+        x = self.layer4(x).add_(second) + skips.pop() * named.get("factor", 1.0)
+        if more:
+            return x.mean()
+        x = self.layer5(x) * float(torch.rand(()))
+        return x.square().mean()
+
+
+def statements() -> Any:
+    """A forward pass that is cut into rows of its statements."""
+    return Statements(), lambda: (torch.randn(8, WIDTH),)
+
+
 CASES: dict[str, Any] = {
     "gpt": gpt(drop=False),
     "dropout": gpt(drop=True),
@@ -303,6 +365,8 @@ CASES: dict[str, Any] = {
     "object": stack(metered),
     "sequence": sequence,
     "called_again": called_again,
+    "unlike": unlike,
+    "statements": statements,
 }
 
 
@@ -402,9 +466,10 @@ def twice() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results: dict[str, Any] = (
-        {"copies": copies("gpt"), "rows": copies("sequence"), "twice": twice()} if sys.argv[1] == "0" else {}
-    )
+    results: dict[str, Any] = {}
+    if sys.argv[1] == "0":
+        cut = {"rows": copies("sequence"), "parts": copies("statements")}
+        results = {"copies": copies("gpt"), **cut, "twice": twice()}
     for case in CASES:
         results[case] = compared(case, int(sys.argv[1]) or 2)
     print(json.dumps(results))
