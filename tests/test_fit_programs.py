@@ -55,6 +55,38 @@ CALLED_BY_THE_SCRIPT = (
 )
 
 
+#: a model that is itself cut into rows: a sequence of layers, and statements of a forward pass
+SEQUENCE = PROGRAM.replace(
+    "MODEL = Model().cuda()",
+    """
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum()
+UNITS = [part for _ in range(3) for part in (nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Tanh())]
+MODEL = nn.Sequential(*UNITS, Sum()).cuda()
+""",
+)
+STATEMENTS = PROGRAM.replace(
+    """        for block in self.blocks:
+            x = block(x)
+        return x.sum()""",
+    """        for number in range(1):
+            x = x * 2
+        x = torch.tanh(self.one(x))
+        x = y = torch.tanh(self.two(x))
+        x = torch.tanh(self.three(x))
+        x = torch.tanh(self.four(x)) + y
+        x = torch.tanh(self.five(x))
+        x = torch.tanh(self.six(x))
+        return x.sum()""",
+).replace(
+    "self.blocks = nn.ModuleList([Block() for _ in range(3)])",
+    """for name in ("one", "three", "five"):
+            setattr(self, name, nn.Linear(256, 1024))
+        self.two, self.four, self.six = (nn.Linear(1024, 256) for _ in range(3))""",
+)
+
+
 CALLS = """
 import json, weakref
 import torch
@@ -228,6 +260,23 @@ def test_blocks_that_only_calls_show_are_found_and_the_budget_is_kept(tmp_path: 
     told = json.loads((tmp_path / "run.json").read_text())
     assert told["budget_kept"]
     assert told["budget_by"] == best["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [SEQUENCE, STATEMENTS], ids=["sequence", "statements"])
+@pytest.mark.parametrize("options", [(), ("--host", "1GiB")], ids=["device", "host"])
+def test_a_model_that_is_cut_into_rows_keeps_its_budget_from_its_first_call(
+    tmp_path: Path, source: str, options: tuple[str, ...]
+) -> None:
+    file = program(tmp_path, source)
+    found, _ = fit(tmp_path, "--budget", "1MiB", *options, file, 6, code=1)
+    as_is, least = found["candidates"][0]["needed_bytes"], found["least_bytes"]
+    assert least < as_is - (6 << 20)
+    found, _ = fit(tmp_path, "--budget", f"{least}B", *options, file, 6)
+    assert found["candidates"][found["best"]]["fits"]
+    command = ("run", "--device", "virtual", "--budget", f"{least}B", *options, "--json", "run.json", file, 6)
+    stalloc(tmp_path, *command)
+    assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
 
 
 def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callable[..., dict[str, Any]]) -> None:

@@ -18,21 +18,20 @@ Appeared = Callable[[int, list[Block], Any], None]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
 
 
-def when_models_appear(appeared: Appeared, *, before_calls: bool = False) -> None:
-    """Call `appeared` for each model of the program; torch is imported by now.
+def when_models_appear(appeared: Appeared) -> None:
+    """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged.
 
-    `before_calls`: in time for a `forward` of the model's own to be exchanged, which its hooks are too late for.
+    torch is imported by now.
     """
     import torch
-    from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     known: weakref.WeakSet[Any] = weakref.WeakSet()
-    num_models = 0
+    num_models, is_over = 0, False
 
-    def about_to_call(module: Any, _: Any) -> None:
+    def about_to_call(module: Any) -> None:
         nonlocal num_models
-        if torch.compiler.is_compiling() or module in known:  # torch.compile looks into hooks too
+        if is_over or torch.compiler.is_compiling() or module in known:  # torch.compile looks into calls too
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(held_modules(module))
@@ -40,21 +39,21 @@ def when_models_appear(appeared: Appeared, *, before_calls: bool = False) -> Non
             num_models += 1
             appeared(num_models - 1, blocks, module)
 
-    watching = (_before_calls if before_calls else register_module_forward_pre_hook)(about_to_call)
-    register_optimizer_step_post_hook(lambda *_: watching.remove())  # stays, as it must not go while hooks are called
-
-
-def _before_calls(look: Callable[[Any, Any], None]) -> ModuleCalls:
-    """Let each call of a module be looked at before anything of it is looked up."""
-
     def make(call: Call) -> Call:
         def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            look(module, args)
+            about_to_call(module)
             return call(module, *args, **kwargs)
 
         return look_and_call
 
-    return ModuleCalls(make)
+    watching = ModuleCalls(make)  # as a model's hooks are called after its forward has been looked up
+
+    def stop(*_: Any) -> None:
+        nonlocal is_over
+        is_over = True
+        watching.remove()  # later, where somebody else watches in front of this
+
+    register_optimizer_step_post_hook(stop)  # stays, as it must not go while hooks are called
 
 
 def recompute_as_models_appear(
@@ -81,7 +80,7 @@ def recompute_as_models_appear(
         for reason in list(done.left.values())[:1]:
             say(f"{len(done.left)} of {len(chosen)} blocks stay as they are: {reason}.")
 
-    when_models_appear(appeared, before_calls=any(block.name == block.kind for block in settings.blocks))
+    when_models_appear(appeared)
 
 
 def _modules_of(model: Any) -> dict[str, Block]:
