@@ -18,20 +18,22 @@ Appeared = Callable[[int, list[Block], Any], None]
 """Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
 
 
+_ASKED: list[Callable[[Any], None]] = []
+"""Those who are told of each call of a module before it is made, in the order in which they asked."""
+
+
 def when_models_appear(appeared: Appeared) -> None:
     """Call `appeared` for each model of the program, in time for its own `forward` to be exchanged.
 
-    torch is imported by now.
+    Of several, the one that asked first is called first, so what a later one puts around a `forward` has what the
+    earlier one made of it inside. torch is imported by now.
     """
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     known: weakref.WeakSet[Any] = weakref.WeakSet()
-    num_models, is_over = 0, False
+    num_models = 0
 
     def about_to_call(module: Any) -> None:
         nonlocal num_models
-        if is_over or torch.compiler.is_compiling() or module in known:  # torch.compile looks into calls too
+        if module in known:
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(held_modules(module))
@@ -39,9 +41,21 @@ def when_models_appear(appeared: Appeared) -> None:
             num_models += 1
             appeared(num_models - 1, blocks, module)
 
+    _ASKED.append(about_to_call)
+    if len(_ASKED) == 1:
+        _watch()
+
+
+def _watch() -> None:
+    """Tell those who asked of each call, until the first step of an optimizer has ended."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
     def make(call: Call) -> Call:
         def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            about_to_call(module)
+            if not torch.compiler.is_compiling():  # torch.compile looks into calls too
+                for about_to_call in _ASKED:
+                    about_to_call(module)
             return call(module, *args, **kwargs)
 
         return look_and_call
@@ -49,8 +63,7 @@ def when_models_appear(appeared: Appeared) -> None:
     watching = ModuleCalls(make)  # as a model's hooks are called after its forward has been looked up
 
     def stop(*_: Any) -> None:
-        nonlocal is_over
-        is_over = True
+        _ASKED.clear()
         watching.remove()  # later, where somebody else watches in front of this
 
     register_optimizer_step_post_hook(stop)  # stays, as it must not go while hooks are called
