@@ -57,6 +57,7 @@ def test_a_device_of_what_is_needed_is_large_enough_and_a_smaller_one_is_not(tmp
     assert squeezed["native"]["needed_bytes"] == 220 << 20
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_by_itself_is_one_sentence(tmp_path: Path) -> None:
     program = tmp_path / "failing.py"
     program.write_text(

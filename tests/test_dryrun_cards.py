@@ -40,6 +40,7 @@ def _dryrun(*arguments: str) -> Any:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_program_sees_the_card_that_was_named_and_what_is_assumed_of_a_line(tmp_path: Path) -> None:
     program, answers, file = tmp_path / "asks.py", tmp_path / "answers", tmp_path / "result.json"
     program.write_text(_ASKS)

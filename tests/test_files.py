@@ -91,8 +91,8 @@ def test_one_plan_is_saved_from_four_threads_at_once(requests: Path, tmp_path: P
         (["plan", "FILE", "-o", "OUT"], "step.plan.npz"),
         (["plan", "FILE", "--csv", "OUT"], "step.csv"),
         (["convert", "FILE", "OUT", "--force"], "step.trace.npz"),
-        (["convert", "FILE", "OUT", "--force"], "step.pickle"),
-        (["convert", "FILE", "OUT", "--force"], "step.json"),
+        pytest.param(["convert", "FILE", "OUT", "--force"], "step.pickle", marks=pytest.mark.slow),
+        pytest.param(["convert", "FILE", "OUT", "--force"], "step.json", marks=pytest.mark.slow),
         (["convert", "FILE", "OUT", "--force"], "step.csv.gz"),
     ],
 )

@@ -138,6 +138,7 @@ def test_a_budget_from_code_is_fitted_once_and_kept(tmp_path: Path) -> None:
     assert len(seen) > 2 + 3
 
 
+@pytest.mark.slow
 def test_fit_from_code_gives_the_record(tmp_path: Path) -> None:
     source = (
         "import stalloc, json, sys\n"

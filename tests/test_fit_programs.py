@@ -174,6 +174,7 @@ def test_a_module_of_the_current_folder_is_fitted_and_run(tmp_path: Path) -> Non
     assert "fitted anew" not in done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_layer_saves_is_what_korthikanti_says(run_checks: Callable[..., dict[str, Any]]) -> None:
     found = run_checks(FORMULA, str(Path(__file__).parent / "programs" / "korthikanti.py"))
     sequence, batch, width, heads, layers = 1024, 2, 1024, 16, 4

@@ -33,6 +33,7 @@ def check_variety(figures: dict[str, Any]) -> None:
     assert figures["kept"] > runs * 0.05
 
 
+@pytest.mark.slow
 def test_no_damage_to_a_file_does_more_than_one_sentence(tmp_path: Path) -> None:
     check_variety(hostile(tmp_path, "--mutations", "250", "--traces", "-", "--jobs", "1", "--seed", "5"))
 

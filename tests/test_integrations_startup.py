@@ -191,6 +191,7 @@ print(installing.current().controllers[0].state.record.total.num_live, torch.cud
     assert done.stdout.splitlines() == ["cudaMallocAsync", "0 cudaMallocAsync"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 def test_workers_by_fork_and_by_spawn(python: Run, tmp_path: Path) -> None:
     """Data loaders fork; a spawned process is a program of its own, with stalloc of its own."""

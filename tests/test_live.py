@@ -162,6 +162,7 @@ def test_peaks_are_those_of_the_whole_run(tmp_path: Path, capsys: pytest.Capture
     assert device[0]["reserved_peak_bytes"] >= 256 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch")
 def test_a_program_under_torchs_own_allocator_shows_itself_if_it_asks_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

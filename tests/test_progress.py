@@ -42,11 +42,11 @@ def heard(terminal: int, text: bytes) -> bytes:
         ("stats -", "describing"),
         pytest.param("top -", "reading", marks=pytest.mark.slow),
         pytest.param("explain -", "explaining", marks=pytest.mark.slow),
-        ("plan -", "planning"),
+        pytest.param("plan -", "planning", marks=pytest.mark.slow),
         ("simulate -", "reading"),
         pytest.param("validate PLAN -", "checking", marks=pytest.mark.slow),
         pytest.param("convert - OUT", "converting", marks=pytest.mark.slow),
-        ("diff CSV -", "comparing"),
+        pytest.param("diff CSV -", "comparing", marks=pytest.mark.slow),
     ],
 )
 def test_a_verb_that_takes_long_says_what_it_is_at(files: dict[str, str], words: str, said: str) -> None:

@@ -113,11 +113,18 @@ def test_new():
 """
 
 
-@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
-def test_a_baseline_is_written_kept_and_what_grew_is_told(
-    session: Session, tmp_path: Path, workers: tuple[str, ...]
-) -> None:
-    options = ("--stalloc-baseline", "memory.json", *workers)
+@pytest.mark.slow
+def test_workers_write_one_baseline_and_are_held_to_it(session: Session, tmp_path: Path) -> None:
+    options = ("--stalloc-baseline", "memory.json", "-n", "2")
+    wrote = session(BASELINE_TESTS.format(factor=1), *options, "--stalloc-update")
+    assert "wrote 3 tests to memory.json" in wrote.stdout
+    assert len(json.loads((tmp_path / "memory.json").read_text())["entries"]) == 3
+    grown = session(BASELINE_TESTS.format(factor=2), *options, code=1)
+    assert "8.00 MiB more than the baseline's 9.00 MiB" in shown_of(grown, "test_it[8]")[0]
+
+
+def test_a_baseline_is_written_kept_and_what_grew_is_told(session: Session, tmp_path: Path) -> None:
+    options = ("--stalloc-baseline", "memory.json")
     missing = session(BASELINE_TESTS.format(factor=1), *options, code=4)
     assert "memory.json does not exist" in missing.stderr + missing.stdout
     wrote = session(BASELINE_TESTS.format(factor=1), *options, "--stalloc-update", "-k", "not new")
@@ -322,6 +329,7 @@ def test_leak():
     assert (figures["test_both"], figures["test_one_after_the_other"]) == ("29.00 MiB", "20.00 MiB")
 
 
+@pytest.mark.slow
 def test_child_processes_count(tmp_path: Path) -> None:
     venv.EnvBuilder(with_pip=False, symlinks=True).create(tmp_path / "python")
     packages = next((tmp_path / "python").glob("lib/python*/site-packages"))

@@ -289,6 +289,7 @@ def test_settings_of_the_environment_do_not_steer_the_terminal(capsys, monkeypat
         check(capsys, ["info"], exit_code=0)
 
 
+@pytest.mark.slow
 def test_a_table_goes_to_a_terminal_that_knows_no_unicode(tmp_path, run_program):
     write_snapshot(tmp_path / "s.pickle", random.Random(SEED), allocator_settings={})
     program = "import sys; from stalloc.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -150,6 +150,7 @@ def test_a_trace_without_call_sites_says_how_to_get_them(tmp_path, capsys):
     assert "by size" in shown
 
 
+@pytest.mark.slow
 def test_a_recording_with_stacks_names_the_lines_of_the_program_and_what_grows(tmp_path, capsys, cuda_torch):
     program, file = tmp_path / "program.py", tmp_path / "run.trace.npz"
     program.write_text(

@@ -115,7 +115,7 @@ COMMANDS = (
     "convert --force TINY OUT",
     "diff TINY OTHER",
     "simulate TINY",
-    "simulate OOM --capacity 40GB",
+    pytest.param("simulate OOM --capacity 40GB", marks=pytest.mark.slow),
     "explain OOM",
     "explain CSV",
     "info",
