@@ -106,8 +106,8 @@ def test_layers_come_before_they_compute_and_go_when_their_gradients_are_there()
 def test_layers_lie_in_the_host_while_it_has_room_then_on_disk_and_else_stay() -> None:
     sizes = np.array([1000, 3000, 600, 5000, 1000])
     layers = [LayerRecorded(place, 0, rows, []) for place, rows in enumerate([[0], [1, 2], [], [3], [4]])]
-    assert homes(layers, sizes, 2048, 8192) == Homes([0, 1, 4], 2048, 8192)
-    assert homes(layers, sizes, 2048, 0) == Homes([0, 4], 2048, 0)
+    assert homes(layers, sizes, 2048, 8192) == Homes([0, 1, 4], {1}, 2048, 8192)
+    assert homes(layers, sizes, 2048, 0) == Homes([0, 4], set(), 2048, 0)
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ for a part of its parameters at a time. The order in which parts come and go is 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,15 +39,21 @@ class UpdateRecorded:
     states: list[list[int]]  #: requests that hold the large tensors of its state; -1: of nothing that was requested
     parameters: list[int]  #: requests that hold the parameters themselves
 
-    def parts(self, tiers: TierSettings, layer_of: Mapping[int, int]) -> tuple[list[Part], int]:
+    def parts(
+        self, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], *, reads_for_processor: bool
+    ) -> tuple[list[Part], int]:
         """The parts that are updated, and the host memory that the processor needs for copies.
 
-        `layer_of` gives the layer of a request.
+        `layer_of` gives the layer of a request, `on_disk` has the layers that lie there, which the processor updates
+        where they are read for it, and else the device.
         """
         layers = [layer_of.get(row, -1) for row in self.parameters]
         parts = arranged(self.parameter_bytes, layers, tiers.paged_window_bytes, tiers.shares)
+        if not reads_for_processor:
+            parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
         updated = [Part(tuple(at for at in part.members if self.is_updated[at]), part.place) for part in parts]
-        return [part for part in updated if part.members], staging_bytes(parts, self.parameter_bytes, layers)
+        in_host = [-1 if layer in on_disk else layer for layer in layers]
+        return [part for part in updated if part.members], staging_bytes(parts, self.parameter_bytes, in_host)
 
 
 @dataclass(frozen=True)
@@ -71,23 +77,28 @@ class _Room:
         self._staged_bytes = 0
         self.away: set[int] = set()
 
-    def place(self, rows: list[int], place: Place, staging: int) -> Place:
-        """Give the state of a part room, all of it or none; where it is updated then."""
+    def stage(self, staging: int) -> bool:
+        """Have so many bytes of the host for what the processor copies; whether there is room."""
+        more = max(0, staging - self._staged_bytes)
+        if self.host_bytes + more > self._tiers.host_bytes:
+            return False
+        self.host_bytes += more
+        self._staged_bytes += more
+        return True
+
+    def place(self, rows: list[int], place: Place) -> bool:
+        """Give the state of a part room, all of it or none; whether there is room."""
         new = [row for row in rows if row not in self.away]
         needed = sum(aligned(int(self._size[row])) for row in new)
-        more = max(0, staging - self._staged_bytes) if place is Place.PROCESSOR else 0
         pages = sum(in_pages(int(self._size[row])) for row in new)
-        if place is Place.DEVICE:
-            return place
-        if self.host_bytes + needed + more <= self._tiers.host_bytes:
-            self.host_bytes += needed + more
-            self._staged_bytes += more
+        if self.host_bytes + needed <= self._tiers.host_bytes:
+            self.host_bytes += needed
         elif place is Place.PAGED and self.disk_bytes + pages <= self._tiers.disk_bytes:
             self.disk_bytes += pages
         else:
-            return Place.DEVICE
+            return False
         self.away.update(new)
-        return place
+        return True
 
 
 def paged(
@@ -103,11 +114,12 @@ def paged(
     gone = np.zeros(len(start), bool)
     added: list[tuple[int, int, int]] = []
     room = _Room(tiers, size, 0)
-    limits = tiers.host_bytes - room.host_bytes, tiers.disk_bytes if tiers.streams_from_disk else 0
+    limits = tiers.host_bytes - room.host_bytes, tiers.disk_bytes
     found = homes(layers if tiers.streamed_window else (), size, *limits)
     room.host_bytes += found.host_bytes
     room.disk_bytes += found.disk_bytes
     layers = [layers[place] for place in found.chosen]
+    on_disk = {number for number, place in enumerate(found.chosen) if place in found.on_disk}
     layer_of = {row: place for place, layer in enumerate(layers) for row in layer.requests}
     layer_bytes = [sum(int(size[row]) for row in layer.requests) for layer in layers]
     for layer in layers:
@@ -116,7 +128,7 @@ def paged(
     for stay in stays(layers, passes, [one.begin for one in updates], tiers.streamed_window):
         added.append((stay.begin * fine, stay.end * fine, layer_bytes[stay.layer]))
     for update in updates:
-        parts, staging = update.parts(tiers, layer_of)
+        parts, has_room = _with_copies(update, tiers, layer_of, on_disk, room)
         members = [list(part.members) for part in parts]
         held = [[row for at in part for row in update.states[at] if row >= 0] for part in members]
         made = _made_for_parts(run, update, members, {row for rows in held for row in rows})
@@ -124,11 +136,17 @@ def paged(
             gone[[row for row in rows if start[row] >= update.begin]] = True  # its part makes it
         brought = [{layer_of[row] for at in part if (row := update.parameters[at]) in layer_of} for part in members]
         weights = [sum(layer_bytes[place] for place in places) for places in brought]
-        first = sorted(range(len(parts)), key=lambda number: parts[number].place is not Place.PROCESSOR)
-        for number in first:  # the processor's state is there before the step begins
-            place = room.place(held[number], parts[number].place, staging)
-            if place is Place.PROCESSOR:
+        places = [part.place for part in parts]
+        for number, place in enumerate(places):  # the processor's state is there before the step begins
+            if place is not Place.PROCESSOR:
+                continue
+            if has_room and room.place(held[number], place):
                 held[number], made[number], weights[number] = [], [], 0
+            else:
+                places[number] = Place.PAGED if brought[number] & on_disk else Place.DEVICE
+        for number, place in enumerate(places):
+            if place is Place.PAGED:
+                room.place(held[number], place)
         added += _flight(update, held, made, weights, run, room.away, tiers.paged_window_bytes, fine)
     gone[list(room.away)] = True
     kept = ~gone
@@ -139,6 +157,17 @@ def paged(
         np.append(size[kept], more[:, 2]),
     )
     return Paged(spans, room.host_bytes, room.disk_bytes, found.disk_bytes)
+
+
+def _with_copies(
+    update: UpdateRecorded, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], room: _Room
+) -> tuple[list[Part], bool]:
+    """The parts of an update, and whether what the processor copies has room; layers on disk are left out first."""
+    for reads in (True, False):
+        parts, staging = update.parts(tiers, layer_of, on_disk, reads_for_processor=reads)
+        if room.stage(staging):
+            return parts, True
+    return parts, False
 
 
 def peak_bytes(run: Lifespans) -> int:

@@ -43,9 +43,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Homes:
-    """Which layers find room elsewhere, by place, and what they take there."""
+    """Which layers find room elsewhere, by place, those of them on disk, and what they take there."""
 
     chosen: list[int]
+    on_disk: set[int]
     host_bytes: int
     disk_bytes: int
 
@@ -53,6 +54,7 @@ class Homes:
 def homes(layers: Sequence[LayerRecorded], size: Column, host_bytes: int, disk_bytes: int) -> Homes:
     """Where layers lie within so much room in the host, and on disk where that is full."""
     chosen: list[int] = []
+    on_disk: set[int] = set()
     in_host = in_files = 0
     for place, layer in enumerate(layers):
         needed = sum(aligned(int(size[row])) for row in layer.requests)
@@ -63,10 +65,11 @@ def homes(layers: Sequence[LayerRecorded], size: Column, host_bytes: int, disk_b
             in_host += needed
         elif in_files + pages <= disk_bytes:
             in_files += pages
+            on_disk.add(place)
         else:
             continue
         chosen.append(place)
-    return Homes(chosen, in_host, in_files)
+    return Homes(chosen, on_disk, in_host, in_files)
 
 
 def stays(layers: Sequence[LayerRecorded], passes: Sequence[Pass], ends: Sequence[int], window: int) -> list[Stay]:

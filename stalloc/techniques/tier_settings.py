@@ -26,14 +26,6 @@ class TierSettings:
     processor_share: float = 0.0  #: of the parameters, by bytes, that the processor updates
 
     @property
-    def streams_from_disk(self) -> bool:
-        """Whether layers that have no room in host memory lie on disk.
-
-        Beside updates on the processor they do not, since no fit foresees what these need of the host then.
-        """
-        return bool(self.disk_bytes and self.streamed_window and not self.processor_share)
-
-    @property
     def shares(self) -> Shares:
         """Both shares."""
         return Shares(self.device_share, self.processor_share)

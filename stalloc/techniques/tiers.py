@@ -90,7 +90,7 @@ class Tiers:
             self._say(f"{self._unpaged}: layers stay on the device.")
             return
         settings, disk = self._settings, None
-        if settings.streams_from_disk:
+        if settings.disk_bytes:
             disk = self._disk(f"layers-{number}", next(model.parameters()).device, PARAMETERS)
         streaming, reason = stream_blocks(model, blocks, self.store, settings.streamed_window, disk)
         for layer in streaming.layers if streaming is not None else ():
