@@ -79,8 +79,10 @@ class _Library:
         sys.modules.update(self._modules)
         for parent, short, child in self._names_in_others:
             setattr(parent, short, child)
-        if self._name == "torch._dynamo":  # it has looked up functions, in whose place the virtual GPU puts its own
-            self._modules["torch._dynamo.trace_rules"].clear_lru_cache()
+        rules = self._modules.get("torch._dynamo.trace_rules")
+        forget = getattr(rules, "clear_lru_cache", None)  # from 2.3 on
+        if forget is not None:  # it has looked up functions, in whose place the virtual GPU puts its own
+            forget()
 
 
 class _Finder:
