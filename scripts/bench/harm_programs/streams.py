@@ -143,21 +143,27 @@ def busy_neighbour(num_steps: int) -> None:
     """Whenever a block of the model begins, another thread allocates up to 16 MiB, and keeps its last four."""
     model, optimizer = new_training()
     asked: queue.Queue[bool] = queue.Queue()
-    done: queue.Queue[bool] = queue.Queue()
+    done: queue.Queue[torch.OutOfMemoryError | None] = queue.Queue()
 
     def allocate() -> None:
         rng = random.Random(5)
         kept: list[torch.Tensor] = []
         while asked.get():
-            kept.append(torch.empty(rng.randrange(1 << 10, 4 << 20), device="cuda"))
+            try:
+                kept.append(torch.empty(rng.randrange(1 << 10, 4 << 20), device="cuda"))
+            except torch.OutOfMemoryError as error:
+                done.put(error)
+                return
             del kept[:-4]
-            done.put(True)
+            done.put(None)
 
     def ask(*_: object) -> None:
         asked.put(True)
-        done.get()
+        error = done.get()
+        if error is not None:
+            raise error
 
-    thread = threading.Thread(target=allocate)
+    thread = threading.Thread(target=allocate, daemon=True)  # it does not outlive a program that runs out of memory
     thread.start()
     for block in model.blocks:
         block.register_forward_pre_hook(ask)
