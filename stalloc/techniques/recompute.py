@@ -37,25 +37,26 @@ class RecomputedForward:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
-        inputs = [one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves]
+        held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])
         given = [(args, kwargs)]  # gone after the forward pass, so that nothing is held for longer than by the program
         del args, kwargs
         tape = self._make_tape(self._name, self._wanted, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         state = ModuleState(self._name, self._block)
 
-        def run(*inputs: Any) -> Any:
+        def run(*held_now: Any) -> Any:
             if given:
                 positional, named = given.pop()
                 outputs = self.original(*positional, **named)
                 tape.finish(outputs)
                 return outputs
             tape.begin_again()
+            inputs = held.as_given(held_now)
             positional, named = tree_unflatten([as_it_is_now(one) for one in inputs], structure)
             with state.as_before():
                 return self.original(*positional, **named)
 
         contexts = tape.recording(), tape.repeating()
-        return torch_checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: contexts)
+        return torch_checkpoint(run, *held.values, use_reentrant=False, context_fn=lambda: contexts)
 
     @property
     def original(self) -> Any:
@@ -81,6 +82,27 @@ class RecomputedForward:
             del self._block.forward
         else:
             self._block.forward = self._instance_forward
+
+
+class _Held:
+    """What a block was given, each tensor once: blocks ask whether two are the same one, and hooks on what is saved (to
+    the host and back) make another tensor of each."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.values: list[Any] = []
+        self._places: list[int] = []  # among these, of each leaf
+        places: dict[int, int] = {}
+        for leaf in leaves:
+            place = places.get(id(leaf), len(self.values))
+            if place == len(self.values):
+                self.values.append(leaf)
+            if isinstance(leaf, torch.Tensor):
+                places[id(leaf)] = place
+            self._places.append(place)
+
+    def as_given(self, values: Sequence[Any]) -> list[Any]:
+        """All leaves, of the values as they are now."""
+        return [values[place] for place in self._places]
 
 
 @dataclass(frozen=True)

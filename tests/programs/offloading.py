@@ -68,6 +68,19 @@ class Convolutions(nn.Module):
         return self.body(x).sigmoid().mean()
 
 
+class Attentions(nn.Module):
+    """Blocks that ask whether they are given one tensor thrice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, value=x, need_weights=False)[0]
+        return x.square().mean()
+
+
 def straight(net: Net, x: torch.Tensor) -> torch.Tensor:
     for layer in net.layers:
         x = layer(x)
@@ -158,6 +171,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "gpt, everything": (gpt(), {"recompute", "page", "stream", "window", "accumulate"}),
     "gpt paged and streamed": (gpt(), {"page", "stream"}),
     "autocast": (gpt(), {"autocast", "window"}),
+    "attention recomputed": (Attentions, {"recompute"}),
     "autocast recomputed": (gpt(), {"autocast", "recompute"}),
     "checkpoint": (lambda: Net(by_checkpoint(reentrant=False)), set()),
     "reentrant checkpoint": (lambda: Net(by_checkpoint(reentrant=True)), set()),
@@ -180,6 +194,8 @@ def inputs(model: nn.Module) -> tuple[torch.Tensor, ...]:
         return (torch.randn(ROWS, WIDTH),)
     if isinstance(model, Convolutions):
         return (torch.randn(4, 3, 32, 32),)
+    if isinstance(model, Attentions):
+        return (torch.randn(2, ROWS, WIDTH),)
     return tuple(torch.randint(64, (2, 8, 32)))
 
 
