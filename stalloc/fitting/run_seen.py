@@ -206,13 +206,15 @@ def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Co
 
     Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
     it makes because operations are looked at. What the program as it is frees before a request is freed before it here.
+    Whether they are freed at all says nothing of that: at the end of a program a model goes at once, or when Python
+    looks for cycles.
     """
-    once = _is_freed(run)
+    once = np.ones(len(run.size), bool)
     for call in calls:
         once[call.again] = False
-    rows, others = np.flatnonzero(once), np.flatnonzero(_is_freed(as_is))
-    pairs = np.array(list(aligned(run.size[rows].tolist(), as_is.size[others].tolist())), np.int64).reshape(-1, 2)
-    same, other = rows[pairs[:, 0]], others[pairs[:, 1]]
+    rows = np.flatnonzero(once)
+    pairs = np.array(list(aligned(run.size[rows].tolist(), as_is.size.tolist())), np.int64).reshape(-1, 2)
+    same, other = rows[pairs[:, 0]], pairs[:, 1]
     end, is_extra = run.end.copy(), once
     following = np.searchsorted(as_is.start[other], as_is.end[other])
     end[same] = np.append(run.start[same], run.end.max(initial=0))[following]
