@@ -215,18 +215,43 @@ def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Pat
     assert "budget 94.00 MiB: kept (optimizer's step in the backward pass)" in done.stdout
 
 
+#: at the peak a tensor of 20 MiB lies in a block of as much, and from the fourth step on in one of 20.75, never split
+HOLES = PROGRAM.replace(
+    "for step in range",
+    """def take(size):
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+take(40 << 20)
+rest = take(77 << 18)
+for step in range""",
+).replace(
+    "    MODEL(torch",
+    """    pair = [take(20 << 20), take(20 << 20)]
+    del pair[0 if step == 0 or step > 2 else 1]
+    take(600 << 20)
+    del pair
+    MODEL(torch""",
+)
+
+
+def test_steps_that_ask_for_the_same_are_alike_whichever_blocks_they_get(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, HOLES), 6)
+    assert "all 6 steps were looked at" in found["notes"]
+
+
 def test_steps_of_every_kind_are_tried_and_what_is_left_out_is_said() -> None:
     alike, short, long = [(10, 100)] * 4, (10, 60), (99, 500 << 30)
     assert steps_to_try(alike, 3, 0.1, is_whole=True) == Ahead(3, "all 4 steps were looked at")
     assert "a later one that is larger" in steps_to_try(alike, 3, 0.1, is_whole=False).note
     assert steps_to_try([*alike, short, *alike, short], 3, 0.1, is_whole=True) == Ahead(
-        7, "all 10 steps were looked at; 1 of them unlike the first 3, so each run has 7"
+        7, "all 10 steps were looked at; 2 of them unlike the first 3, or after others, so each run has 7"
     )
+    back = steps_to_try([*alike, short, short, *alike, short, *alike], 3, 0.1, is_whole=True)
+    assert back.num_steps == 8, "what a step finds is what the one before left"
     nothing_asked = (0, 60)  # after the last step
     assert steps_to_try([*alike, nothing_asked], 3, 0.1, is_whole=True).num_steps == 3
     late = steps_to_try([*alike, short, *alike * 30, long], 3, 0.1, is_whole=False)
     assert late.num_steps == 7
-    assert "step 126, which allocates 500.00 GiB, is unlike those that were tried" in late.note
+    assert "step 126, which allocates 500.00 GiB, is unlike those that were tried, or after another" in late.note
     assert late.note.endswith("--trial-steps 126 tries it")
 
 

@@ -1,13 +1,15 @@
 """Looking at more steps of the program than a trial has, so that those which need other memory are tried too.
 
 Contract: one run of some seconds under PyTorch's allocator, as the program is. Steps are of one kind if they make as
-many requests and have the same peak; what comes after the last step is a step too, if it makes any. Trials have as many
-steps as it takes to see every kind once, as long as that stays short; what they leave out is said.
+many requests and have the same peak of what was asked for (what PyTorch's allocator hands out depends on which blocks
+are free); what comes after the last step is a step too, if it makes any. Trials have as many steps as it takes to see
+every kind once, and after every other that it comes after, as long as that stays short: the memory that a step finds is
+what the one before left. What they leave out is said.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stalloc.figures import human_bytes
 from stalloc.fitting.trial_work import TrialWork
@@ -15,12 +17,11 @@ from stalloc.fitting.trials import Measured
 
 LOOK_SECONDS = 4.0  #: that are looked ahead, at the most
 _LOOK_STEPS = 1000
-_AFTER = 2  # steps that follow an unlike one are tried too, since what it leaves behind is theirs
 LATER = "a later one that is larger, or unlike them, can run out of memory within the budget"
 MOST_STEPS, MOST_SECONDS = 64, 3.0  #: of a trial, at the most
 
 _Kind = tuple[int, int]
-"""Requests of a step, and bytes allocated at its peak."""
+"""Requests of a step, and bytes that were asked for at its peak."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
     seen = trial(TrialWork("native", num_steps=_LOOK_STEPS, most_seconds=LOOK_SECONDS))
     if seen.failure:
         return Ahead(least, f"each run has {least} steps, and {LATER}")
-    requests = [now - before for before, now in itertools.pairwise([0, *seen.requests])]
-    kinds = [(count, allocated) for count, (allocated, _) in zip(requests, seen.steps, strict=True)]
+    until = [0, *(count for count, _ in seen.requests)]
+    kinds = [(now - before, peak) for (before, now), (_, peak) in zip(pairwise(until), seen.requests, strict=True)]
     if seen.is_whole and kinds and not kinds[-1][0]:
         del kinds[-1]  # nothing came after the last step
     return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole)
@@ -48,21 +49,26 @@ def steps_to_try(kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_
 
     `is_whole`: the program has no more.
     """
-    first: dict[_Kind, int] = {}
-    for number, kind in enumerate(kinds):
-        first.setdefault(kind, number)
-    new = [number for (requests, _), number in first.items() if number >= least and requests]
+    first: dict[tuple[_Kind, _Kind], int] = {}
+    for number, pair in enumerate(pairwise(kinds), start=1):
+        first.setdefault(pair, number)
+    new = [number for (_, (requests, _)), number in first.items() if number >= least and requests]
     most = min(MOST_STEPS, max(least, int(MOST_SECONDS / max(step_seconds, 1e-3))))
-    num_steps = max([least, *(min(number + 1 + _AFTER, len(kinds)) for number in new if number < most)])
+    num_steps = max([least, *(min(number + 2, len(kinds)) for number in new if number < most)])
     looked = f"{'all' if is_whole else 'the first'} {len(kinds)} steps were looked at"
     later = "" if is_whole else f"; {LATER}"
     left = [number for number in new if number >= num_steps]
     if not left:
-        unlike = f"; {len(new)} of them unlike the first {least}, so each run has {num_steps}" if new else ""
+        unlike = (
+            f"; {len(new)} of them unlike the first {least}, or after others, so each run has {num_steps}"
+            if new
+            else ""
+        )
         return Ahead(num_steps, f"{looked}{unlike}{later}")
     largest = max(left, key=lambda number: kinds[number][1])
     told = f"step {largest + 1}, which allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
     return Ahead(
         num_steps,
-        f"{looked}, and {told}: it can run out of memory within the budget; --trial-steps {max(left) + 1} tries it",
+        f"{looked}, and {told}, or after another: it can run out of memory within the budget; "
+        f"--trial-steps {max(left) + 1} tries it",
     )

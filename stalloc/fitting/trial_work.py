@@ -48,7 +48,7 @@ class _Trial:
     def __init__(self, folder: Path, work: TrialWork) -> None:
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
-        self._requests: list[int] = []  # of the device, until the end of each step
+        self._requests: list[tuple[int, int]] = []  # until the end of each step, and bytes asked for at its peak
         self._begun = time.monotonic()
         self._notes: list[str] = []
         self._first: Any = None  # the optimizer whose steps count
@@ -126,7 +126,9 @@ class _Trial:
         import torch
 
         self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-        self._requests.append(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
+        statistics = torch.cuda.memory_stats()
+        asked_for = ("allocation.all.allocated", "requested_bytes.all.peak")
+        self._requests.append((statistics.get(asked_for[0], 0), statistics.get(asked_for[1], 0)))
 
     def end(self, *, is_whole: bool = True) -> None:
         """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""

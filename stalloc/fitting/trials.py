@@ -33,7 +33,8 @@ class Measured:
     allocated_bytes: int = 0  #: the peak of all steps
     reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
-    requests: list[int] = field(default_factory=list)  #: of the device, until the end of each
+    requests: list[tuple[int, int]] = field(default_factory=list)
+    """Of the device, how many until the end of each step, and what they asked for at its peak."""
     step_seconds: float = 0.0  #: of a step after the first
     is_whole: bool = False  #: the program ended by itself
     host_bytes: int = 0  #: of host memory that tiers took, at the most
