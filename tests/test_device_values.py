@@ -92,7 +92,7 @@ def test_what_is_known_is_no_doubtful_decision(values: Any, more_values: Any) ->
 _MORE = (
     _PROLOGUE
     + """
-import copy
+import copy, io
 import torch.nn.functional as F
 lengths = torch.tensor([3, 9, 4]).cuda()
 edges = torch.tensor([[0, 1, 1, 2, 2, 2], [1, 0, 0, 2, 2, 1]]).cuda()
@@ -108,6 +108,12 @@ for _ in range(4):
     scaler.step(torch.optim.SGD([weight], lr=0.1))
     scaler.update()
     scales.append(scaler.get_scale())
+optimizer, file = torch.optim.AdamW([weight]), io.BytesIO()
+optimizer.step()
+torch.save(optimizer.state_dict(), file)
+file.seek(0)
+optimizer.load_state_dict(torch.load(file, map_location="cuda"))
+optimizer.step()
 print(json.dumps({
     "numbers of Python": [float(lengths.sum()), complex(lengths.max()).real],
     "starts of packed sequences": [starts.tolist(), int((starts[1:] - starts[:-1]).max())],
@@ -119,6 +125,7 @@ print(json.dumps({
     "arguments by name": [torch.cat(tensors=[lengths, lengths]).tolist(), torch.sum(input=lengths).item()],
     "all that was overwritten": [kept.tolist(), cleared.tolist(), kept.copy_(lengths).tolist()],
     "scales of gradients": scales,
+    "steps that a file put on the GPU": optimizer.state[weight]["step"].item(),
     "an order turned round": packed.unsorted_indices.tolist(),
     "equal": [torch.equal(lengths, lengths + 0), lengths.equal(lengths + 1)],
     "few floating-point numbers": [
@@ -150,6 +157,7 @@ def more_values(run_checks: Any) -> Any:
         ("copies", [3, 9, 4]),
         ("an order turned round", [2, 0, 1]),
         ("scales of gradients", [65536.0, 131072.0, 131072.0, 262144.0]),
+        ("steps that a file put on the GPU", 2.0),
         ("arguments by name", [[3, 9, 4, 3, 9, 4], 16]),
         ("all that was overwritten", [[4, 5, 6], [0, 0], [3, 9, 4]]),
         ("equal", [True, False]),

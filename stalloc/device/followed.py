@@ -65,6 +65,8 @@ _METHODS = (
     *_CONVERSIONS,
 )
 _OVERWRITING = ("fill_", "zero_")
+_CHANGING_EACH = ("_foreach_add_", "_foreach_mul_")
+"""Of `torch`, by which optimizers count their steps on the GPU, where a file that was loaded there has put them."""
 _MAKERS = (
     *("tensor", "as_tensor", "arange", "full", "ones", "zeros", "eye", "full_like", "ones_like", "zeros_like"),
     *("tril_indices", "triu_indices", "linspace"),
@@ -192,6 +194,23 @@ def _made(values: Values, name: str, function: Callable[..., Any]) -> Callable[.
     return make
 
 
+def _changing_each(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
+    def change(tensors: Any, *more: Any, **named: Any) -> Any:
+        function(tensors, *more, **named)
+        return tensors
+
+    @functools.wraps(function)
+    def follow(tensors: Any, *more: Any, **named: Any) -> Any:
+        if not values.keeps(tensors):
+            return function(tensors, *more, **named)
+        computed = values.compute(change, (tensors, *more), named)
+        result = function(tensors, *more, **named)
+        values.learn(tensors, computed)
+        return result
+
+    return follow
+
+
 def _setter(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def change(self: Any, index: Any, value: Any) -> None:
@@ -234,6 +253,8 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
                 replace(owner, name, functools.partial(_followed, values, name))
     for name in _METHODS:
         replace(tensor, name, functools.partial(_followed, values, name))
+    for name in _CHANGING_EACH:
+        replace(torch, name, functools.partial(_changing_each, values))
     replace(tensor, "__setitem__", functools.partial(_setter, values))
     for name in _DRAWN:
         replace(torch, name, functools.partial(drawer, values))
