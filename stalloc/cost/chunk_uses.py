@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.errors import BadInputError
-from stalloc.lifespans import find_steady_step
+from stalloc.lifespans import recorded_step
 from stalloc.lifespans.roles import within
 from stalloc.trace import Trace
-from stalloc.trace.operations import RangeKind, Role, read_operations
+from stalloc.trace.operations import RangeKind, Role
 
 Moment = tuple[int, ...]
 """What has to be on the device at once: parameters, or chunks."""
@@ -62,12 +62,7 @@ class Chunks:
 
 def model_data(trace: Trace) -> ModelData:
     """What the last recorded step does with parameters. Raises BadInputError for a trace that does not tell."""
-    operations = read_operations(trace)
-    step = None if operations is None else find_steady_step(trace, operations)
-    if operations is None or step is None:
-        raise BadInputError(
-            f"trace of device {trace.device} has no whole step with operations: record it with stalloc record --ops."
-        )
+    operations, step = recorded_step(trace)
     in_update = within(operations, RangeKind.OPTIMIZER)
     is_parameter = operations.role == Role.PARAMETER
     bounds = np.searchsorted(operations.access_op, np.stack([step.operations, step.operations + 1]))

@@ -13,11 +13,11 @@ from stalloc.columns import Rows
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.step_seconds import LINK_SHARE, LINK_START, operation_seconds
 from stalloc.errors import BadInputError
-from stalloc.lifespans import find_steady_step
+from stalloc.lifespans import recorded_step
 from stalloc.lifespans.operation_modules import module_of_ranges
 from stalloc.lifespans.roles import within
 from stalloc.trace import Trace
-from stalloc.trace.operations import Operations, RangeKind, Role, read_operations
+from stalloc.trace.operations import Operations, RangeKind, Role
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,7 @@ def together(layers: Sequence[LayerCost]) -> LayerCost:
 
 def layer_costs(trace: Trace, rates: GpuRates) -> list[LayerCost]:
     """The layers of the last recorded step. Raises BadInputError for a trace that does not tell them."""
-    operations = read_operations(trace)
-    step = None if operations is None else find_steady_step(trace, operations)
-    if operations is None or step is None:
-        raise BadInputError(
-            f"trace of device {trace.device} has no whole step with operations: record it with stalloc record --ops."
-        )
+    operations, step = recorded_step(trace)
     in_update, in_backward = (within(operations, kind) for kind in (RangeKind.OPTIMIZER, RangeKind.BACKWARD))
     rows = step.operations[~in_update[step.operations]]
     layer, count = _layers_of(operations, rows, in_backward)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from stalloc.cost.disjoint_sets import LEAST_BYTES
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.step_seconds import operation_seconds
-from stalloc.errors import BadInputError
-from stalloc.lifespans import find_steady_step
+from stalloc.lifespans import recorded_step
 from stalloc.lifespans.roles import within
 from stalloc.trace import Trace
-from stalloc.trace.operations import RangeKind, Role, read_operations
+from stalloc.trace.operations import RangeKind, Role
 
 
 class Use(enum.IntEnum):
@@ -76,12 +75,7 @@ class SavedTensors:
 
 def saved_tensors(trace: Trace, rates: GpuRates) -> SavedTensors:
     """Those of the last recorded step. Raises BadInputError for a trace that does not tell."""
-    operations = read_operations(trace)
-    step = None if operations is None else find_steady_step(trace, operations)
-    if operations is None or step is None:
-        raise BadInputError(
-            f"trace of device {trace.device} has no whole step with operations: record it with stalloc record --ops."
-        )
+    operations, step = recorded_step(trace)
     in_update, in_backward = (within(operations, kind) for kind in (RangeKind.OPTIMIZER, RangeKind.BACKWARD))
     rows = step.operations[~in_update[step.operations]]
     times: dict[int, tuple[float, float]] = {}  # begin and end of each operation
@@ -90,9 +84,7 @@ def saved_tensors(trace: Trace, rates: GpuRates) -> SavedTensors:
         begin = seconds
         seconds += operation_seconds(operations, row, rates)[1]
         times[row] = begin, seconds
-    uses: dict[
-        int, tuple[list[int], list[int]]
-    ] = {}  # of each request: operations of the forward, and of the other pass
+    uses: dict[int, tuple[list[int], list[int]]] = {}  # of each request: operations of the forward, and the other pass
     for operation, request in zip(operations.access_op.tolist(), operations.access_request.tolist(), strict=True):
         if operation in times and operations.role[request] == Role.SAVED_ACTIVATION:
             uses.setdefault(request, ([], []))[int(in_backward[operation])].append(operation)

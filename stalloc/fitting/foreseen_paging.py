@@ -6,7 +6,7 @@ for a part of its parameters at a time. The order in which parts come and go is 
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,11 +16,10 @@ from stalloc.techniques.parts import (
     Part,
     Place,
     aligned,
-    arranged,
+    arranged_with_copies,
     disk_buffers_bytes,
     disk_chunk_bytes,
     in_pages,
-    staging_bytes,
 )
 from stalloc.techniques.tier_settings import TierSettings
 
@@ -42,18 +41,14 @@ class UpdateRecorded:
     def parts(
         self, tiers: TierSettings, layer_of: Mapping[int, int], on_disk: Set[int], *, reads_for_processor: bool
     ) -> tuple[list[Part], int]:
-        """The parts that are updated, and the host memory that the processor needs for copies.
-
-        `layer_of` gives the layer of a request, `on_disk` has the layers that lie there, which the processor updates
-        where they are read for it, and else the device.
-        """
+        """Of `arranged_with_copies` the parts that are updated; `layer_of` gives the layer of a request."""
         layers = [layer_of.get(row, -1) for row in self.parameters]
-        parts = arranged(self.parameter_bytes, layers, tiers.paged_window_bytes, tiers.shares)
-        if not reads_for_processor:
-            parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
+        options = tiers.paged_window_bytes, tiers.shares
+        parts, copied_bytes = arranged_with_copies(
+            self.parameter_bytes, layers, on_disk, *options, reads_for_processor=reads_for_processor
+        )
         updated = [Part(tuple(at for at in part.members if self.is_updated[at]), part.place) for part in parts]
-        in_host = [-1 if layer in on_disk else layer for layer in layers]
-        return [part for part in updated if part.members], staging_bytes(parts, self.parameter_bytes, in_host)
+        return [part for part in updated if part.members], copied_bytes
 
 
 @dataclass(frozen=True)

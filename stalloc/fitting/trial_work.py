@@ -127,8 +127,8 @@ class _Trial:
 
         self._steps.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
         statistics = torch.cuda.memory_stats()
-        asked_for = ("allocation.all.allocated", "requested_bytes.all.peak")
-        self._requests.append((statistics.get(asked_for[0], 0), statistics.get(asked_for[1], 0)))
+        num_requests = statistics.get("allocation.all.allocated", 0)
+        self._requests.append((num_requests, statistics.get("requested_bytes.all.peak", 0)))
 
     def end(self, *, is_whole: bool = True) -> None:
         """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""

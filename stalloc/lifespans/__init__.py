@@ -9,7 +9,7 @@ from stalloc.lifespans.operation_order import Reordered, reorder
 from stalloc.lifespans.periods import Period, find_period, find_step_period, may_repeat, sequence_keys, sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.roles import find_roles
-from stalloc.lifespans.steady_step import SteadyStep, find_steady_step
+from stalloc.lifespans.steady_step import SteadyStep, find_steady_step, recorded_step
 from stalloc.lifespans.tape import Tape, expand, fold
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "module_of_requests",
     "operation_graph",
     "peak_load",
+    "recorded_step",
     "reorder",
     "repeated_blocks",
     "sequence_keys",

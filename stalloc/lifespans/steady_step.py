@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column, Rows
+from stalloc.errors import BadInputError
 from stalloc.lifespans.roles import within
 from stalloc.trace import MARK_STEP, Trace
-from stalloc.trace.operations import Operations, RangeKind
+from stalloc.trace.operations import Operations, RangeKind, read_operations
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,6 +33,17 @@ class SteadyStep:
     """(e,) requests of earlier steps that end in this one."""
     pairs: Rows
     """(p, 2) operations of the forward pass, and the nodes of the backward pass that belong to them."""
+
+
+def recorded_step(trace: Trace) -> tuple[Operations, SteadyStep]:
+    """The operations of a trace, and the last step that they cover. Raises BadInputError where there is none."""
+    operations = read_operations(trace)
+    step = None if operations is None else find_steady_step(trace, operations)
+    if operations is None or step is None:
+        raise BadInputError(
+            f"trace of device {trace.device} has no whole step with operations: record it with stalloc record --ops."
+        )
+    return operations, step
 
 
 def find_steady_step(trace: Trace, operations: Operations) -> SteadyStep | None:

@@ -9,7 +9,6 @@ update: on the device, where values are its own to the last bit, or on the proce
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from stalloc.techniques.disk_store import DiskStore
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.layer_streaming import WeightTier, settle_layers
 from stalloc.techniques.optimizer_facts import why_not_one_by_one
-from stalloc.techniques.parts import Place, Shares, arranged, staging_bytes
+from stalloc.techniques.parts import Place, Shares, arranged_with_copies
 from stalloc.techniques.processor_updates import ProcessorUpdates, why_not_on_processor
 from stalloc.techniques.state_pager import StatePager
 from stalloc.techniques.streamed_layers import device_of, layer_of
@@ -126,15 +125,16 @@ class PagedOptimizer:
             -1 if (layer := layer_of(one)) is None else numbers.setdefault(id(layer), len(numbers))
             for one in parameters
         ]
-        parts = []
-        for part in arranged(sizes, layers, self._window_bytes, self._shares):
-            is_left_out = not self._reads_for_processor and _is_on_disk(parameters[part.members[0]])
-            parts.append(replace(part, place=Place.PAGED) if is_left_out else part)
-            for number in part.members:
-                self._places[parameters[number]] = parts[-1].place
-        in_host = [-1 if _is_on_disk(one) else layer for one, layer in zip(parameters, layers, strict=True)]
+        on_disk = {layer for one, layer in zip(parameters, layers, strict=True) if _is_on_disk(one)}
+        options = self._window_bytes, self._shares
+        parts, copied_bytes = arranged_with_copies(
+            sizes, layers, on_disk, *options, reads_for_processor=self._reads_for_processor
+        )
         found = [(part.place, [parameters[number] for number in part.members]) for part in parts]
-        return found, staging_bytes(parts, sizes, in_host)
+        for place, members in found:
+            for one in members:
+                self._places[one] = place
+        return found, copied_bytes
 
     def _divide(self, optimizer: Any) -> list[Parameters]:
         """The parts of a step. What the processor has no room for is updated on the device, where its state stays; of

@@ -3,8 +3,8 @@
 Contract: what is executed and what foresees it ask here, so they agree. This module loads no torch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from enum import Enum
 
 PAGE_BYTES = 4096  #: of files; places and lengths are multiples of it
@@ -89,6 +89,26 @@ def divided(sizes: list[int], most_bytes: int) -> list[list[int]]:
         parts[-1].append(place)
         sum_bytes += aligned(size_bytes)
     return parts
+
+
+def arranged_with_copies(
+    sizes: Sequence[int],
+    layers: Sequence[int],
+    on_disk: Set[int],
+    window_bytes: int,
+    shares: Shares,
+    *,
+    reads_for_processor: bool,
+) -> tuple[list[Part], int]:
+    """The parts as of `arranged`, and the host memory that the processor needs for copies.
+
+    `on_disk` has the layers that lie there: the processor updates them where they are read for it, and else the device.
+    """
+    parts = arranged(sizes, layers, window_bytes, shares)
+    if not reads_for_processor:
+        parts = [replace(one, place=Place.PAGED) if layers[one.members[0]] in on_disk else one for one in parts]
+    in_host = [-1 if layer in on_disk else layer for layer in layers]
+    return parts, staging_bytes(parts, sizes, in_host)
 
 
 def staging_bytes(parts: Sequence[Part], sizes: Sequence[int], layers: Sequence[int]) -> int:
