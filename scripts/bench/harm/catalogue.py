@@ -20,6 +20,11 @@ class Program:
     is_quick: bool = False  #: one of the choice of --quick
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether a number of steps may follow its arguments."""
+        return self.script.parent == OWN
+
+    @property
     def sources(self) -> list[Path]:
         """The files whose change makes kept results void."""
         beside = sorted((ROOT / self.script.parent).glob("*.py"))

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,13 @@ def variables_of(program: Program, setting: Setting, memory_bytes: int) -> dict[
     return variables
 
 
-def processor_ratio(program: Program, num_pairs: int) -> float:
+def processor_ratio(program: Program, num_pairs: int, num_steps: int | None) -> float:
     """Processor time of a step under stalloc by that under the library's default; the median of alternating pairs.
 
-    Raises RunError if one of the runs fails.
+    Runs have `num_steps` steps where it is given and the program takes a number. Raises RunError if one of them fails.
     """
+    if num_steps is not None and program.takes_steps:
+        program = replace(program, arguments=(*program.arguments, str(num_steps)))
     ratios = []
     for number in range(num_pairs):
         order = [Setting.DEFAULT, Setting.STALLOC]
