@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
+from stalloc.runtime.allowance import Allowance
 from stalloc.runtime.segment_sizes import round_up
 from stalloc.runtime.splicing import Splices
 
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
 
 _ALL = 1 << 60
 _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
-_SPARE_BYTES = 4 << 20  # that may be held beyond the peak before pages move
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
 _HALF_BYTES = 128 << 20  # more that is held before they do where no plan serves, and half of the device is needed
-_TIGHT_SHIFT, _LOOSE_SHIFT = 8, 4  # and the part of the peak: 1 / 2 ** shift
-_PLANNED_SHIFT = 8  # the same beyond that, for planned places to take pages from one another
+_PLANNED_SHIFT = 8  # of the peak, 1 / 2 ** shift that is held before planned places take pages from one another
 
 
 class Paging:
@@ -34,18 +33,13 @@ class Paging:
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
         self._splices = Splices(memory)
-        self._shift = _TIGHT_SHIFT
-        self._peak_bytes = 0
+        self.allowance = Allowance(self._state)
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
 
     @property
     def _arena(self) -> Any:
         """The memory of the arena in place, None if there is none."""
         return self._memory.arenas.arena
-
-    def loosen(self) -> None:
-        """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
-        self._shift = _LOOSE_SHIFT
 
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
@@ -141,13 +135,6 @@ class Paging:
         """The range that an address is of."""
         return next(one for one in self._source.ranges if one.ptr <= address < one.ptr + one.size_bytes)
 
-    def _allowed_bytes(self, size_bytes: int) -> int:
-        """What may be held for a request before pages that are free move."""
-        record = self._state.record
-        now = record.total.allocated_bytes + record.deferred_bytes + size_bytes
-        self._peak_bytes = max(self._peak_bytes, now, record.total.allocated_peak, self._state.allocated_peak_bytes)
-        return self._peak_bytes + max(_SPARE_BYTES, self._peak_bytes >> self._shift)
-
     @property
     def device_bytes(self) -> int:
         """What the program can have of the device."""
@@ -163,14 +150,12 @@ class Paging:
 
     def fills_part(self, shift: int) -> bool:
         """Whether the program's peak is more than 1 / 2 ** shift of the device."""
-        self._allowed_bytes(0)
-        return self._peak_bytes > self.device_bytes >> shift
+        return self.allowance.peak_bytes > self.device_bytes >> shift
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
-        self._allowed_bytes(0)
         device_bytes = self.device_bytes
-        return self._peak_bytes > device_bytes - (device_bytes >> shift)
+        return self.allowance.peak_bytes > device_bytes - (device_bytes >> shift)
 
     def _make_room(
         self, size_bytes: int, requested: int, *, between: tuple[int, int] = (0, 0), place: tuple[int, int] = (0, 0)
@@ -181,18 +166,19 @@ class Paging:
         """
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
-        excess = self._state.record.reserved_bytes + size_bytes - self._allowed_bytes(requested)
+        excess = self._state.record.reserved_bytes + size_bytes - self.allowance.held_bytes(requested)
         if excess > 0 and self._arena is None and self.fills_half():
             excess -= _HALF_BYTES  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
             excess = 0
         if excess > 0:
             self.num_moves += 1
+            self.allowance.note_move(round_up(excess))
             ranges = self._state.heap.leave_pages(round_up(excess), between)
             self._unmap(ranges)
             excess -= sum(size for _, size in ranges)
         if place[1]:  # the pages that a plan needs again soon move only where it holds more than that
-            excess -= self._peak_bytes >> _PLANNED_SHIFT
+            excess -= self.allowance.peak_bytes >> _PLANNED_SHIFT
         if excess > 0:  # what is displaced gets pages of what displaced it
             excess -= self._unmap_arena(round_up(excess), place, anything=False)
             if excess > 0:

@@ -14,7 +14,7 @@ from stalloc.runtime.segment_sizes import round_up
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
 _VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
-_UNLIKE_PASSES = 3  # of which one displaces others, as where two optimizers take turns
+_UNLIKE_PASSES = 8  # of which one displaces others, as where two optimizers take turns
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
@@ -35,6 +35,8 @@ class Tidying:
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
+        if self._arenas.memory.source.paged:
+            self._arenas.memory.paging.allowance.begin_plan()
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
         self._growths_seen = self._quiet_passes = self._moving_passes = 0
         self._patience = 1
@@ -128,7 +130,7 @@ class Tidying:
             return
         self.settled = True
         if arenas.memory.source.paged:
-            arenas.memory.paging.loosen()
+            arenas.memory.paging.allowance.loosen()
             return
         events = state.recorded()
         tags = events["action"]

@@ -1,0 +1,68 @@
+"""What may be held beyond the peak before pages that are free move: little, and more where they would never rest.
+
+Contract: each move waits for the device. Where pages move all the time, as where no plan serves a step or the plans of
+several kinds of steps get in one another's way, what is allowed grows until they do not; where they rest, it shrinks
+again. It never exceeds what fragmentation commonly costs with PyTorch's expandable segments.
+"""
+
+from stalloc.core.constants import GRANULE, MODE_REPLAY
+from stalloc.core.state import DeviceState
+
+_SPARE_BYTES = 4 << 20  # that is always allowed
+_PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
+_PARTS = 256  # of the peak, in which is counted what is
+_TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
+_JUDGED_SHIFT = 2  # of the peak, 1 / 2 ** shift that moves, after which it is judged whether pages rest
+_SELDOM = 32  # requests for each page that moves, from which on they do
+_PATIENCE = 2  # times in a row that they do not, before more is allowed
+
+
+class Allowance:
+    """Of one device's program."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state, self._record = state, state.record
+        self._parts = self._least = _TIGHT
+        self._moved_bytes = self._since = self._restless = 0
+        self._peak_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the program had allocated so far."""
+        return self._peak_with(0)
+
+    def _peak_with(self, size_bytes: int) -> int:
+        total = self._record.total
+        now = total.allocated_bytes + self._record.deferred_bytes + size_bytes
+        self._peak_bytes = max(self._peak_bytes, now, total.allocated_peak, self._state.allocated_peak_bytes)
+        return self._peak_bytes
+
+    def held_bytes(self, size_bytes: int) -> int:
+        """What may be held in all for a request of so many bytes."""
+        peak = self._peak_with(size_bytes)
+        spare = max(_SPARE_BYTES, self._parts * (peak // _PARTS))
+        if self._record.mode == MODE_REPLAY:
+            spare = min(spare, peak // _PARTS + _PLANNED_BYTES)
+        return peak + spare
+
+    def loosen(self) -> None:
+        """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
+        self._parts = self._least = _LOOSE
+
+    def begin_plan(self) -> None:
+        """A plan is put in force, for which pages move now and rest then."""
+        self._moved_bytes, self._since, self._restless = 0, self._record.total.num_allocs, 0
+
+    def note_move(self, size_bytes: int) -> None:
+        """So many bytes of pages move for a request."""
+        self._moved_bytes += size_bytes
+        if self._moved_bytes < self._peak_bytes >> _JUDGED_SHIFT:
+            return
+        now = self._record.total.num_allocs
+        is_restless = now - self._since < _SELDOM * (self._moved_bytes // GRANULE)
+        self._moved_bytes, self._since = 0, now
+        self._restless = self._restless + 1 if is_restless else 0
+        if self._restless > _PATIENCE:
+            self._parts = max(self._parts, min(self._parts + 1, _MOST))
+        elif not is_restless:
+            self._parts = max(self._parts - 1, self._least)
