@@ -1,0 +1,41 @@
+"""Pages of a program that repeats come to rest, with a plan or without one: each move waits for the device."""
+
+import numpy as np
+from programs.core_machine import MIB
+
+from stalloc.replay.offline import make_controller
+from stalloc.runtime.runtime_settings import Settings
+from stalloc.trace import MARK_STEP
+
+NUM_REQUESTS, NUM_LIVE = 120, 20
+
+
+def moves_by_step(num_steps: int) -> tuple[list[int], float]:
+    """Requests for which pages moved in each step of a program that no plan serves; the most held by allocated."""
+    rng = np.random.default_rng(4)
+    sizes = (rng.uniform(0.6, 24, NUM_REQUESTS) * MIB).astype(int).tolist()
+    freed = rng.integers(NUM_LIVE, size=NUM_REQUESTS).tolist()
+    controller = make_controller(0, Settings(plan=False))
+    state, paging = controller.state, controller.memory.paging
+    for _ in range(10):  # what lasts
+        state.malloc(int(rng.uniform(1, 30) * MIB), 0)
+    moves = []
+    for _ in range(num_steps):
+        before, live = paging.num_moves, []
+        for size, which in zip(sizes, freed, strict=True):
+            live.append(int(state.malloc(size, 0)))
+            if len(live) > NUM_LIVE:
+                state.free(live.pop(which))
+        for address in live:
+            state.free(address)
+        controller.mark(MARK_STEP, "")
+        moves.append(paging.num_moves - before)
+    return moves, state.record.reserved_peak.total / state.record.total.allocated_peak
+
+
+def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
+    moves, held = moves_by_step(150)
+    print(moves, held)
+    assert min(moves[:10]) > 0
+    assert max(moves[-20:]) == 0
+    assert held < 1.05
