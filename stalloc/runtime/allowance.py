@@ -2,7 +2,8 @@
 
 Contract: each move waits for the device. Where pages move all the time, as where no plan serves a step or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not; where they rest, it shrinks
-again. It never exceeds what fragmentation commonly costs with PyTorch's expandable segments.
+again. It never exceeds what fragmentation commonly costs with PyTorch's expandable segments, and it stays as it is
+where a program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more.
 """
 
 from stalloc.core.constants import GRANULE, MODE_REPLAY
@@ -25,6 +26,7 @@ class Allowance:
         self._parts = self._least = _TIGHT
         self._moved_bytes = self._since = self._restless = 0
         self._peak_bytes = 0
+        self.may_grow = False  #: the program marks its steps
 
     @property
     def peak_bytes(self) -> int:
@@ -62,7 +64,7 @@ class Allowance:
         is_restless = now - self._since < _SELDOM * (self._moved_bytes // GRANULE)
         self._moved_bytes, self._since = 0, now
         self._restless = self._restless + 1 if is_restless else 0
-        if self._restless > _PATIENCE:
+        if self._restless > _PATIENCE and self.may_grow:
             self._parts = max(self._parts, min(self._parts + 1, _MOST))
         elif not is_restless:
             self._parts = max(self._parts - 1, self._least)
