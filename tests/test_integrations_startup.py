@@ -191,6 +191,19 @@ print(installing.current().controllers[0].state.record.total.num_live, torch.cud
     assert done.stdout.splitlines() == ["cudaMallocAsync", "0 cudaMallocAsync"]
 
 
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+def test_a_memory_pool_may_be_the_first_thing_that_a_program_makes(python: Run) -> None:
+    source = """
+from torch.cuda import MemPool, get_allocator_backend, use_mem_pool
+pool = MemPool()
+import torch
+with use_mem_pool(pool):
+    print(torch.ones(10, device="cuda").numel(), get_allocator_backend(), pool.use_count())
+"""
+    done = python("-c", source, STALLOC="1", STALLOC_DEVICE="virtual")
+    assert done.stdout == "10 pluggable 2\n"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 def test_workers_by_fork_and_by_spawn(python: Run, tmp_path: Path) -> None:

@@ -93,3 +93,41 @@ torch.cuda.empty_cache()
 show(STATE.record.num_ooms, STATE.record.total.num_live, torch.cuda.memory_reserved())
 """
     ) == [0, 0, 0]
+
+
+def test_a_memory_pool_of_the_program_is_served_as_everything_else_is(run_checks: Any) -> None:
+    counts, segments, reserved, replayed, refused = run_checks(
+        PROLOGUE
+        + """
+from torch.cuda import MemPool
+pool = MemPool()
+counts = [pool.use_count()]
+with torch.cuda.use_mem_pool(pool):
+    counts.append(pool.use_count())
+    kept = new(3 * MIB)
+    new(5 * MIB)
+counts += [pool.use_count(), pool.id != torch.cuda.MemPool(use_on_oom=True).id, isinstance(pool, torch.cuda.MemPool)]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, pool=pool.id):
+    result = kept + 1
+graph.replay()
+replayed = result.numel()
+try:
+    torch.cuda.MemPool(torch.cuda.memory._get_current_allocator().allocator())
+    refused = ""
+except RuntimeError as error:
+    refused = str(error)
+segments = pool.snapshot()
+del pool, result
+graph.reset()
+del kept, graph
+gc.collect()
+torch.cuda.empty_cache()
+show(counts, segments, torch.cuda.memory_reserved(), replayed, refused)
+"""
+    )
+    assert counts == [1, 2, 1, True, True]
+    assert segments == []
+    assert reserved == 0
+    assert replayed == 3 << 20
+    assert "with an allocator of its own" in refused

@@ -174,6 +174,9 @@ def _watch_torch(kind: str) -> None:
 
         setattr(torch._C, name, install_and_call)
 
+    from stalloc.integrations import torch_own_pools
+
+    torch_own_pools.answer(torch)  # a program may take them by name before CUDA is initialised
     watch("_cuda_init")
     watch("_cuda_record_memory_history")  # it initialises CUDA by another way
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from stalloc.imports import after_import
+from stalloc.integrations import torch_own_pools
 from stalloc.integrations.memory_snapshot import History
 from stalloc.runtime import Controller, Runtime
 from stalloc.runtime.statistics import torch_statistics
@@ -23,6 +24,7 @@ def install(torch: Any, runtime: Runtime) -> None:
     """Put stalloc's answers in the place of torch's refusals."""
     _answer_statistics(torch, runtime)
     _answer_histories(torch, runtime)
+    torch_own_pools.serve(torch)
     own_delete = torch._C._cuda_cudaCachingAllocator_raw_delete
     torch._C._cuda_cudaCachingAllocator_raw_delete = lambda address: own_delete(address) if address else None
     after_import("torch._inductor.config", _capture_graphs_one_by_one)

@@ -1,0 +1,85 @@
+"""torch.cuda.MemPool under stalloc, which torch refuses under any allocator that is not its own.
+
+Contract: under stalloc a pool is a name. What is allocated while it is used is served as everything else is, from the
+plan or from the heap, and goes back there. The memory of a CUDA graph that is captured into a pool stays private, as
+ever. Only a pool with an allocator of its own is refused: its memory would not come from where the program wants it.
+Where stalloc does not serve torch, pools are torch's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+_torch: dict[str, Callable[..., Any]] = {}  # what stood under these names before
+_serves = False  # stalloc is torch's allocator
+
+
+def serve(torch: Any) -> None:
+    """Stalloc is torch's allocator from now on: pools are its own."""
+    global _serves
+    _serves = True
+    answer(torch)
+
+
+def answer(torch: Any) -> None:
+    """Put these pools in the place of torch's, in versions that have any; who serves shows when one is made."""
+    memory = torch.cuda.memory
+    if _torch or not hasattr(memory, "use_mem_pool"):
+        return
+    for name, ours in (("MemPool", MemPool), ("use_mem_pool", use_mem_pool)):
+        _torch[name] = getattr(memory, name)
+        for module in (memory, torch.cuda):
+            setattr(module, name, ours)
+
+
+class MemPool:
+    """What a program holds of a pool: the options of torch.cuda.MemPool are taken, and change nothing."""
+
+    def __new__(cls, allocator: Any = None, *options: Any, **more: Any) -> Any:
+        """One of torch's where stalloc does not serve torch."""
+        import torch
+
+        torch.cuda.init()  # stalloc may be put in its place only now
+        if not _serves:
+            return _torch["MemPool"](allocator, *options, **more)
+        if allocator is not None:
+            raise RuntimeError(
+                "stalloc: a torch.cuda.MemPool with an allocator of its own needs torch's allocator: run this program "
+                "without stalloc."
+            )
+        return super().__new__(cls)
+
+    def __init__(self, *options: Any, **more: Any) -> None:
+        import torch
+
+        self.id: tuple[int, int] = torch.cuda.graph_pool_handle()  #: for CUDA graphs that share the pool
+        self.allocator = None
+        self.num_users = 1  #: itself, and every block of the program that uses it now
+
+    def use_count(self) -> int:
+        """How many hold it."""
+        return self.num_users
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """The segments that it has for itself."""
+        import torch
+
+        found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id)
+        return found
+
+
+def use_mem_pool(pool: Any, device: Any = None) -> "AbstractContextManager[None]":
+    """Use a pool on this thread, as torch.cuda.use_mem_pool does."""
+    if isinstance(pool, MemPool):
+        return _using(pool)
+    own: AbstractContextManager[None] = _torch["use_mem_pool"](pool, device)
+    return own
+
+
+@contextmanager
+def _using(pool: MemPool) -> Iterator[None]:
+    pool.num_users += 1
+    try:
+        yield
+    finally:
+        pool.num_users -= 1
