@@ -154,7 +154,7 @@ def test_the_text_of_an_error_names_the_lines_that_hold_most(tmp_path: Path, run
     save = "from stalloc.trace import save_traces\n"
     save += f"save_traces({trace!r}, [runtime.controllers[0].recording.trace()])\n"
     text = run_checks(begin() + TORCH + ENDLESS + save + "print(json.dumps(text))")
-    assert "tried to allocate 100.00 MiB (104857600 bytes) at <string>:" in text
+    assert "Tried to allocate 100.00 MiB (104857600 bytes) at <string>:" in text
     assert re.search(r"Most is held: 1000\.00 MiB by 10 blocks of <string>:\d+ ask, ", text) is None  # the line is one
     assert re.search(r"Most is held: 1003\.00 MiB by 13 blocks of <string>:\d+ ask\. ", text)
     assert "Next: `stalloc" in text
@@ -215,7 +215,7 @@ def test_a_run_that_asks_for_stacks_names_who_holds_memory(tmp_path: Path, cupy_
     run = ["run", "--stacks", "--device", "virtual", "--memory", "1GiB", str(program)]
     done = run_stalloc(*run, variables=os.environ | {"STALLOC_CACHE": "off"})
     assert done.returncode == 1
-    assert "tried to allocate 100.00 MiB (104857600 bytes) at fills.py:4 keep" in done.stderr
+    assert "Tried to allocate 100.00 MiB (104857600 bytes) at fills.py:4 keep" in done.stderr
     assert re.search(r"Most is held: \d+\.00 MiB by \d+ blocks of fills\.py:4 keep\. ", done.stderr)
     assert f"next: stalloc dryrun {program}" in done.stdout
 

@@ -49,7 +49,8 @@ show(texts, held, again, STATE.record.num_ooms, STATE.record.num_unknown_frees)
 """
     )
     assert len(texts) == ooms == 12
-    assert all(text.startswith("stalloc: out of memory on device 0") for text in texts)
+    assert all(text.startswith("CUDA out of memory. Tried to allocate ") for text in texts), "as programs look for it"
+    assert all("stalloc: out of memory on device 0" in text for text in texts)
     assert f"({3 << 30} bytes)" in texts[0]
     assert f"({3 << 30} bytes)" in texts[1]
     assert f"({2**63 - 1} bytes)" in texts[2]

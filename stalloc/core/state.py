@@ -51,7 +51,7 @@ class DeviceState:
         self.arena = DeviceArena(self.tables, self.heap)
         self._texts: list[np.ndarray] = []
         self.tables.write({"slow_function": slow_function, "device": device})
-        self.write(**self._text_fields("stalloc: out of memory"))
+        self.write(**self._text_fields("CUDA out of memory. stalloc: out of memory"))
 
     def malloc(self, requested_bytes: int, stream: int = 0) -> int:
         """Serve a request on a raw stream, as C code would be; its address, 0 if there is no memory."""

@@ -2,7 +2,9 @@
 what to type next.
 
 Contract: sizes are those that people read elsewhere; the text is one line, and is made without asking for memory of the
-device. `full_tables.py` has the text for a lack of anything but memory.
+device. It begins as PyTorch's does, since programs that go on with smaller batches tell the error by these words
+(accelerate by "out of memory.", Lightning by "CUDA" too, detectron2 by the sentence). `full_tables.py` has the text for
+a lack of anything but memory.
 """
 
 from collections import Counter
@@ -47,9 +49,9 @@ def out_of_memory_text(
     limit = f", limited to {human_bytes(limit_bytes)}" if limit_bytes else ""
     arena = f" ({human_bytes(record.arena_bytes)} of it the plan's arena)" if record.arena_bytes else ""
     return (
-        f"stalloc: out of memory on device {device.index} ({name}{limit}): "
-        f"tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
+        f"CUDA out of memory. Tried to allocate {human_bytes(size_bytes)} ({size_bytes} bytes)"
         f"{f' at {asked_by}' if asked_by != UNKNOWN else ''}. "
+        f"stalloc: out of memory on device {device.index} ({name}{limit}). "
         f"Allocated {human_bytes(record.total.allocated_bytes)}, reserved {human_bytes(record.reserved_bytes)}{arena}. "
         f"{_why(size_bytes, free_bytes, pieces, PAGE_BYTES if by_pages else 1)} "
         f"{_holders(state, blocks, call_sites)}{_NEXT}"
