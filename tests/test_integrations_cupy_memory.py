@@ -363,3 +363,32 @@ print(json.dumps([mine.used_bytes(), live, torch.cuda.memory_allocated(), cp.cud
 """,
         **_SWITCHED_ON,
     ) == [2 << 20, 1, 3 << 20, True]
+
+
+def test_a_thread_that_allocates_while_stalloc_is_put_in_place_waits_for_it(run_checks: Any) -> None:
+    """What it would have from CuPy's own pool meanwhile, nobody could use again."""
+    program = """
+import json, threading
+{arm}
+import cupy as cp
+from stalloc.integrations import startup
+pool, own_install, arrays = cp.get_default_memory_pool(), startup._install_with_cache, []
+{choose}
+began, made = threading.Event(), threading.Event()
+def install(kind):
+    began.set()
+    made.wait(0.2)
+    own_install(kind)
+startup._install_with_cache = install
+def allocate():
+    began.wait()
+    arrays.append(cp.empty(2 << 20, cp.uint8))
+    made.set()
+thread = threading.Thread(target=allocate)
+thread.start()
+arrays.append(cp.empty(2 << 20, cp.uint8))
+thread.join()
+print(json.dumps([pool._own.total_bytes(), pool.used_bytes()]))
+"""
+    for choose in ("", "cp.cuda.set_allocator(pool.malloc)"):
+        assert run_checks(program.format(arm=_HOOKED, choose=choose), **_SWITCHED_ON) == [0, 4 << 20]

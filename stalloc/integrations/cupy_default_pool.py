@@ -50,9 +50,10 @@ class Pool:
 
     def malloc(self, size: int) -> Any:
         """A MemoryPointer of `size` bytes on the current device and stream."""
-        if self._before_first is not None:
-            before_first, self._before_first = self._before_first, None
-            before_first()
+        before_first = self._before_first
+        if before_first is not None:
+            before_first()  # other threads wait there too
+            self._before_first = None
         return self._allocate(size)
 
     def used_bytes(self) -> int:

@@ -37,6 +37,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _lock = RLock()
 _armed = False
 _tried = False
+_is_installing = False
 _cupy_allocators: "tuple[Any, ...]" = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
@@ -193,10 +194,10 @@ def _watch_cupy(kind: str) -> None:
     own = cupy.cuda.get_allocator()
 
     def install_and_allocate(num_bytes: int) -> "Any":
-        if cupy.cuda.get_allocator() is install_and_allocate:
-            cupy.cuda.set_allocator(own)
-            _install(kind)
+        _install(kind)  # a thread that comes meanwhile waits: what CuPy's own pool gave it would stay there
         allocate = cupy.cuda.get_allocator()
+        if allocate is install_and_allocate and not _is_installing:
+            cupy.cuda.set_allocator(own)
         return own(num_bytes) if allocate is install_and_allocate else allocate(num_bytes)
 
     pool = hand_out(lambda: _install(kind) if _serve_cupy() else None)
@@ -215,14 +216,17 @@ def _serve_cupy() -> bool:
 
 def _install(kind: str) -> None:
     """Install for all libraries that are here or to come, once; what goes wrong is one sentence."""
-    global _tried
+    global _tried, _is_installing
     with _lock:
         from stalloc.integrations.installing import current
 
         if _tried or current() is not None:
             return
-        _tried = True
-        _contained(_install_with_cache, kind)
+        _tried = _is_installing = True
+        try:
+            _contained(_install_with_cache, kind)
+        finally:
+            _is_installing = False
 
 
 def _install_with_cache(kind: str) -> None:
