@@ -20,6 +20,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import typeof_impl
 
 from stalloc.compiler import PartCompiler, WholeCompiler
+from stalloc.held_signals import uninterrupted
 from stalloc.kept_code import KeptCode, folder_for
 from stalloc.notices import say
 from stalloc.source_stamps import stamp_of
@@ -115,6 +116,8 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         dispatcher = numba.njit(pipeline_class=WholeCompiler, no_cfunc_wrapper=True, **_OWN | options)(function)
         _compile_once(dispatcher)
         _tie(dispatcher, function)
+        compile_or_load = dispatcher.compile
+        dispatcher.compile = lambda signature: uninterrupted(compile_or_load, signature)
         return dispatcher
 
     return compile_later
@@ -157,7 +160,7 @@ def cfunc(signature: str) -> Callable[[Callable[..., Any]], Any]:
             pipeline_class=WholeCompiler,
         )
         _tie(compiled, function)
-        compiled.compile()
+        uninterrupted(compiled.compile)
         return compiled
 
     return compile_now

@@ -228,3 +228,39 @@ from stalloc.trace import load_traces
 assert load_traces({str(trace)!r})[0].num_requests == 1
 """
     compiling.run(source)
+
+
+_TIMED_OUT = """
+import json, signal, sys
+from numba.core import compiler
+class TimedOut(Exception):
+    pass
+def handler(number, frame):
+    raise TimedOut(number)
+numbers = signal.SIGALRM, signal.SIGUSR1
+for number in numbers:
+    signal.signal(number, handler)
+rebuild = compiler.CompileResult._rebuild
+def rebuild_slowly(*arguments):
+    for number in numbers:
+        signal.raise_signal(number)
+    return rebuild(*arguments)
+sys.path.insert(0, sys.argv[1])
+import made_up
+compiler.CompileResult._rebuild = rebuild_slowly
+heard = []
+try:
+    made_up.double(21)
+except TimedOut as error:
+    heard = [error.args[0], error.__context__.args[0]]
+there = sum(made_up.double.stats.cache_hits.values()), [signal.getsignal(number) is handler for number in numbers]
+print(json.dumps([heard == [signal.SIGUSR1, signal.SIGALRM], there, made_up.double(21)]))
+"""
+
+
+def test_a_time_out_while_compiled_code_is_loaded_reaches_the_program(compiling: Compiling) -> None:
+    """numba, which takes what cannot be loaded for damaged, was to hear nothing of it, nor LLVM."""
+    compiling.run()
+    done = run_compiling(_TIMED_OUT, compiling.sources, NUMBA_CACHE_DIR=str(compiling.kept))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, [1, [True, True]], 42]

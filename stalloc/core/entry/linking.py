@@ -10,6 +10,8 @@ from importlib.resources import files
 
 import llvmlite.binding as llvm
 
+from stalloc.held_signals import uninterrupted
+
 _kept: list[object] = []
 _compiled: dict[tuple[str, str], bytes] = {}  # object code of files: all links of one differ in addresses only
 
@@ -51,6 +53,17 @@ def link(
 
     `set_to` are addresses of what it declares, by name; the rest is looked up in `libraries`.
     """
+    return uninterrupted(_link, package, file, names, set_to, libraries, hot)
+
+
+def _link(
+    package: str,
+    file: str,
+    names: tuple[str, ...],
+    set_to: dict[str, int],
+    libraries: tuple[ctypes.CDLL, ...],
+    hot: bool,
+) -> list[int]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(files(package).joinpath(file).read_text(encoding="utf-8"))
