@@ -264,3 +264,19 @@ def test_a_time_out_while_compiled_code_is_loaded_reaches_the_program(compiling:
     done = run_compiling(_TIMED_OUT, compiling.sources, NUMBA_CACHE_DIR=str(compiling.kept))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, [1, [True, True]], 42]
+
+
+@pytest.mark.slow
+def test_compiling_warns_of_nothing(tmp_path: Path) -> None:
+    """A program may have warnings as errors; of records that it took for one another numba warned."""
+    source = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+from numba import int64
+from stalloc.core import counters
+warnings.simplefilter("error")
+counters.reset_peaks.compile((int64,))
+print(sum(counters.reset_peaks.stats.cache_misses.values()))
+"""
+    done = run_compiling(source, Path(__file__).parents[1], NUMBA_CACHE_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -114,11 +114,15 @@ def _reset(peaks, total, small):
     peaks.small = small
 
 
-@inner(forceinline=True)
-def _reset_counts(counts):
+def _let_begin_anew(counts):
     counts.allocated_peak = counts.allocated_bytes
     counts.requested_peak = counts.requested_bytes
     counts.live_peak = counts.num_live
+
+
+# one for each type: numba warns of a record that it takes for another one, and programs may have warnings as errors
+_reset_total = inner(forceinline=True)(_let_begin_anew)
+_reset_counts = inner(forceinline=True)(_let_begin_anew)
 
 
 @njit()
@@ -128,7 +132,7 @@ def reset_peaks(device):
     _reset(state.active_bytes_peak, 0, 0)
     _reset(state.active_blocks_peak, 0, 0)
     _raise_active(state)
-    _reset_counts(state.total)
+    _reset_total(state.total)
     _reset_counts(state.large)
     _reset_counts(state.small)
     _reset(state.reserved_peak, state.reserved_bytes, state.small_reserved_bytes)
