@@ -137,6 +137,21 @@ def test_a_ring_of_several_steps_is_followed_from_mark_to_mark() -> None:
             assert (hits, missed) == (37, 0)
 
 
+def test_steps_that_recur_late_are_planned_soon_although_one_block_lives_for_longer() -> None:
+    """A queue of keys has filled up after 60 steps, each with more of them; how long a key lives then shows later."""
+    program, keys = Program(), []
+
+    def train(step: int) -> None:
+        keys.append(program.allocate(4096))
+        if len(keys) > 60:
+            program.free(keys.pop(0))
+        program.free(program.allocate(MIB + 4096 * len(keys)))
+        program.train(2000)
+
+    served = [program.step(lambda number=number: train(number)) for number in range(75)]
+    assert all(hits == 38 for hits, _ in served[-5:])
+
+
 def test_steps_that_never_recur_are_not_planned() -> None:
     program = Program()
     for number in range(20):

@@ -149,7 +149,9 @@ class Looking:
     def _is_worth_waiting(self, tape: "Tape") -> bool:
         """Whether to look again one period later, when lifespans may be known that are not known yet."""
         waits, marks = self._patience > 0, self._recording.marks
-        if not marks:
+        if marks:
+            self._look_at = 0 if waits else self._look_at  # at the next mark, however long the record is by now
+        else:
             waits = waits and tape.covered_requests < _TOLD * tape.period_requests
             self._look_at = self._state.record.check_at = self._state.record.num_sizable + tape.period_requests
         self._patience -= waits
