@@ -275,3 +275,18 @@ def test_a_loop_that_waits_for_what_no_kernel_computes_is_ended_with_its_line(ru
     assert num_turns == most
     assert f":{line} reads again and again" in sentence
     assert "stalloc dryrun --assume" in sentence
+
+
+_LAZY = (
+    _PROLOGUE
+    + """
+model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d()).to("cuda").float()
+loss = model(torch.randn(4, 6, device="cuda")).sum()
+loss.backward()
+print(json.dumps([list(model[0].weight.grad.shape), model[1].running_mean.device.type]))
+"""
+)
+
+
+def test_modules_without_shapes_yet_are_moved_as_ever(run_checks: Any) -> None:
+    assert run_checks(_LAZY) == [[8, 6], "cuda"]

@@ -126,7 +126,8 @@ def _followed(values: Values, name: str, function: Callable[..., Any]) -> Callab
 
     @functools.wraps(function)
     def follow_unary(a: Any, **named: Any) -> Any:
-        if a.requires_grad or a.numel() > most or not (a.dtype in kinds or values.keeps(a)):
+        # the size last, which a buffer of a lazy module does not have
+        if a.requires_grad or not (a.dtype in kinds or values.keeps(a)) or a.numel() > most:
             return function(a, **named) if named else function(a)
         return follow(a, **named)
 
@@ -231,6 +232,7 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
 
     _device_constructors()  # keeps the functions that a default device is for, as the dispatcher names them
     scripted = _get_builtin_table()  # by which torch.jit.script knows torch's own functions
+    lazy: list[Any] = torch.nn.parameter.UninitializedTensorMixin._allowed_methods  # of parameters without a shape yet
     values = Values(torch, library)
     tensor = torch.Tensor
 
@@ -243,6 +245,8 @@ def follow_values(torch: Any, library: ctypes.CDLL) -> Values:
             setattr(owner, name, made)
             if id(function) in scripted:
                 scripted[id(made)] = scripted[id(function)]
+            if function in lazy:
+                lazy.append(made)
 
     for name in _FUNCTIONS:
         for owner in (torch, tensor):

@@ -32,14 +32,14 @@ def reader(values: Values, name: str, function: Callable[..., Any]) -> Callable[
 def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
 
-    same, kinds, most = _original_to(values), values.kinds, MAX_NUMBERS
+    same, kinds, plain, most = _original_to(values), values.kinds, values.plain, MAX_NUMBERS
 
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs) if kwargs else function(self, *args)
-        if result is self or self.requires_grad or (self.numel() > most and self.dtype not in kinds):
+        if result is self or type(self) not in plain or type(result) not in plain:
             return result
-        if type(result) not in values.plain:
+        if self.requires_grad or (self.numel() > most and self.dtype not in kinds):
             return result
         if result.is_cuda:
             if values.can_keep(result) and not values.learn_copy(result, self):
