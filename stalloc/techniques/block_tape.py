@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -82,11 +82,11 @@ class BlockTape:
 
     def recording(self) -> TorchDispatchMode:
         """To be entered for the forward pass."""
-        return _Mode(self.record)
+        return _Mode(self.block, self.record)
 
     def repeating(self) -> TorchDispatchMode:
         """To be entered for each run after it."""
-        return _Mode(self.repeat)
+        return _Mode(self.block, self.repeat)
 
     def begin_again(self) -> None:
         """A run after the forward pass begins."""
@@ -221,14 +221,19 @@ class BlockTape:
 class _Mode(TorchDispatchMode):
     """Hands each operation to a function, but for those that torch's checkpoints themselves make."""
 
-    def __init__(self, do: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+    def __init__(self, block: str, do: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
         super().__init__()
-        self._do = do
+        self.block, self._do = block, do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
         return self._do(func, args, kwargs or {})
+
+
+def current_block() -> str:
+    """The block that this thread computes with a tape, the innermost; empty if it computes none."""
+    return next((mode.block for mode in reversed(_get_current_dispatch_mode_stack()) if type(mode) is _Mode), "")
 
 
 def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:

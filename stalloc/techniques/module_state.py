@@ -79,9 +79,9 @@ def _states(module: Any) -> list[_State]:
     found: list[_State] = []
     known: set[int] = set()
     for one in module.modules():
-        found += [(one, vars(one), dict(vars(one))), (one, one._buffers, dict(one._buffers))]
-        own = vars(one).keys() - _of_every_module()
-        for value in (vars(one)[name] for name in own):
+        own = (vars(one), one._buffers, one._parameters)  # functional_call exchanges parameters for one call
+        found += [(one, target, dict(target)) for target in own]
+        for value in (vars(one)[name] for name in vars(one).keys() - _of_every_module()):
             if _is_plain_object(value) and id(value) not in known:
                 known.add(id(value))
                 found.append((value, vars(value), dict(vars(value))))

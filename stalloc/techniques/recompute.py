@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.module_state import ModuleState, as_it_is_now
 from stalloc.techniques.repeated_blocks import Block, why_not
+from stalloc.techniques.script_calls import refuse_scripts_in_blocks
 
 MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 """Makes the tape of one call: of the block's name, what is to be kept, and the tensors that it was given."""
@@ -121,6 +122,7 @@ class Recomputation:
 
 def wrap(blocks: Sequence[Block], wanted: Sequence[Wanted], make_tape: MakeTape = BlockTape) -> Recomputation:
     """Recompute blocks, each with what is wanted of it to be kept; those that cannot be are left as they are."""
+    refuse_scripts_in_blocks()
     names, left, forwards = [], {}, []
     for block, keep in zip(blocks, wanted, strict=True):
         reason = why_not(block)

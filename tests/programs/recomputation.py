@@ -332,6 +332,31 @@ class Statements(nn.Module):
         return x.square().mean()
 
 
+class Elsewhere(Stack):
+    """Layers that compute with other weights than their own, as in the inner loop of MAML."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weights = {name: one * 0.5 for name, one in layer.named_parameters()}
+            x = torch.func.functional_call(layer, weights, (x,))
+        return x.square().mean()
+
+
+def other_weights() -> Any:
+    return Elsewhere([Layer(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
+
+
+def scripted() -> Any:
+    """Layers that call a TorchScript function, which has derivatives of its own from its second call on."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = x + y
+        return z * 0.5 * (1.0 + torch.tanh(0.8 * z * (1 + 0.04 * z * z)))
+
+    called = torch.jit.script(function)
+    return stack(lambda layer, x: called(x, layer.first.bias))()
+
+
 def statements() -> Any:
     """A forward pass that is cut into rows of its statements."""
     return Statements(), lambda: (torch.randn(8, WIDTH),)
@@ -367,6 +392,8 @@ CASES: dict[str, Any] = {
     "called_again": called_again,
     "unlike": unlike,
     "statements": statements,
+    "other_weights": other_weights,
+    "scripted": scripted,
 }
 
 
