@@ -107,8 +107,9 @@ class BlockTape:
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
         self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in versions_of((args, kwargs))])
+        read = {one for one, *_ in self._reads[position]}
+        written = _written(facts, args, kwargs)  # asked for before, as set_ exchanges the memory of a tensor
         results = operator(*args, **kwargs)
-        written = _written(facts, args, kwargs)
         outside = written - self._own
         of_program = facts.generator is not None and own_generator(facts, args, kwargs)
         random = facts.is_random and draws_random(facts, args, kwargs) and not of_program
@@ -127,13 +128,13 @@ class BlockTape:
                 self._changes |= {one: self._changes.get(one, 0) + 1 for one in outside}
             self._keep(position, results)
             self._lasting_random |= random
-        elif facts.is_fresh and self._wanted(position, facts.name) and not made & storages_of((args, kwargs)):
+        elif facts.is_fresh and self._wanted(position, facts.name) and not made & read:
             self._keep(position, results)
             if random:
                 self._random.append(position)
         elif random:
             self._draw_again(facts, results)
-        self._own |= made
+        self._own |= made if facts.name == _OF_PYTHON else made - read
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
