@@ -315,6 +315,28 @@ def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callabl
     assert told["models"] == [[0, "parts.0"], [0, "parts.1"], [1, "parts.0"], [1, "parts.1"]]
 
 
+LAZY = """
+import json
+from stalloc import device
+device.activate("virtual")
+import torch
+from torch import nn
+from stalloc.techniques.appearing import when_models_appear
+from stalloc.techniques.repeated_blocks import why_not
+seen = []
+when_models_appear(lambda number, blocks, model: seen.append([number, *((one.name, why_not(one)) for one in blocks)]))
+model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()) for _ in range(3)))
+other = nn.Linear(4, 4)
+for _ in range(3):
+    other(model(torch.zeros(2, 6)))
+print(json.dumps(seen))
+"""
+
+
+def test_models_with_lazy_layers_appear_when_these_have_their_parameters(run_checks: Callable[..., Any]) -> None:
+    assert run_checks(LAZY) == [[0], [1, ["0", ""], ["1", ""], ["2", ""]]]
+
+
 @pytest.mark.slow
 def test_compiled_code_saves_less_for_a_budget(tmp_path: Path) -> None:
     source = COMPILED.replace("torch.compile(Model().cuda(), backend='aot_eager')", "Model().cuda()").replace(

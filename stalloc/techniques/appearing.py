@@ -15,7 +15,8 @@ from stalloc.techniques.recompute_settings import BlockSettings, RecomputeSettin
 from stalloc.techniques.repeated_blocks import Block, find_blocks, held_modules, is_replicated
 
 Appeared = Callable[[int, list[Block], Any], None]
-"""Called with the number of a model, its repeated blocks and itself, before its first forward pass."""
+"""Called with the number of a model, its repeated blocks and itself, before its first forward pass; before the second
+of one with lazy layers, which have no parameters before."""
 
 
 _ASKED: list[Callable[[Any], None]] = []
@@ -29,11 +30,19 @@ def when_models_appear(appeared: Appeared) -> None:
     earlier one made of it inside. torch is imported by now.
     """
     known: weakref.WeakSet[Any] = weakref.WeakSet()
+    unfinished: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose layers get their shapes in their first call
     num_models = 0
 
     def about_to_call(module: Any) -> None:
         nonlocal num_models
+        if module in unfinished and not _is_unfinished(module):
+            unfinished.discard(module)
+            known.difference_update(held_modules(module))
         if module in known:
+            return
+        if _is_unfinished(module):
+            unfinished.add(module)
+            known.update(held_modules(module))
             return
         blocks = [block for block in find_blocks(module) if block.module not in known and not is_replicated(module)]
         known.update(held_modules(module))
@@ -44,6 +53,13 @@ def when_models_appear(appeared: Appeared) -> None:
     _ASKED.append(about_to_call)
     if len(_ASKED) == 1:
         _watch()
+
+
+def _is_unfinished(model: Any) -> bool:
+    """Whether a model has parameters or buffers that the first call of their layer will make."""
+    from torch.nn.parameter import is_lazy
+
+    return any(is_lazy(one) for held in (model.parameters(), model.buffers()) for one in held)
 
 
 def _watch() -> None:
