@@ -56,6 +56,10 @@ class FunctionState:
         put(self._plain)
         return now
 
+    def values(self) -> list[Any]:
+        """What they hold now."""
+        return [one.value for one in self._variables]
+
     def sizes(self) -> list[tuple[str, int]]:
         """How many entries each container has."""
         return [(one.name, len(one.value)) for one in self._variables if type(one.value) in _GROWING]

@@ -1,8 +1,8 @@
 """What a forward pass depends on besides tensors: attributes, what it is given, the generators of Python and NumPy.
 
 Contract: `as_before` puts the state of a moment back while its block runs and what was there when it ends, so that a
-block that counts its calls or draws a number sees the same again and leaves nothing behind. What changed within a list
-or a dictionary cannot be put back and is an error.
+block that counts its calls or draws a number sees the same again and leaves nothing behind. A list or a dictionary that
+grows cannot be put back and is an error.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from stalloc.errors import RecomputeError
+from stalloc.techniques import held_state
 from stalloc.techniques.function_state import FunctionState, put
+from stalloc.techniques.held_state import HeldState, is_generator
 
 _SHARED = (str, bytes, bool, int, float, complex, type, ModuleType)
 _GROWING = (list, dict, set)
@@ -33,6 +35,9 @@ class ModuleState:
         self._block = block
         self._states = _states(module)
         self._functions = FunctionState(module)
+        common = _of_every_module()
+        attributes = (value for _, target, _ in self._states for name, value in target.items() if name not in common)
+        self._held = HeldState([*attributes, *self._functions.values()])
         self._random = random.getstate()
         self._numpy = _numpy_state()
 
@@ -44,7 +49,7 @@ class ModuleState:
         sizes = [_sizes(target) for _, target, _ in self._states]
         outside = self._functions.sizes()
         _put(self._states)
-        variables = self._functions.swap()
+        variables, held = self._functions.swap(), self._held.swap()
         _set_generators(self._random, self._numpy)
         try:
             yield
@@ -52,6 +57,7 @@ class ModuleState:
             # here, since a run ends with an exception as soon as all that backward needs is there
             _put(now)
             put(variables)
+            held_state.put(held)
             _set_generators(*generators)
             if not isinstance(sys.exception(), RecomputeError):
                 self._check_outside(outside)
@@ -110,6 +116,8 @@ def as_it_is_now(value: Any, depth: int = _MAX_DEPTH + 1) -> Any:
     """
     if depth == 0 or value is None or isinstance(value, _SHARED):
         return value
+    if is_generator(value):
+        return copy.deepcopy(value)
     if type(value) in (list, tuple, set):
         return type(value)(as_it_is_now(one, depth - 1) for one in value)
     if type(value) is dict:

@@ -116,6 +116,38 @@ def remembered(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * len(layer.seen)
 
 
+def tallied(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Numbers in containers of the layer, which keep their size."""
+    layer.tally = getattr(layer, "tally", None) or {"calls": 0, "of": [0, 0.0], "last": (1, 2)}
+    layer.tally["calls"] += 1
+    layer.tally["of"][1] += 0.5
+    layer.tally["last"] = (layer.tally["calls"], 3)
+    assert layer.tally["calls"] == layer.tally["of"][1] * 2 <= STEPS
+    return x * layer.tally["calls"] * layer.tally["of"][1] * layer.tally["last"][0]
+
+
+TALLY = {"calls": 0}
+
+
+def tallied_outside(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    TALLY["calls"] += 1
+    return x * (TALLY["calls"] % 7)
+
+
+def own_drawn(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Random numbers from generators of the layer's own, of Python and NumPy."""
+    layer.draw = getattr(layer, "draw", None) or (random.Random(1), np.random.default_rng(2), np.random.RandomState(3))
+    return x * layer.draw[0].random() * float(layer.draw[1].random()) * float(layer.draw[2].rand())
+
+
+DRAW = random.Random(4), np.random.default_rng(5)
+DRAWN = random.Random(6)
+
+
+def drawn_outside(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * DRAW[0].random() * float(DRAW[1].random()) * DRAWN.random()
+
+
 class Meter:
     def __init__(self) -> None:
         self.calls = 0
@@ -394,6 +426,10 @@ CASES: dict[str, Any] = {
     "statements": statements,
     "other_weights": other_weights,
     "scripted": scripted,
+    "tally": stack(tallied),
+    "tally_outside": stack(tallied_outside),
+    "own_random": stack(own_drawn),
+    "random_outside": stack(drawn_outside),
 }
 
 
@@ -403,6 +439,10 @@ def train(case: str, keep: list[Any] | None, *, autocast: bool) -> Any:
     np.random.seed(1)
     torch.manual_seed(1)
     wandering.turn = 0  # type: ignore[attr-defined]
+    TALLY["calls"] = 0
+    for generator in (DRAW[0], DRAWN):
+        generator.seed(4)
+    DRAW[1].bit_generator.state = np.random.default_rng(5).bit_generator.state
     model, batch = CASES[case]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if keep is not None:
