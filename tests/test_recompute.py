@@ -121,6 +121,16 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers = stage(2)
 
+class Levels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of = nn.ModuleList([nn.ModuleDict({"one": Block(), "two": Deep()}) for _ in range(2)])
+
+class Shelves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.ModuleDict({"in": nn.Linear(4, 4)}) for name in ("first", "second")})
+
 class Stage(nn.Module):
     def __init__(self):
         super().__init__()
@@ -149,6 +159,8 @@ print(json.dumps({
     "encoders": names(nn.ModuleDict({"query": Encoder(), "key": Encoder()})),
     "scattered": names(nn.ModuleDict({"in": nn.ModuleList([Stage()]), "middle": Block(), "out": Stage()})),
     "listed": names(Listed()),
+    "shelves": names(nn.ModuleList([nn.ModuleDict({"layer": Shelves()}) for _ in range(2)])),
+    "levels": names(nn.ModuleList([Levels(), Levels()])),
     "sequence": names(nn.Sequential(*[one for _ in range(9) for one in (nn.Linear(4, 4), nn.ReLU())])),
     "sequences": names(nn.ModuleDict({
         "features": nn.Sequential(nn.ReLU(), *[nn.Linear(4, 4) for _ in range(4)]), "head": small(),
@@ -172,6 +184,8 @@ def test_blocks_are_what_repeats_outermost(run_checks: Callable[..., dict[str, A
     assert found["encoders"] == ["query.layers.0", "query.layers.1", "key.layers.0", "key.layers.1"]
     assert found["scattered"] == ["in.0", "middle", "out"]
     assert found["listed"] == ["known.0", "loose.0", "loose.1", "named.last"]
+    assert found["shelves"] == ["0.layer", "1.layer"]
+    assert found["levels"] == [f"{i}.of.{j}.{name}" for i in "01" for j in "01" for name in ("one", "two")]
     assert found["sequence"] == ["0-5", "6-11", "12-17"]
     assert found["sequences"] == ["features.0-2", "features.3-4", "head"]
     assert found["alike"] == ["0", "1"]

@@ -15,6 +15,7 @@ from typing import Any
 
 _OF_TORCH, _MOST_LISTED = ("_parameters", "_buffers", "_modules"), 10_000
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+_NOT_CALLED = _CONTAINERS[1:]  #: which have no forward pass
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _below(prefix: str, parent: Any, counts: Counter[type], unseen: set[int]) ->
         if _is_container(child):
             if not inner and alike[layers_of(child)] == 1 and not is_compiled(child):
                 inner = _rows(f"{name}.", child)
-            is_block = not inner and siblings[type(child)] > 1
+            is_block = not inner and siblings[type(child)] > 1 and type(child).__name__ not in _NOT_CALLED
         else:
             is_block = counts[type(child)] > 1 and not holds_layers(child)
         if not is_block:
@@ -123,8 +124,17 @@ def is_leaf(module: Any) -> bool:
 def holds_layers(module: Any) -> bool:
     """Whether modules of one class lie in a row below a module."""
     rows = [one for one in module.modules() if _is_container(one)]
-    kinds = [Counter(type(child) for child in row.children() if not is_leaf(child)) for row in rows]
+    kinds = [Counter(type(child) for child in _called_of(row) if not is_leaf(child)) for row in rows]
     return any(count > 1 for found in kinds for count in found.values())
+
+
+def _called_of(row: Any) -> Iterator[Any]:
+    """What is called of a row: its children, or those of lists and dictionaries among them."""
+    for child in row.children():
+        if _is_container(child) and type(child).__name__ in _NOT_CALLED:
+            yield from _called_of(child)
+        else:
+            yield child
 
 
 def _is_container(module: Any) -> bool:
