@@ -290,3 +290,25 @@ print(json.dumps([list(model[0].weight.grad.shape), model[1].running_mean.device
 
 def test_modules_without_shapes_yet_are_moved_as_ever(run_checks: Any) -> None:
     assert run_checks(_LAZY) == [[8, 6], "cuda"]
+
+
+_CTC = (
+    _PROLOGUE
+    + """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+scores = torch.randn(20, 2, 5, device="cuda", requires_grad=True)
+targets, lengths, of_targets = torch.ones(2, 4, dtype=torch.long), torch.tensor([20, 18]), torch.tensor([4, 3])
+for where in ("cpu", "cuda"):
+    with Watching():
+        loss = torch.nn.CTCLoss()(scores.log_softmax(2), targets.cuda(), lengths.to(where), of_targets.to(where))
+        loss.backward()
+print(json.dumps(list(scores.grad.shape)))
+"""
+)
+
+
+def test_ctc_reads_its_lengths_under_a_dispatch_mode_too(run_checks: Any) -> None:
+    assert run_checks(_CTC) == [20, 2, 5]

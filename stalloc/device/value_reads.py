@@ -127,7 +127,11 @@ def coalescer(values: Values, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def reader_of_lengths(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`ctc_loss`, which copies its lengths to the host before it begins."""
+    """`ctc_loss`, which reads its lengths on the host before it begins.
+
+    They are handed on as numbers: PyTorch's own reading is left out while a dispatch mode is active, and fails for
+    lengths on the host.
+    """
 
     @functools.wraps(function)
     def lose(log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,11 +144,11 @@ def reader_of_lengths(values: Values, function: Callable[..., Any]) -> Callable[
 
 
 def _on_host(values: Values, value: Any) -> Any:
-    """A tensor of numbers as PyTorch would copy it to the host without a request, where it is known."""
-    if not values.is_followed(value) or value.dtype != values.torch.int64:
+    """A tensor of numbers as PyTorch would read it on the host without a request, where it is known."""
+    if type(value) is not values.torch.Tensor or value.dtype != values.torch.int64:
         return value
-    host = values.read(value)
-    return value if host is None else host
+    host = value if value.is_cpu else values.read(value) if values.is_followed(value) else None
+    return value if host is None else host.tolist()
 
 
 def checker(values: Values, count: int, function: Callable[..., Any]) -> Callable[..., Any]:
