@@ -14,7 +14,7 @@ EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
     "hands_on", "object", "closure", "sequence", "unlike", "statements", "other_weights",
-    "tally", "tally_outside", "own_random", "random_outside",
+    "tally", "tally_outside", "gauge", "gauge_outside", "own_random", "random_outside",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",

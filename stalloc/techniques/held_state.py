@@ -1,19 +1,22 @@
-"""Numbers in containers and states of random generators that a block can reach, put back while it runs again.
+"""Numbers in containers, objects and arrays, and states of random generators, put back while a block runs again.
 
-Contract: of lists and dictionaries, also within each other, the numbers and texts are put back to what they were at a
-moment, and all that they hold to what it is now; of generators of Python's and NumPy's own classes the state. Nothing
-of the program is kept alive for it but the holders themselves.
+Contract: of lists, dictionaries and objects of classes that are neither Python's nor torch's, also within each other,
+the numbers and texts are put back to what they were at a moment, and all that they hold to what it is now; of sets of
+numbers and texts, small arrays of NumPy and generators of Python's and NumPy's classes the whole. Nothing of the
+program is kept alive for it but the holders themselves.
 """
 
 import collections
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (dict, list, collections.deque, collections.OrderedDict, collections.Counter, collections.defaultdict)
-_MOST_ENTRIES, _MAX_DEPTH = 10_000, 3
+_MOST_ENTRIES, _MOST_HOLDERS, _MAX_DEPTH = 10_000, 1_000, 3
+_MOST_ARRAY_BYTES = 1 << 16
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "stalloc"}
 
 _State = tuple[Any, Any]
 """What holds something, and what of it is to be put back: the entries of a container, the state of a generator."""
@@ -52,23 +55,41 @@ def is_generator(value: Any) -> bool:
     return drawn is not None and isinstance(value, drawn.Generator | drawn.RandomState)
 
 
-def _holders(values: Iterable[Any]) -> Iterator[Any]:
-    known: set[int] = set()
+def _holders(values: Iterable[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
     rest = [(value, _MAX_DEPTH) for value in values]
-    while rest:
+    while rest and len(found) < _MOST_HOLDERS:
         value, depth = rest.pop()
-        if type(value) in PLAIN or id(value) in known:
+        if type(value) in PLAIN:
+            continue
+        if _is_object(value):
+            value = vars(value)
+        if id(value) in found:
             continue
         is_container = _is_container(value)
-        if is_container or is_generator(value):
-            known.add(id(value))
-            yield value
+        if is_container or type(value) is set or is_generator(value) or _is_array(value):
+            found[id(value)] = value
         if depth and (is_container or type(value) is tuple):
             rest += [(one, depth - 1) for _, one in _entries(value)]
+    return list(found.values())
 
 
 def _is_container(value: Any) -> bool:
     return type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object with attributes, of a class of the program's or of a package."""
+    if type(value).__module__.partition(".")[0] in _LIBRARIES or callable(value):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, sys.modules["torch"].Tensor)
+
+
+def _is_array(value: Any) -> bool:
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if array is None or type(value) is not array or value.dtype.kind not in "biufc":
+        return False
+    return bool(value.nbytes <= _MOST_ARRAY_BYTES and value.flags.writeable)
 
 
 def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
@@ -83,16 +104,27 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) is tuple and all(type(one) in PLAIN for one in value))
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+def _state(holder: Any) -> Any:
+    """The whole of what is no container."""
+    if isinstance(holder, random.Random):
+        return holder.getstate()
+    if isinstance(holder, set):
+        return holder.copy() if len(holder) <= _MOST_ENTRIES and all(map(_is_plain, holder)) else None
+    if hasattr(holder, "bit_generator"):
+        return holder.bit_generator.state
+    return holder.get_state() if hasattr(holder, "get_state") else holder.copy()
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+def _set_state(holder: Any, state: Any) -> None:
+    if isinstance(holder, random.Random):
+        holder.setstate(state)
+    elif isinstance(holder, set):
+        if state is not None and holder != state:
+            holder.clear()
+            holder.update(state)
+    elif hasattr(holder, "bit_generator"):
+        holder.bit_generator.state = state
+    elif hasattr(holder, "set_state"):
+        holder.set_state(state)
+    elif not (holder == state).all():
+        holder[...] = state

@@ -48,8 +48,8 @@ class ModuleState:
         generators = random.getstate(), _numpy_state()
         sizes = [_sizes(target) for _, target, _ in self._states]
         outside = self._functions.sizes()
-        _put(self._states)
         variables, held = self._functions.swap(), self._held.swap()
+        _put(self._states)
         _set_generators(self._random, self._numpy)
         try:
             yield

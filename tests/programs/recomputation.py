@@ -159,6 +159,38 @@ def metered(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return x * layer.meter.calls
 
 
+class Gauge:
+    """An object in an object, with what keeps its size."""
+
+    def __init__(self) -> None:
+        self.meter, self.array, self.last = Meter(), np.zeros(2), {1}
+
+    def count(self) -> float:
+        self.meter.calls += 1
+        self.array[1] += 0.5
+        largest = max(self.last)
+        self.last.discard(largest)
+        self.last.add(largest + 1)
+        return self.meter.calls * float(self.array[1]) * largest
+
+
+class Gauges:
+    def __init__(self) -> None:
+        self.gauge = Gauge()
+
+
+def gauged(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.gauges = getattr(layer, "gauges", None) or Gauges()
+    return x * layer.gauges.gauge.count()
+
+
+GAUGES = Gauges()
+
+
+def gauged_outside(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * GAUGES.gauge.count()
+
+
 def wandering(layer: Any, x: torch.Tensor) -> torch.Tensor:
     wandering.turn = getattr(wandering, "turn", 0) + 1  # type: ignore[attr-defined]
     return torch.tanh(x) if wandering.turn % 2 else torch.sigmoid(x)  # type: ignore[attr-defined]
@@ -428,6 +460,8 @@ CASES: dict[str, Any] = {
     "scripted": scripted,
     "tally": stack(tallied),
     "tally_outside": stack(tallied_outside),
+    "gauge": stack(gauged),
+    "gauge_outside": stack(gauged_outside),
     "own_random": stack(own_drawn),
     "random_outside": stack(drawn_outside),
 }
@@ -440,6 +474,7 @@ def train(case: str, keep: list[Any] | None, *, autocast: bool) -> Any:
     torch.manual_seed(1)
     wandering.turn = 0  # type: ignore[attr-defined]
     TALLY["calls"] = 0
+    GAUGES.gauge = Gauge()
     for generator in (DRAW[0], DRAWN):
         generator.seed(4)
     DRAW[1].bit_generator.state = np.random.default_rng(5).bit_generator.state
