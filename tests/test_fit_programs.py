@@ -9,6 +9,7 @@ import pytest
 from programs.fitting_checks import PROGRAM, fit, program, stalloc
 from warm_programs import told_by_file
 
+from stalloc.fitting.alignment import aligned
 from stalloc.fitting.look_ahead import Ahead, steps_to_try
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -303,6 +304,16 @@ def test_a_model_that_is_cut_into_rows_keeps_its_budget_from_its_first_call(
     command = ("run", "--device", "virtual", "--budget", f"{least}B", *options, "--json", "run.json", file, 6)
     stalloc(tmp_path, *command)
     assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
+
+
+def test_two_runs_are_lined_up_where_they_part_several_times_in_a_row() -> None:
+    """What one makes beside the other, in blocks that are looked at, takes no pair from what both make."""
+    same = list(range(100, 108))
+    looked_at, as_it_is = [9, 4, 4, 16, 64, 64, 16, 64, 64, *same], [9, 4, 16, 64, 16, 64, *same]
+    pairs = list(aligned(looked_at, as_it_is))
+    assert [as_it_is[place] for _, place in pairs] == [looked_at[place] for place, _ in pairs] == as_it_is
+    assert pairs == sorted(pairs)
+    assert list(aligned([1, 2, *same], [3, *same])) == [(place + 2, place + 1) for place in range(8)]
 
 
 def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callable[..., dict[str, Any]]) -> None:
