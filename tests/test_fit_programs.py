@@ -326,6 +326,42 @@ def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callabl
     assert told["models"] == [[0, "parts.0"], [0, "parts.1"], [1, "parts.0"], [1, "parts.1"]]
 
 
+TRANSFORMED = """
+import sys, torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        x = x + self.two(self.one(x))
+        return x if WITHIN else x + grad(lambda y: y.sin().sum())(x)
+WITHIN = sys.argv[1] == "within"
+model = nn.Sequential(Block(), Block()).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    x = torch.randn(8, 64, device="cuda")
+    if WITHIN:
+        weights = {name: one.detach() for name, one in model.named_parameters()}
+        of_each = vmap(grad(lambda weights, x: functional_call(model, weights, (x,)).sum()), (None, 0))(weights, x)
+        for name, one in model.named_parameters():
+            one.grad = of_each[name].mean(0)
+    else:
+        model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "says"), [("within", "is called in a transform"), ("calls", "calls a transform")])
+def test_programs_with_transforms_of_torch_func_are_fitted_as_they_are(tmp_path: Path, how: str, says: str) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, TRANSFORMED), how)
+    assert found["candidates"][found["best"]]["technique"] == "none"
+    assert any(f"0 {says} of torch.func" in note for note in found["notes"])
+
+
 LAZY = """
 import json
 from stalloc import device

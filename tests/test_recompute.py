@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parent / "programs" / "recomputation.py"
 EQUAL = (
     "gpt", "dropout", "batch_norm", "relu_in_place", "dropouts", "alpha_dropout", "attribute", "python_random",
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
-    "hands_on", "object", "closure", "sequence", "unlike", "statements", "other_weights",
+    "hands_on", "object", "closure", "sequence", "unlike", "statements", "other_weights", "mapped",
     "tally", "tally_outside", "gauge", "gauge_outside", "own_random", "random_outside",
 )  # fmt: skip
 REFUSED = {

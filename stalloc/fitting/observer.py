@@ -22,9 +22,11 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.fitting.repeated_calls import Model, RepeatedCalls
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 
+_TRANSFORM = "a transform of torch.func, which lets nobody exchange what is saved for backward"
 _NOTHING_SAVED = "saves nothing that could be computed again (it is checkpointed already, or has no gradients)"
 
 
@@ -81,6 +83,9 @@ class Observer:
             if torch._C._current_graph_task_id() != -1:
                 self._refuse(row, f"{block.name} is recomputed by the program itself")
                 return forward(*args, **kwargs)
+            if in_transform():
+                self._refuse(row, f"{block.name} is called in {_TRANSFORM}")
+                return forward(*args, **kwargs)
             look = self._look_at_operations if self._step == OPERATIONS_STEP else self._look_at_memory
             return look(row, block, forward, args, kwargs)
 
@@ -114,6 +119,11 @@ class Observer:
                 self._refuse(row, f"{block.name} {_NOTHING_SAVED}")
         except RecomputeError as error:
             self._refuse(row, str(error))
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            self._refuse(row, f"{block.name} calls {_TRANSFORM}")
             return forward(*args, **kwargs)
         names, kept, lasting, random = tape.names, tape.kept_bytes, tape.lasting, tape.random
         seconds, saved = self._seconds[first:], tape.positions_of(storages)

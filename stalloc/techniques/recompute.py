@@ -3,7 +3,7 @@
 Contract: the block's `forward` is wrapped, not the block, so that names, state_dict and hooks stay; a saved or copied
 model is without the wrapping or with its own. torch's checkpoint does the work (autocast and torch's random state are
 its part); BlockTape sees to it that what is kept and what has effects comes out the same. Without gradients, under
-torch.compile and while tracing, a block runs as it is.
+torch.compile, in transforms of torch.func and while tracing, a block runs as it is.
 """
 
 import copy
@@ -25,6 +25,11 @@ MakeTape = Callable[[str, Wanted, Sequence[Any]], BlockTape]
 """Makes the tape of one call: of the block's name, what is to be kept, and the tensors that it was given."""
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap) is at work, in which nothing that is saved can be exchanged."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class RecomputedForward:
     """What takes the place of a block's `forward`."""
 
@@ -35,7 +40,7 @@ class RecomputedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])

@@ -406,6 +406,18 @@ class Elsewhere(Stack):
         return x.square().mean()
 
 
+class Mapped(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.vmap(layer)(x)
+        return x.square().mean()
+
+
+def mapped() -> Any:
+    """Layers that are called in a transform, which run as they are."""
+    return Mapped([Layer(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
+
+
 def other_weights() -> Any:
     return Elsewhere([Layer(lambda layer, x: x) for _ in range(3)]), lambda: (torch.randn(8, WIDTH),)
 
@@ -457,6 +469,7 @@ CASES: dict[str, Any] = {
     "unlike": unlike,
     "statements": statements,
     "other_weights": other_weights,
+    "mapped": mapped,
     "scripted": scripted,
     "tally": stack(tallied),
     "tally_outside": stack(tallied_outside),
