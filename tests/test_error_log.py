@@ -40,6 +40,12 @@ CUPY = (
     "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,000,000,000 bytes (allocated so far: 512 bytes, "
     "limit set to: 1,000,000 bytes)."
 )
+STALLOC = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 400.00 MiB (419430400 bytes) at train.py:5 main. "
+    "stalloc: out of memory on device 0 (NVIDIA H100 (SXM), 80.00 GiB, limited to 512.00 MiB). Allocated 225.00 MiB, "
+    "reserved 450.00 MiB (1.50 MiB of it the plan's arena). Free: 62.00 MiB on the device, 225.00 MiB in 150 pieces of "
+    "what is reserved, the largest 1.50 MiB: 113.00 MiB too little, whatever the allocator does."
+)
 
 
 def explained(tmp_path, capsys, text):
@@ -150,3 +156,14 @@ def test_the_advice_has_the_variable_that_the_text_names(tmp_path, capsys, varia
     (tmp_path / "error.log").write_text(SINCE_2_1.replace("PYTORCH_CUDA_ALLOC_CONF", variable))
     assert main(["explain", str(tmp_path / "error.log")]) == 0
     assert f"Try {variable}=expandable_segments:True, which" in capsys.readouterr().out
+
+
+def test_what_stalloc_itself_says_is_read(tmp_path, capsys):
+    errors, text = explained(tmp_path, capsys, STALLOC)
+    assert [(one["library"], one["device"], one["verdict"]) for one in errors] == [("stalloc", 0, "capacity")]
+    names = ("wanted", "limit", "allocated", "reserved", "free")
+    assert [errors[0][f"{name}_bytes"] / MIB for name in names] == [400, 512, 225, 450, 62]
+    assert "287.00 MiB was free in total, 113.00 MiB too little" in text
+    _, text = explained(tmp_path, capsys, STALLOC.replace("400.00 MiB", "200.00 MiB"))
+    assert "parts of pages" in text
+    assert "expandable_segments" not in text

@@ -1,8 +1,9 @@
 """The text of an out-of-memory error, as a log holds it: what it says, and what can be said from it.
 
 Contract: figures are those of the text, which rounds them to two decimals of its unit; what it does not say is None.
-PyTorch's wordings since 1.0, for CUDA and HIP, and CuPy's are known, and the names that CUDA and its libraries give the
-error, which come without figures and count only where no other is in the text; anything else is not taken for one.
+PyTorch's wordings since 1.0, for CUDA and HIP, CuPy's and stalloc's are known, and the names that CUDA and its
+libraries give the error, which come without figures and count only where no other is in the text; anything else is not
+taken for one.
 """
 
 import re
@@ -16,6 +17,10 @@ _OLD = re.compile(rf"\(GPU (\d+); {_SIZE} total capacity; ([^)]*)\)")
 _NEW = re.compile(rf"GPU\s+(\d+) has a total capac(?:i)?ty of\s+{_SIZE}\s+of which\s+{_SIZE}\s+is free")
 _CUPY = re.compile(
     r"Out of memory allocating ([\d,]+) bytes \(allocated so far: ([\d,]+) bytes(?:, limit set to: ([\d,]+) bytes)?\)"
+)
+_STALLOC = re.compile(
+    rf"stalloc: out of memory on device (\d+) \(.*?(?:, limited to {_SIZE})?\)\. "
+    rf"Allocated {_SIZE}, reserved {_SIZE}.*?\. Free: {_SIZE} on the device"
 )
 _WITHOUT_FIGURES = re.compile(
     r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
@@ -31,7 +36,7 @@ class ErrorText:
     """One out-of-memory error."""
 
     library: str
-    """PyTorch, CuPy or CUDA."""
+    """PyTorch, CuPy, stalloc or CUDA."""
     device: int | None
     wanted_bytes: int | None
     """None: the text has no figures."""
@@ -116,8 +121,12 @@ def _errors(text: str) -> Iterator[ErrorText]:
 
 
 def _torch(wanted: str, rest: str) -> ErrorText:
-    """An error of PyTorch, from what follows the size that it asked for."""
+    """An error of PyTorch, or of stalloc in its place, from what follows the size that it asked for."""
     size = 1 << 60 if wanted.startswith("more") else _bytes(wanted)
+    if ours := _STALLOC.search(rest):
+        names = "limit_bytes", "allocated_bytes", "reserved_bytes", "free_bytes"
+        figures = [_bytes(group) if group else None for group in ours.groups()[1:]]
+        return _error("stalloc", size, None, device=int(ours[1]), **dict(zip(names, figures, strict=True)))
     named = _VARIABLE.search(rest)
     variable = named[0] if named else None
     if old := _OLD.search(rest):

@@ -94,6 +94,13 @@ def _verdict(error: ErrorText) -> Iterator[str]:
         yield "It does not say how much was free, so the reason cannot be told from it."
         return
     inside = error.unallocated_bytes or 0
+    if error.verdict == "fragmentation" and error.library == "stalloc":
+        yield (
+            f"{human_bytes(obtainable)} was free in total, {human_bytes(inside)} of it inside reserved memory, but not "
+            f"in one piece of {human_bytes(wanted)}: parts of pages, which stay while anything lives in the rest. "
+            "The program has to hold a little less, or get a little more memory."
+        )
+        return
     if error.verdict == "fragmentation":
         variable = error.variable or variables_read(release_installed())[0]
         yield (
