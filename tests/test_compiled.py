@@ -267,16 +267,15 @@ def test_a_time_out_while_compiled_code_is_loaded_reaches_the_program(compiling:
 
 
 @pytest.mark.slow
-def test_compiling_warns_of_nothing(tmp_path: Path) -> None:
+def test_compiling_warns_of_nothing(run_fresh: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """A program may have warnings as errors; of records that it took for one another numba warned."""
     source = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
+import warnings
 from numba import int64
 from stalloc.core import counters
 warnings.simplefilter("error")
 counters.reset_peaks.compile((int64,))
 print(sum(counters.reset_peaks.stats.cache_misses.values()))
 """
-    done = run_compiling(source, Path(__file__).parents[1], NUMBA_CACHE_DIR=str(tmp_path))
+    done = run_fresh(source, NUMBA_CACHE_DIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
