@@ -1,9 +1,10 @@
 """The regions of streams in an arena, and whether those of a plan fit into those that are there.
 
-Contract: what a plan has of a stream is moved as a whole, and only to where that stream's region is already, so that no
-byte passes from one stream to another.
+Contract: what a plan has of a stream is moved only to where that stream's region is already, so that no byte passes
+from one stream to another, and requests that shared no byte share none afterwards.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,9 @@ import numpy as np
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, GRANULE
 from stalloc.core.record_types import Words
+
+_SMALL_SHIFT = 5  # of a page, 1 / 2 ** shift: smaller requests lie together
+_FEW_SHIFT = 4  # if that takes less than 1 / 2 ** shift of what the others take
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
     for index in np.unique(stream[planned]).tolist():
         rows = planned & (stream == index)
         low = int(offset[rows].min())
-        high = int((offset[rows] + ((size[rows] + (ALIGNMENT - 1)) & -ALIGNMENT)).max())
+        high = int((offset[rows] + _rounded(size[rows])).max())
         own = [region for region in regions if region.stream == index]
         largest = max(own, key=lambda region: region.size_bytes, default=None)
         if largest is None or largest.size_bytes < high - low:
@@ -39,16 +43,42 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
 
 
 def on_pages(tape: ArenaTape) -> ArenaTape:
-    """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory."""
+    """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory.
+
+    Requests that are much smaller than a page lie together, apart from the others: one that lives on alone would keep a
+    page from whoever needs memory.
+    """
     if tape.cross_streams:
         return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
-    end, regions = 0, []
-    for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
-        rows = (tape.owner == index) & (tape.offset >= 0)
-        ends = tape.offset[rows] + ((tape.size[rows] + (ALIGNMENT - 1)) & -ALIGNMENT)
-        size_bytes = int(ends.max() - tape.offset[rows].min())
-        regions.append(Region(end, size_bytes, index))
-        end += (size_bytes + GRANULE - 1) // GRANULE * GRANULE
-    moved = moved_into(regions, tape.size, tape.owner, tape.offset)
-    assert moved is not None  # each region is as large as what it is for
+    end, moved = 0, np.full(len(tape.offset), -1, np.int64)
+    for rows in _on_pages_of_their_own(tape):
+        packed, size_bytes = _without_gaps(tape.offset[rows], _rounded(tape.size[rows]))
+        moved[rows] = packed + end
+        end += -(-size_bytes // GRANULE) * GRANULE
     return replace(tape, offset=moved, arena_bytes=max(end, GRANULE))
+
+
+def _on_pages_of_their_own(tape: ArenaTape) -> Iterator[Words]:
+    """The planned rows of each owner, small ones for themselves where that takes few pages more."""
+    for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
+        rows = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
+        is_small = tape.size[rows] < GRANULE >> _SMALL_SHIFT
+        small, others = rows[is_small], rows[~is_small]
+        small_bytes, other_bytes = (
+            _without_gaps(tape.offset[part], _rounded(tape.size[part]))[1] for part in (small, others)
+        )
+        yield from (others, small) if 0 < small_bytes < other_bytes >> _FEW_SHIFT else (rows,)
+
+
+def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
+    """(k,) offsets from 0 on without the bytes that no row uses, and where they end; nothing else changes."""
+    order = np.argsort(offset, kind="stable")
+    low, high = offset[order], np.maximum.accumulate(offset[order] + size[order])
+    unused = np.cumsum(np.maximum(low - np.append(0, high[:-1]), 0))
+    packed = np.empty_like(offset)
+    packed[order] = low - unused
+    return packed, int((packed + size).max(initial=0))
+
+
+def _rounded(size: Words) -> Words:
+    return (size + (ALIGNMENT - 1)) & -ALIGNMENT
