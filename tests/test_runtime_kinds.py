@@ -191,3 +191,24 @@ def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
     assert (evaluate.until[0][ranks] == 13).all()  # they outlive the evaluation
     assert (train.until[0][ranks] == 13).all()  # and go when the forward pass is over
     assert (train.end > 0).all()
+
+
+def test_steps_that_go_on_for_different_lengths_lie_in_the_same_places() -> None:
+    """As of an adaptive solver: which kind a step is of shows only where the forward pass ends."""
+    program = Program()
+
+    def run(num_layers: int) -> None:
+        kept = []
+        for layer in range(num_layers):
+            kept += [program.allocate((1 + (layer + part) % 3) * MIB) for part in range(3)]
+        for number, address in enumerate(reversed(kept)):
+            gradient = program.allocate((2 + number % 2) * MIB)
+            program.free(address)
+            program.free(gradient)
+
+    rng = np.random.default_rng(5)
+    missed = 0
+    for number, num_layers in enumerate(rng.integers(4, 9, 80).tolist()):
+        served = program.step(lambda num=num_layers: run(num))
+        missed += served[1] if number >= 40 else 0
+    assert missed == 0

@@ -112,6 +112,35 @@ def test_every_stream_has_a_region_of_its_own_for_all_kinds(seed: int) -> None:
     assert tapes.lower_bound_bytes <= tapes.peak_bytes
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_kinds_that_begin_alike_hold_in_any_order(seed: int, streams: int) -> None:
+    """They have one place for what they begin with, of which some lives on for longer in one kind than in another."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    kinds = [made_up_kind(rng, streams) for _ in range(2)]
+    for _ in range(4):
+        like, other = kinds[int(rng.integers(len(kinds)))], made_up_kind(rng, streams)
+        common = int(rng.integers(10, max(11, len(like.size))))
+        length = len(like.size[:common]) + len(other.size)
+        end = np.concatenate([like.end[:common], np.where(other.end > 0, other.end + common, 0)])
+        end[end > length] = length + 1
+        end[:common] = np.where(like.end[:common] > len(like.size), length + 1, end[:common])
+        lives_on = np.flatnonzero((rng.random(common) < 0.05) & (end[:common] > 0))
+        end[lives_on] = np.maximum(end[lives_on], rng.integers(common, length, len(lives_on)))
+        kinds.append(
+            StepKind(
+                size=np.concatenate([like.size[:common], other.size]),
+                stream=np.concatenate([like.stream[:common], other.stream]),
+                end=end,
+                until=other.until,
+                times_seen=2,
+            )
+        )
+    tapes = plan_steps(kinds, {})
+    assert check_any_order(tapes, rng, 60)
+
+
 def serve(seed: int, count: int) -> tuple[Machine, list[Ring], np.random.Generator]:
     """A machine that serves several rings, none of which hands anything on."""
     print(f"seed {seed}")

@@ -63,6 +63,7 @@ def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
 def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
     """Place n requests; sizes are multiples of the granule. `bound` is the maximum load."""
     proven = max(bound, _wasted(live, size, given))
+    enough = max(proven, budget.aim_bytes)
     count, blocked = len(size), given.forbidden.copy()
     granule = given.granule
     blocked[:, 0] &= -granule
@@ -88,9 +89,9 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     best: tuple[int, Column] | None = None
     method = ""
     if not live.end2.any():
-        offset, method = _above(live, size, given, blocked, bound, budget)
+        offset, method = _above(live, size, given, blocked, max(bound, budget.aim_bytes), budget)
         best = int((offset + size).max(initial=0)), offset
-        high = free[(offset + size)[free] > proven]
+        high = free[(offset + size)[free] > enough]
         if len(high) * count <= PAIRS and len(high):
             kept = np.concatenate([offset, blocked[:, 0]])
             kept[high] = -1
@@ -105,7 +106,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     }
     for name, key in keys.items():
         for best_fit in (False, True):
-            if best is not None and (best[0] <= max(proven, fixed_top) or count > HOLES_LIMIT or budget.over()):
+            if best is not None and (best[0] <= max(enough, fixed_top) or count > HOLES_LIMIT or budget.over()):
                 break
             found = fitted(free[np.argsort(-key[free], kind="stable")], best_fit)
             if best is None or found[0] < best[0]:
@@ -113,7 +114,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     assert best is not None
     rng = np.random.default_rng(0)
     for _ in range(min(RESTARTS, PAIRS // max(count, 1) ** 2)):
-        if best[0] <= max(proven, fixed_top) or budget.over():
+        if best[0] <= max(enough, fixed_top) or budget.over():
             break
         noise = np.exp(rng.uniform(-0.5, 0.5, len(free)))
         found = fitted(free[np.argsort(-(size[free] * np.sqrt(span[free]) * noise), kind="stable")], False)

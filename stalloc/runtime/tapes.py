@@ -16,8 +16,11 @@ from stalloc.columns import Column
 from stalloc.core.constants import ALIGNMENT
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
+from stalloc.planner.budget import Budget
 from stalloc.planner.ring import ring_bound
+from stalloc.runtime.shared_begins import places_of_begin
 
+_LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
 _NOTHING: Column = np.zeros(0, np.int64)
 
 
@@ -77,6 +80,35 @@ class _Region:
     kept_until: Column  # (kinds, r) position in a step of each kind before which a place is free again
     peak_bytes: int
     method: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What one kind of step asks for on one stream: its requests, then the places that are kept for others."""
+
+    length: int  # of the step
+    start: Column  # (n,)
+    end: Column
+    size: Column
+    places: Column  # (r,) offsets of the last r rows, -1 where they are free to be chosen
+    enough_bytes: int  # a peak that will do where something is fixed
+
+    def placed(self, begins: Column, made: dict[bytes, Layout]) -> Layout:
+        """Where it lies with its first rows at `begins` (n - r,), -1 where that is free to be chosen."""
+        fixed = np.concatenate([begins, self.places])
+        aim = self.enough_bytes if (fixed >= 0).any() else 0
+        asked = np.concatenate([[self.length, aim], self.start, self.end, self.size, fixed]).tobytes()
+        if asked not in made:
+            made[asked] = plan_arrays(
+                self.start,
+                self.end,
+                self.size,
+                alignment=ALIGNMENT,
+                ring=(0, self.length),
+                fixed=fixed if (fixed >= 0).any() else None,
+                budget=Budget(aim_bytes=aim),
+            )
+        return made[asked]
 
 
 def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout], device: int = 0) -> Tapes:
@@ -155,6 +187,7 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
     kept = _kept_until(kinds, stream, num_places)
     offsets = [np.full(len(kind.size), -1, np.int64) for kind in kinds]
     places, peak, method = np.full(num_places, -1, np.int64), 0, ""
+    done: list[tuple[StepKind, Column]] = []
     # the one that needs most decides where the shared places are
     needs = [int(_rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
     for index in np.argsort(needs, kind="stable")[::-1].tolist():
@@ -167,18 +200,20 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
         fits = np.flatnonzero(rows >= until[: len(rows)])  # ranks whose place is empty when it is asked for
         begin[fits] = rows[fits]
         until[fits] += length
-        fixed = np.concatenate([np.full(len(own), -1, np.int64), places])
         start, end = np.concatenate([own, begin]), np.concatenate([kind.end[own], until])
         size = np.concatenate([_rounded(kind.size[own]), place_size])
-        asked = np.concatenate([[length], start, end, size, fixed]).tobytes()
-        if asked not in made:
-            given = fixed if (fixed >= 0).any() else None
-            made[asked] = plan_arrays(start, end, size, alignment=ALIGNMENT, ring=(0, length), fixed=given)
-        layout = made[asked]
+
+        asked = _Asked(length, start, end, size, places, peak)
+        alike = places_of_begin(kind, own, done, (begin, until, place_size, places))
+        layout = asked.placed(alike, made)
+        if layout.peak_bytes > max(peak, layout.lower_bound_bytes) and (alike >= 0).any():
+            without = asked.placed(np.full(len(own), -1, np.int64), made)
+            layout = layout if layout.peak_bytes <= _LITTLE * max(peak, without.peak_bytes) else without
         places, peak = layout.offset[len(own) :], max(peak, layout.peak_bytes)
         method = method or layout.method
         offsets[index][own] = layout.offset[: len(own)]
         offsets[index][rows[fits]] = places[fits]
+        done.append((kind, offsets[index]))
     return _Region(stream, offsets, place_size, places, kept, peak, method)
 
 
