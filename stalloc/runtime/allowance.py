@@ -1,9 +1,9 @@
 """What may be held beyond the peak before pages that are free move: little, and more where they would never rest.
 
-Contract: each move waits for the device. Where pages move all the time, as where no plan serves a step or the plans of
-several kinds of steps get in one another's way, what is allowed grows until they do not; where they rest, it shrinks
-again. It never exceeds what fragmentation commonly costs with PyTorch's expandable segments, and it stays as it is
-where a program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more.
+Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
+several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
+fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
+program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more.
 """
 
 from stalloc.core.constants import GRANULE, MODE_REPLAY
@@ -13,9 +13,8 @@ _SPARE_BYTES = 4 << 20  # that is always allowed
 _PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
 _PARTS = 256  # of the peak, in which is counted what is
 _TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
-_JUDGED_SHIFT = 2  # of the peak, 1 / 2 ** shift that moves, after which it is judged whether pages rest
-_SELDOM = 32  # requests for each page that moves, from which on they do
-_PATIENCE = 2  # times in a row that they do not, before more is allowed
+_SELDOM = 32  # requests of a step for each page that moves, from which on they rest
+_PATIENCE = 8  # steps more in which they do not than in which they do, before more is allowed: a switch is over by then
 
 
 class Allowance:
@@ -24,9 +23,8 @@ class Allowance:
     def __init__(self, state: DeviceState) -> None:
         self._state, self._record = state, state.record
         self._parts = self._least = _TIGHT
-        self._moved_bytes = self._since = self._restless = 0
-        self._peak_bytes = 0
-        self.may_grow = False  #: the program marks its steps
+        self._moved_bytes = self._peak_bytes = 0
+        self._step_began = self._restless = 0  # requests until then; steps
 
     @property
     def peak_bytes(self) -> int:
@@ -53,18 +51,17 @@ class Allowance:
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""
-        self._moved_bytes, self._since, self._restless = 0, self._record.total.num_allocs, 0
+        self._parts, self._restless = self._least, 0
 
     def note_move(self, size_bytes: int) -> None:
         """So many bytes of pages move for a request."""
         self._moved_bytes += size_bytes
-        if self._moved_bytes < self._peak_bytes >> _JUDGED_SHIFT:
-            return
-        now = self._record.total.num_allocs
-        is_restless = now - self._since < _SELDOM * (self._moved_bytes // GRANULE)
-        self._moved_bytes, self._since = 0, now
-        self._restless = self._restless + 1 if is_restless else 0
-        if self._restless > _PATIENCE and self.may_grow:
+
+    def note_step(self) -> None:
+        """The program marks a step."""
+        num_requests = self._record.total.num_allocs - self._step_began
+        rests = num_requests >= _SELDOM * (self._moved_bytes // GRANULE)
+        self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
+        self._restless = max(0, self._restless - 1) if rests else self._restless + 1
+        if self._restless > _PATIENCE and not rests:
             self._parts = max(self._parts, min(self._parts + 1, _MOST))
-        elif not is_restless:
-            self._parts = max(self._parts - 1, self._least)

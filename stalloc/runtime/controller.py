@@ -1,9 +1,8 @@
 """One device under stalloc: watch the program, plan its steady step in the background, switch, recover.
 
-The compiled core serves requests; this module is where it turns when it needs Python: for a segment, for a look at
-what was recorded, at the boundary of a step, for memory that other streams still use. It holds the phase that a device
-is in, and asks its parts: memory, arenas, the record, steps, a job that plans. Contract: no method raises into the
-core; a failure of any of them leaves the heap serving.
+The compiled core serves requests; this module is where it turns when it needs Python: for a segment, a look at what was
+recorded, the boundary of a step, memory that other streams still use. It holds the phase that a device is in, and asks
+its parts. Contract: no method raises into the core; a failure of any of them leaves the heap serving.
 """
 
 from typing import TYPE_CHECKING
@@ -151,6 +150,7 @@ class Controller:
         with self.lock:
             if kind == MARK_STEP:
                 self.status.effort.note_step()
+                self.memory.paging.allowance.note_step()
                 self.watching.expects_marks = True
                 self.lasting.end()
                 self.serving.probation.end()

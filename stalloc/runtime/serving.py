@@ -167,7 +167,6 @@ class Serving:
     def end_step(self) -> Refusal | None:
         """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned."""
         self.full_device.note_step()
-        self._memory.paging.allowance.may_grow = True
         refusal = self.serve_ready_kinds()
         steps, state, settings = self._steps, self._state, self._status.settings
         steps.note_step()
