@@ -64,7 +64,6 @@ class Controller:
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, planner
         )
-        self._sought_cycle = False  # since the kinds of steps that were planned displaced one another
         self.observe()
 
     def help(self, request: int, argument: int) -> bool:
@@ -230,10 +229,8 @@ class Controller:
                 self._drop_plan("somebody else took the memory of the arena")
             elif (tape := self.serving.take_to_share()) is not None:
                 self.watching.share(tape)
-            elif self._tidying.moves_in_vain and self.steps.places.take_turns and not self._sought_cycle:
-                self._sought_cycle = True
-                self.watching.look_for_cycle()
-                self._drop_plan("its kinds of steps displaced one another")
+            elif self._tidying.moves_in_vain:
+                self.steps.seek_cycle()
             return
         job = self.watching.take_made()
         if job is None:

@@ -40,6 +40,7 @@ class KindSearch:
     of_ring: set[bytes] = field(default_factory=set)  # their names
     in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
     record: int | None = None  # the number of the record; None: no cycle of steps is looked for
+    is_displaced: bool = False  # the plans of kinds in force get in one another's way: a cycle is looked for soon
     may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
@@ -80,7 +81,7 @@ class KindSearch:
         try:
             with self.effort.counted():
                 self.search(trace)
-                if self.lacks_places and self.record is not None:
+                if (self.lacks_places or self.is_displaced) and self.record is not None:
                     self._look_for_cycle(trace, self.record)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
@@ -125,7 +126,7 @@ class KindSearch:
         from stalloc.runtime.step_cycle import Cycle, find_cycle
 
         tapes = self.tapes or self.before
-        found = find_cycle(trace, tapes) if tapes is not None else None
+        found = find_cycle(trace, tapes, is_displaced=self.is_displaced) if tapes is not None else None
         if found is not None and found.tape is not None:
             self.awaits_cycle = self.may_wait and not found.tape.planned.all()
             self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None

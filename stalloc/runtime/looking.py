@@ -26,7 +26,6 @@ _KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
 _TOLD = 4  # periods without marks, in which lifespans are known if they ever are
-_CYCLE_STEPS = 16  # marked steps in which a cycle of several shows twice
 _MIN_PERIOD = 4  # requests; shorter repetitions are none
 
 
@@ -58,7 +57,6 @@ class Looking:
         self._state, self._recording = state, recording
         self._min_period = _MIN_PERIOD  # without marks
         self._min_record, self._coverage = 0, _COVERAGE  # requests before the first look, and its share of them
-        self._min_cycle = 1  # requests of a cycle of marked steps
         self._look_at = 0  # sizable requests in the record at the next look
         self._patience = _PATIENCE
 
@@ -91,19 +89,10 @@ class Looking:
     def _ring_length(self) -> int:
         return int(self._state.record.ring_end - self._state.record.ring_start)
 
-    def look_for_cycle(self, longest: int) -> None:
-        """The kinds of steps that are planned, of at most so many requests, get in one another's way: look for more."""
-        self._min_cycle = longest + 1
-
     @property
     def shows_kinds(self) -> bool:
         """Whether the record is long enough for kinds of steps that no mark tells apart."""
         return self._state.record.num_sizable >= _KINDS * self._min_record
-
-    @property
-    def awaits_cycle(self) -> bool:
-        """Whether a cycle of several steps may show soon."""
-        return self._min_cycle > 1 and self._recording.num_steps < _CYCLE_STEPS
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to look now."""
@@ -137,7 +126,7 @@ class Looking:
 
         trace = self._recording.regular_trace()
         if self._recording.marks:
-            period = find_step_period(trace, min_length=self._min_cycle)
+            period = find_step_period(trace)
         else:
             repeats = max(_REPEATS, settings.observe_steps)
             period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
 
-_LEAST_STEPS = 16  # in which the order repeats
+_LEAST_STEPS = 16  # in which the order repeats; half as many where the kinds displace one another
+_FEW = 1 / 64  # of its requests may have no place then
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +40,11 @@ class Cycle:
         return cls(found, job, record)
 
 
-def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
-    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds."""
+def find_cycle(trace: "Trace", tapes: "Tapes", *, is_displaced: bool) -> Found | None:
+    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds.
+
+    Where steps displace one another in these plans it has to have places for nearly all.
+    """
     from stalloc.lifespans.periods import find_step_period, sequence_rows
     from stalloc.lifespans.tape import fold
 
@@ -50,9 +54,10 @@ def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
     if period is None or period.first + period.covered < len(sizable):
         return None
     marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
-    if int((marks >= period.first).sum()) <= _LEAST_STEPS:
+    if int((marks >= period.first).sum()) <= _LEAST_STEPS >> is_displaced:
         return None
     tape = fold(trace, with_prologue=False, period=period)
-    if tape is None or 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
+    most = _FEW if is_displaced else np.mean(tapes.offset < 0) / 2
+    if tape is None or np.mean(~tape.planned) > most:
         return None
     return Found(trace, tape, sizable)

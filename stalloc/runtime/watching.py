@@ -106,11 +106,6 @@ class Watching:
             status.phase, self.job = Phase.OBSERVING, None
         return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
 
-    def look_for_cycle(self) -> None:
-        """Look for a cycle of several steps first, from here on: those that are planned displace one another."""
-        assert self._steps.tapes is not None
-        self._looking.look_for_cycle(max(len(kind.size) for kind in self._steps.tapes.kinds))
-
     def look(self) -> str | None:
         """Look for a repeating step in the record and start planning it; why the device is to rest, if it is.
 
@@ -147,7 +142,7 @@ class Watching:
         if found.tape is None:
             if not self._recording.marks:
                 self._look_for_unmarked_kinds(found.trace)
-            elif not self._looking.awaits_cycle:
+            else:
                 if self._steps.look_for_kinds(found.trace):
                     self._steps.await_search(self._status.settings.plan_wait_seconds)
                 self._settle()
@@ -208,7 +203,7 @@ class Watching:
         if self._recording.num_steps in _DOUBT_STEPS and not self._status.settings.keep_recording:
             if self._recording.leave_out_threads():
                 self._steps.forget()
-        elif not self._looking.awaits_cycle:
+        else:
             self._settle()
 
     def _settle(self) -> None:
