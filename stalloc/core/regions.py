@@ -4,7 +4,6 @@ Contract: what a plan has of a stream is moved only to where that stream's regio
 from one stream to another, and requests that shared no byte share none afterwards.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,29 +44,29 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
 def on_pages(tape: ArenaTape) -> ArenaTape:
     """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory.
 
-    Requests that are much smaller than a page lie together, apart from the others: one that lives on alone would keep a
-    page from whoever needs memory.
+    Requests that are much smaller than a page lie together behind the others: one that lives on alone would keep a page
+    from whoever needs memory.
     """
     if tape.cross_streams:
         return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
     end, moved = 0, np.full(len(tape.offset), -1, np.int64)
-    for rows in _on_pages_of_their_own(tape):
-        packed, size_bytes = _without_gaps(tape.offset[rows], _rounded(tape.size[rows]))
-        moved[rows] = packed + end
-        end += -(-size_bytes // GRANULE) * GRANULE
-    return replace(tape, offset=moved, arena_bytes=max(end, GRANULE))
-
-
-def _on_pages_of_their_own(tape: ArenaTape) -> Iterator[Words]:
-    """The planned rows of each owner, small ones for themselves where that takes few pages more."""
     for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
-        rows = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
-        is_small = tape.size[rows] < GRANULE >> _SMALL_SHIFT
-        small, others = rows[is_small], rows[~is_small]
-        small_bytes, other_bytes = (
-            _without_gaps(tape.offset[part], _rounded(tape.size[part]))[1] for part in (small, others)
-        )
-        yield from (others, small) if 0 < small_bytes < other_bytes >> _FEW_SHIFT else (rows,)
+        end = -(-end // GRANULE) * GRANULE
+        for rows in _apart(tape, np.flatnonzero((tape.owner == index) & (tape.offset >= 0))):
+            packed, size_bytes = _without_gaps(tape.offset[rows], _rounded(tape.size[rows]))
+            moved[rows] = packed + end
+            end += size_bytes
+    return replace(tape, offset=moved, arena_bytes=max(-(-end // GRANULE), 1) * GRANULE)
+
+
+def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
+    """An owner's rows, small ones for themselves where that takes few bytes more."""
+    is_small = tape.size[rows] < GRANULE >> _SMALL_SHIFT
+    small, others = rows[is_small], rows[~is_small]
+    small_bytes, other_bytes = (
+        _without_gaps(tape.offset[part], _rounded(tape.size[part]))[1] for part in (small, others)
+    )
+    return (others, small) if 0 < small_bytes < other_bytes >> _FEW_SHIFT else (rows,)
 
 
 def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
