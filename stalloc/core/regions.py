@@ -13,7 +13,7 @@ from stalloc.core.constants import ALIGNMENT, GRANULE
 from stalloc.core.record_types import Words
 
 _SMALL_SHIFT = 5  # of a page, 1 / 2 ** shift: smaller requests lie together
-_FEW_SHIFT = 4  # if that takes less than 1 / 2 ** shift of what the others take
+_FEW_SHIFT = 6  # where they, and a page, are no more than 1 / 2 ** shift of what the others take
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
     small_bytes, other_bytes = (
         _without_gaps(tape.offset[part], _rounded(tape.size[part]))[1] for part in (small, others)
     )
-    return (others, small) if 0 < small_bytes < other_bytes >> _FEW_SHIFT else (rows,)
+    few = small_bytes > 0 and max(small_bytes, GRANULE) <= other_bytes >> _FEW_SHIFT
+    return (others, small) if few else (rows,)
 
 
 def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
