@@ -212,3 +212,31 @@ def test_steps_that_go_on_for_different_lengths_lie_in_the_same_places() -> None
         served = program.step(lambda num=num_layers: run(num))
         missed += served[1] if number >= 40 else 0
     assert missed == 0
+
+
+def test_steps_that_displace_one_another_are_served_while_their_cycle_is_looked_for() -> None:
+    """What hooks keep until the next step overwrites it, and a term that every third step has more."""
+    program, features = Program(), [0]
+
+    def run(has_term: bool) -> None:
+        kept = []
+        for layer in range(16):
+            kept += [program.allocate((2 + part) * MIB) for part in range(3)]
+            if layer == 3:
+                made = program.allocate(4 * MIB)
+                if features[0]:
+                    program.free(features[0])
+                features[0] = made
+        term = [program.allocate(3 * MIB + 512 * part) for part in range(8 * has_term)]
+        for number, address in enumerate(reversed(kept)):
+            gradient = program.allocate((2 + number % 2) * MIB)
+            program.free(address)
+            program.free(gradient)
+        for address in term:
+            program.free(address)
+
+    served = [program.step(lambda number=number: run(number % 3 == 2)) for number in range(60)]
+    first = next(number for number, (hits, _) in enumerate(served) if hits)
+    assert first < 9
+    assert min(hits for hits, _ in served[first + 1 :]) > 60
+    assert not any(missed for _, missed in served[-20:])

@@ -124,6 +124,7 @@ class Steps:
     def take_cycle(self) -> "Cycle | None":
         """The plan of a cycle of steps that is to take the place of those in force, once."""
         cycle, self._cycle = self._cycle, None
+        self._seeks_cycle &= cycle is None
         return cycle
 
     def wait_for_arena(self, search: KindSearch) -> None:
