@@ -193,29 +193,37 @@ def test_what_is_handed_on_through_an_evaluation_is_known() -> None:
     assert (train.end > 0).all()
 
 
-def test_steps_that_go_on_for_different_lengths_lie_in_the_same_places() -> None:
-    """As of an adaptive solver: which kind a step is of shows only where the forward pass ends."""
-    program = Program()
+@pytest.mark.parametrize("keeps_batch", [False, True])
+def test_steps_that_go_on_for_different_lengths_lie_in_the_same_places(keeps_batch: bool) -> None:
+    """As of an adaptive solver: which kind a step is of shows only where the forward pass ends.
+
+    A batch that is kept until there is the next one has no place, and takes none of a step of another kind.
+    """
+    program, batch = Program(), [0]
 
     def run(num_layers: int) -> None:
+        if keeps_batch:
+            last, batch[0] = batch[0], program.allocate(16 << 10)
+            if last:
+                program.free(last)
         kept = []
         for layer in range(num_layers):
             kept += [program.allocate((1 + (layer + part) % 3) * MIB) for part in range(3)]
+            kept += [program.allocate(16 << 10) for _ in range(2)]
         for number, address in enumerate(reversed(kept)):
             gradient = program.allocate((2 + number % 2) * MIB)
             program.free(address)
             program.free(gradient)
 
     rng = np.random.default_rng(5)
-    missed = 0
-    for number, num_layers in enumerate(rng.integers(4, 9, 80).tolist()):
-        served = program.step(lambda num=num_layers: run(num))
-        missed += served[1] if number >= 40 else 0
-    assert missed == 0
+    for number, num_layers in enumerate(rng.integers(4, 9, 90).tolist()):
+        _, missed = program.step(lambda num=num_layers: run(num))
+        if number >= 45:
+            assert missed <= keeps_batch
 
 
-def test_steps_that_displace_one_another_are_served_while_their_cycle_is_looked_for() -> None:
-    """What hooks keep until the next step overwrites it, and a term that every third step has more."""
+def test_what_hooks_keep_until_the_next_step_overwrites_it_costs_no_plan() -> None:
+    """Every third step has a term more; what is kept has no place, and takes none."""
     program, features = Program(), [0]
 
     def run(has_term: bool) -> None:
@@ -239,4 +247,4 @@ def test_steps_that_displace_one_another_are_served_while_their_cycle_is_looked_
     first = next(number for number, (hits, _) in enumerate(served) if hits)
     assert first < 9
     assert min(hits for hits, _ in served[first + 1 :]) > 60
-    assert not any(missed for _, missed in served[-20:])
+    assert max(missed for _, missed in served[-40:]) <= 1

@@ -229,8 +229,6 @@ class Controller:
                 self._drop_plan("somebody else took the memory of the arena")
             elif (tape := self.serving.take_to_share()) is not None:
                 self.watching.share(tape)
-            elif self._tidying.moves_in_vain:
-                self.steps.seek_cycle()
             return
         job = self.watching.take_made()
         if job is None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _MAX_KINDS = 32  # that are planned together; those seen most often
 _SECONDS_A_REQUEST = 20e-6  # of processor time, that planning takes
 _MUCH = 64  # one request in so many
+_MANY = 100  # the same, of those without a place
 
 
 @dataclass
@@ -40,7 +41,6 @@ class KindSearch:
     of_ring: set[bytes] = field(default_factory=set)  # their names
     in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
     record: int | None = None  # the number of the record; None: no cycle of steps is looked for
-    is_displaced: bool = False  # the plans of kinds in force get in one another's way: a cycle is looked for soon
     may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
@@ -75,13 +75,13 @@ class KindSearch:
     def lacks_places(self) -> bool:
         """Whether the plans have no places for much that the steps ask for."""
         tapes = self.tapes or self.before
-        return tapes is not None and _MUCH * int((tapes.offset < 0).sum()) > len(tapes.offset)
+        return tapes is not None and _MANY * int((tapes.offset < 0).sum()) > len(tapes.offset)
 
     def _run(self, trace: "Trace") -> None:
         try:
             with self.effort.counted():
                 self.search(trace)
-                if (self.lacks_places or self.is_displaced) and self.record is not None:
+                if self.lacks_places and self.record is not None:
                     self._look_for_cycle(trace, self.record)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
@@ -126,7 +126,7 @@ class KindSearch:
         from stalloc.runtime.step_cycle import Cycle, find_cycle
 
         tapes = self.tapes or self.before
-        found = find_cycle(trace, tapes, is_displaced=self.is_displaced) if tapes is not None else None
+        found = find_cycle(trace, tapes) if tapes is not None else None
         if found is not None and found.tape is not None:
             self.awaits_cycle = self.may_wait and not found.tape.planned.all()
             self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
 
-_LEAST_STEPS = 16  # in which the order repeats; half as many where the kinds displace one another
-_FEW = 1 / 64  # of its requests may have no place then
+_LEAST_STEPS = 16  # in which the order repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +39,8 @@ class Cycle:
         return cls(found, job, record)
 
 
-def find_cycle(trace: "Trace", tapes: "Tapes", *, is_displaced: bool) -> Found | None:
-    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds.
-
-    Where steps displace one another in these plans it has to have places for nearly all.
-    """
+def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
+    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds."""
     from stalloc.lifespans.periods import find_step_period, sequence_rows
     from stalloc.lifespans.tape import fold
 
@@ -54,10 +50,9 @@ def find_cycle(trace: "Trace", tapes: "Tapes", *, is_displaced: bool) -> Found |
     if period is None or period.first + period.covered < len(sizable):
         return None
     marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
-    if int((marks >= period.first).sum()) <= _LEAST_STEPS >> is_displaced:
+    if int((marks >= period.first).sum()) <= _LEAST_STEPS:
         return None
     tape = fold(trace, with_prologue=False, period=period)
-    most = _FEW if is_displaced else np.mean(tapes.offset < 0) / 2
-    if tape is None or np.mean(~tape.planned) > most:
+    if tape is None or 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
         return None
     return Found(trace, tape, sizable)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from stalloc.core.state import DeviceState
 
 _NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
-_ORDER = 12  # kinds of the last steps whose order is looked at
 
 
 class StepPlaces:
@@ -31,10 +30,10 @@ class StepPlaces:
 
     def _forget_order(self) -> None:
         self._current = 0  # which of the positions was the last
-        self._followers: dict[tuple[int, ...], int] = {}  # two kinds in a row -> the one that came next
+        self._followers: dict[tuple[int, int], int] = {}  # two kinds in a row -> the one that came next
         self._run = -1, -1, 0  # the kind before the last one, the last one, and how often that came in a row
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}  # the first two -> how often it was, and what came next
-        self._order: tuple[int, ...] = (-1, -1)  # of the last kinds
+        self._order = -1, -1  # the last two kinds
         self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its ring begins
 
     def follow_ring(self, places: dict[int, bytes]) -> None:
@@ -67,8 +66,8 @@ class StepPlaces:
     def expected_after(self, ring_start: int) -> tuple[int, int]:
         """The tape [begin, end) of the step that is expected after the one whose tape begins there."""
         followed = bisect.bisect_right(self._begins, ring_start) - 1
-        self._followers[self._order[-2:]] = followed
-        self._order = (*self._order[1 - _ORDER :], followed)
+        self._followers[self._order] = followed
+        self._order = self._order[1], followed
         before, last, count = self._run
         if followed != last:
             self._runs[before, last] = count, followed
@@ -82,7 +81,7 @@ class StepPlaces:
         earlier, following = self._runs.get((before, last), (0, last))
         if count <= earlier:
             return following if count == earlier else last
-        return self._followers.get(self._order[-2:], last)
+        return self._followers.get(self._order, last)
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
         """The position next to the cursor; the one after the last where there is none near."""
@@ -118,10 +117,3 @@ class StepPlaces:
         expected = (following - self._positions[self._current] - 1) % length + 1  # a whole ring where there is but one
         is_whole = num_followed == expected and record.cursor == record.ring_start + following
         return self._names[self._current] if is_whole else None
-
-    @property
-    def take_turns(self) -> bool:
-        """Whether several of the planned kinds come in an order that repeats."""
-        order, turns = self._order, range(2, _ORDER // 2 + 1)
-        is_known = bool(self._begins) and len(order) == _ORDER
-        return is_known and len(set(order)) > 1 and any(order[turn:] == order[:-turn] for turn in turns)

@@ -34,7 +34,6 @@ _SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
-_CYCLE_STEPS = 9  # recorded, in which the order of steps that displace one another may show
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 
 
@@ -55,7 +54,6 @@ class Steps:
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
         self._search_again_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
-        self._seeks_cycle = False  # the kinds in force displace one another
         self._patience = _PATIENCE
         self._cycle: Cycle | None = None  # a plan of one, which takes the place of those of kinds
         self._watched = self._pause = 0  # steps of this watch, and until the next one
@@ -64,7 +62,7 @@ class Steps:
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self.waiting, self._watched = None, None, None, 0
-        self._search_again_at, self._patience, self._cycle, self._seeks_cycle = 0, _PATIENCE, None, False
+        self._search_again_at, self._patience, self._cycle = 0, _PATIENCE, None
         self.places.forget()
         self._planned.clear()
         self._recorded.forget()
@@ -101,7 +99,7 @@ class Steps:
             return None
         self.search = None
         self._waited_for |= {name: self._recorded.times_seen(name) for name in search.put_off}
-        if search.lacks_places or search.is_displaced:
+        if search.lacks_places:
             self._search_again_at = 2 * self._recorded.count
         if search.awaits_cycle:
             self._search_again_at, self._patience = self._recorded.count + 1, self._patience - 1
@@ -114,17 +112,9 @@ class Steps:
             return None
         return search
 
-    def seek_cycle(self) -> None:
-        """The kinds of steps in force displace one another, wherever their arena lies: look for a cycle of them."""
-        if self.tapes is None or self._seeks_cycle or not self.places.take_turns or self._recording.left_out:
-            return
-        self._seeks_cycle, self._pause = True, 0
-        self._search_again_at = max(_CYCLE_STEPS, self._recorded.count) if self._watched else _CYCLE_STEPS
-
     def take_cycle(self) -> "Cycle | None":
         """The plan of a cycle of steps that is to take the place of those in force, once."""
         cycle, self._cycle = self._cycle, None
-        self._seeks_cycle &= cycle is None
         return cycle
 
     def wait_for_arena(self, search: KindSearch) -> None:
@@ -241,7 +231,7 @@ class Steps:
         """Record while there are steps that the plan does not know, be it in a few requests or altogether."""
         if not self._watched:
             self._pause -= _SOONER if is_unknown else 1
-            if (missed or self._seeks_cycle) and self._pause <= 0 and not self._effort.is_spent:
+            if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
                 self._recorded.expect_last()
                 self._begin_record()
@@ -261,7 +251,7 @@ class Steps:
 
     def _start_search(self, trace: "Trace") -> None:
         search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort)
-        search.in_time, search.is_displaced = {*self._waited_for}, self._seeks_cycle
+        search.in_time = {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
         if not self._recording.left_out:

@@ -13,7 +13,6 @@ from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
-_VAIN_WAIT = 8  # passes from one move of the arena to the next, after which moving is no help
 _UNLIKE_PASSES = 8  # of which one displaces others, as where two optimizers take turns
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
@@ -114,11 +113,6 @@ class Tidying:
             self._state.write(conflicts_before=record.conflicts - record.step_unplanned)  # none is displaced since
         self._state.write(ask_at_boundary=1)
         return True
-
-    @property
-    def moves_in_vain(self) -> bool:
-        """Whether the arena was moved again and again, and requests are displaced all the same."""
-        return self._move_wait >= _VAIN_WAIT
 
     def settle(self) -> None:
         """No step repeats so far: hold what steps need in one segment, where it splits and merges best.

@@ -46,6 +46,7 @@ _OWN = {
     "methods": "accumulation_changes experts_by_data generation_between actor_and_critic backward_raises second_order "
     "gradients_by_sample resized_progressively recomputed_at_times averaged_weights distilled",
     "recipes": "recomputing_toggled feature_hooks offloaded_by_hand ragged_accumulation",
+    "branching": "adaptive_solver early_exits lazy_penalty adversarial folds feedback",
     "arrays": "elementwise waves stencil random_sizes two_shapes two_streams growing_table blocks_freed",
 }
 _QUICK = (
