@@ -1,0 +1,65 @@
+"""What is foreseen of every choice of a fit, and how closely a budget is used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs.fitting_checks import PROGRAM, fit, program
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+
+#: each block averages what it sees: a product that nothing reads but a change in place, at once
+AVERAGED = PROGRAM.replace(
+    "self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)",
+    "self.one, self.two = nn.Linear(256, 1024), nn.Linear(1024, 256)\n"
+    '        self.register_buffer("average", torch.zeros(256, 1024))',
+).replace(
+    "        return x + self.two(torch.tanh(self.one(x)))",
+    "        y = torch.tanh(self.one(x))\n"
+    "        self.average.mul_(0.9).add_(x.detach().t() @ y.detach(), alpha=0.1)\n"
+    "        return x + self.two(y * self.average[0])",
+)
+
+EVERY_CHOICE = """
+import json, os, sys
+os.chdir(os.path.dirname(sys.argv[1]))
+from stalloc import device
+device.activate("virtual")
+import torch._dynamo
+from stalloc.cli.program import run_program
+from stalloc.fitting.candidates import Fitting
+from stalloc.fitting.frontier import keeping, proposal
+from stalloc.fitting.trials import run_trial
+def run():
+    return run_program([sys.argv[1], "4"])
+fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60), lambda text: None)
+fitting.run("blocks:3")
+told = {}
+for name in ("aten.tanh", "aten.mm.", "aten.mul.Tensor"):
+    tried = fitting.measure(proposal(fitting.step, keeping(fitting.step, (name,))), name, name)
+    told[name] = [tried.expected_bytes, tried.allocated_bytes]
+print(json.dumps(told))
+"""
+
+
+def test_what_is_kept_is_foreseen_to_the_byte(run_checks: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    for expected, allocated in run_checks(EVERY_CHOICE, str(program(tmp_path, AVERAGED))).values():
+        assert expected == allocated > 0
+
+
+#: four blocks, of which each saves a large part of what the program needs, in eight results of one size
+FEW = PROGRAM.replace("range(3)", "range(4)").replace(
+    "torch.tanh(self.one(x))", "torch.tanh(torch.sin(torch.tanh(torch.sin(torch.tanh(torch.sin(self.one(x)))))))"
+)
+
+
+def test_a_budget_is_used_though_blocks_are_few(tmp_path: Path) -> None:
+    file = program(tmp_path, FEW)
+    found, _ = fit(tmp_path, "--budget", "1MiB", file, 4, code=1)
+    most, least = found["candidates"][0]["needed_bytes"], found["least_bytes"]
+    for share in (0.3, 0.6, 0.85):
+        budget = int(least + share * (most - least))
+        found, _ = fit(tmp_path, "--budget", f"{budget}B", file, 4)
+        assert found["candidates"][found["best"]]["needed_bytes"] > budget - 0.12 * (most - least)
