@@ -63,3 +63,22 @@ def test_a_budget_is_used_though_blocks_are_few(tmp_path: Path) -> None:
         budget = int(least + share * (most - least))
         found, _ = fit(tmp_path, "--budget", f"{budget}B", file, 4)
         assert found["candidates"][found["best"]]["needed_bytes"] > budget - 0.12 * (most - least)
+
+
+#: one block that is called nine times under autocast, which casts its weights for the first call alone
+CAST_ONCE = (
+    PROGRAM.replace(
+        "for block in self.blocks:\n            x = block(x)", "for _ in range(9):\n            x = self.block(x)"
+    )
+    .replace("self.blocks = nn.ModuleList([Block() for _ in range(3)])", "self.block = Block()")
+    .replace("    MODEL(torch", '    with torch.autocast("cuda", torch.bfloat16):\n      LOSS = MODEL(torch')
+    .replace('device="cuda")).backward()', 'device="cuda"))\n    LOSS.backward()\n    del LOSS')
+)
+
+
+def test_a_block_that_is_called_several_times_under_autocast_is_computed_again(tmp_path: Path) -> None:
+    found, _ = fit(tmp_path, "--budget", "1GiB", program(tmp_path, CAST_ONCE), 4)
+    as_it_is, whole = found["candidates"]
+    assert whole["what"] == "recompute 1 whole block"
+    assert whole["allocated_bytes"] < as_it_is["allocated_bytes"] - (8 << 20)
+    assert whole["expected_bytes"] == pytest.approx(whole["allocated_bytes"], rel=0.002)

@@ -15,6 +15,7 @@ EQUAL = (
     "buffer", "in_place", "made_inside", "own_generator", "changes_a_weight", "checkpoint_inside",
     "hands_on", "object", "closure", "sequence", "unlike", "statements", "other_weights", "mapped",
     "tally", "tally_outside", "gauge", "gauge_outside", "own_random", "random_outside", "spectral_norm",
+    "spectral_norm_twice", "batch_norm_twice", "buffer_twice", "called_again",
 )  # fmt: skip
 REFUSED = {
     "grows_a_list": "its forward pass changes Layer.seen",
@@ -22,9 +23,7 @@ REFUSED = {
     "another_way": "does not do the same when it is computed again: its operation",
     "scripted": "it calls function, which is TorchScript",
 }
-SOMETIMES_REFUSED = (  #: by what is kept, and under autocast
-    "batch_norm_twice", "buffer_twice", "spectral_norm_twice", "weight_changes_later", "called_again",
-)  # fmt: skip
+SOMETIMES_REFUSED = ("weight_changes_later",)  #: by what is kept, and under autocast
 
 
 def results(num_choices: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from stalloc.errors import RecomputeError
+from stalloc.techniques.cast_weights import CastWeights
 from stalloc.techniques.former_values import FormerValues, Read
 from stalloc.techniques.operator_facts import OperatorFacts, changed_by, draws_random, facts_of, own_generator
 from stalloc.techniques.spare_statistics import SpareStatistics
@@ -44,6 +45,7 @@ class BlockTape:
         self._kept: dict[int, tuple[Any, list[tuple[Any, int]]]] = {}  # position -> results, tensors with versions
         self._effects: dict[int, set[int]] = {}  # position -> storages outside that it changed
         self._statistics = SpareStatistics()
+        self._casts = CastWeights()
         self._own: set[int] = set()  # storages that were made in this call
         self._random: list[int] = []  # positions of kept results that drew random numbers
         self._lasting_random = False  # random numbers were drawn that cannot be drawn again
@@ -118,6 +120,7 @@ class BlockTape:
             self._check_given(outside, facts)
             self._former.before_change(outside, (args, kwargs))
         results = operator(*args, **kwargs)
+        self._casts.note(position, operator, args, results, read)
         if outside:
             self._former.changed(outside, counted=facts.is_declared)
         of_program = facts.generator is not None and own_generator(facts, args, kwargs)
@@ -152,6 +155,11 @@ class BlockTape:
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do an operation again, or hand out its results."""
+        if self._casts.is_extra(self._position, operator, args, kwargs):
+            return operator(*args, **kwargs)
+        while self._casts.is_made(self._position, operator, args):
+            self._kept.pop(self._position, None)
+            self._position += 1
         position = self._position
         self._position += 1
         before: Any = self._operators[position] if position < len(self._operators) else None

@@ -16,6 +16,8 @@ from recomputation import WIDTH, Layer, Stack, compared, stack, twice_before
 from torch import nn
 from torch.nn import functional as F
 
+import stalloc
+
 
 class Codebook(nn.Module):
     """Vectors that follow the inputs that are next to them, as in a VQ-VAE: read, and then averaged in place."""
@@ -137,5 +139,44 @@ recomputation.CASES = {
 }
 
 
+def train_in_autocast(make: Any, keep: list[Any] | None, *, whole: bool) -> list[torch.Tensor]:
+    """Losses and gradients where backward, or all steps, lie in one autocast: casts of weights outlive their pass."""
+    torch.manual_seed(2)
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if keep is not None:
+        stalloc.checkpoint(model, keep=keep)
+    found = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*batch())
+                optimizer.zero_grad()
+                loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+            optimizer.step()
+    return found
+
+
+def in_autocast(make: Any, *, whole: bool) -> list[str]:
+    """What becomes of a model with three choices of what is kept."""
+    told = []
+    expected = train_in_autocast(make, None, whole=whole)
+    for keep in ([], ["addmm"], ["_to_copy"]):
+        try:
+            now = train_in_autocast(make, keep, whole=whole)
+            told.append("equal" if all(map(torch.equal, expected, now)) else "differs")
+        except stalloc.StallocError as error:
+            told.append(str(error))
+    return told
+
+
 if __name__ == "__main__":
-    print(json.dumps({case: compared(case, int(sys.argv[1]) or 2) for case in recomputation.CASES}))
+    plain = stack(lambda layer, x: x)
+    cases = {case: compared(case, int(sys.argv[1]) or 2) for case in recomputation.CASES}
+    autocast = {
+        "backward": in_autocast(plain, whole=False),
+        "backward of two calls": in_autocast(twice_before(plain), whole=False),
+        "all steps": in_autocast(plain, whole=True),
+    }
+    print(json.dumps({**cases, "autocast": autocast}))
