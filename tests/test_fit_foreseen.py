@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 from programs.fitting_checks import PROGRAM, fit, program
 
+from stalloc.fitting.candidates import Fitting
+from stalloc.fitting.frontier import Proposal
+from stalloc.fitting.observation import ProgramSeen
+from stalloc.fitting.trial_work import TrialWork
+from stalloc.fitting.trials import Measured
+
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
 
@@ -82,3 +88,28 @@ def test_a_block_that_is_called_several_times_under_autocast_is_computed_again(t
     assert whole["what"] == "recompute 1 whole block"
     assert whole["allocated_bytes"] < as_it_is["allocated_bytes"] - (8 << 20)
     assert whole["expected_bytes"] == pytest.approx(whole["allocated_bytes"], rel=0.002)
+
+
+@pytest.mark.parametrize(("shortages", "most_steps", "fits"), [(0, 99, True), (1, 99, False), (0, 5, False)])
+def test_a_way_fits_within_the_limit_only_where_nothing_was_short_and_for_longer(
+    shortages: int, most_steps: int, fits: bool
+) -> None:
+    """A program that needs 100 bytes more than the budget where memory is plentiful, and can be squeezed."""
+    budget = 1000
+
+    def trial(work: TrialWork) -> Measured:
+        if work.limit_bytes and work.num_steps > most_steps:
+            return Measured(failure="out of memory")
+        reserved = min(budget + 100, work.limit_bytes or budget + 100)
+        return Measured(
+            allocated_bytes=budget - 10,
+            reserved_bytes=reserved,
+            num_shortages=shortages if work.limit_bytes else 0,
+            plan=b"plan" if work.under == "recorded" else b"",
+        )
+
+    fitting = Fitting(budget, trial, lambda text: None)
+    fitting.num_steps, fitting.step = 3, ProgramSeen([], [], 1.0, 3)
+    candidate = fitting.measure(Proposal({}, 0.0), "as it is", "none")
+    assert candidate.fits(budget) is fits
+    assert candidate.needed_bytes == (budget if fits else budget + 100)

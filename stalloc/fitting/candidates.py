@@ -191,8 +191,10 @@ class Fitting:
         work = TrialWork("planned", settings, plan=recorded.plan)
         planned = self.try_once(work)
         if not planned.failure and planned.reserved_bytes > self.budget_bytes >= planned.allocated_bytes:
-            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes))
-            planned = planned if within.failure else within
+            num_steps = 2 * self.num_steps + STEPS  # what is short of memory may fail later than a plan repeats
+            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes, num_steps=num_steps))
+            # without its plan, or with another algorithm where memory was short, a later step may need more
+            planned = planned if within.failure or within.num_shortages else within
         if planned.failure:
             return dataclasses.replace(candidate, refused=planned.failure), b""
         self._check_repeats(recorded, planned)
