@@ -123,6 +123,10 @@ class Fitting:
             self._leave_out(again)
         self.note(again.notes)
         self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        counts: dict[int, set[int]] = {}
+        for call in self.foresight.calls:
+            counts.setdefault(call.block, set()).add(len(call.forward))
+        self.step = self.step.with_casts_once(counts)
         return ""
 
     def settings_with(self, proposed: Proposal) -> Settings:
