@@ -123,6 +123,10 @@ class Fitting:
             self._leave_out(again)
         self.note(again.notes)
         self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        counts: dict[int, set[int]] = {}
+        for call in self.foresight.calls:
+            counts.setdefault(call.block, set()).add(len(call.forward))
+        self.step = self.step.with_casts_once(counts)
         return ""
 
     def settings_with(self, proposed: Proposal) -> Settings:
@@ -191,8 +195,10 @@ class Fitting:
         work = TrialWork("planned", settings, plan=recorded.plan)
         planned = self.try_once(work)
         if not planned.failure and planned.reserved_bytes > self.budget_bytes >= planned.allocated_bytes:
-            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes))
-            planned = planned if within.failure else within
+            num_steps = 2 * self.num_steps + STEPS  # what is short of memory may fail later than a plan repeats
+            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes, num_steps=num_steps))
+            # without its plan, or with another algorithm where memory was short, a later step may need more
+            planned = planned if within.failure or within.num_shortages else within
         if planned.failure:
             return dataclasses.replace(candidate, refused=planned.failure), b""
         self._check_repeats(recorded, planned)

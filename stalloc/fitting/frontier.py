@@ -54,6 +54,24 @@ def frontier(step: ProgramSeen) -> list[Proposal]:
     return found
 
 
+def between(step: ProgramSeen, cheap: Proposal, thorough: Proposal) -> list[Proposal]:
+    """Proposals by rising cost from one of the frontier to the next, in which more is computed again of one block: the
+    choices of that block which the hull leaves out, as others give more bytes for a second; the last is the next one.
+    """
+    changed = [row for row, choice in thorough.choices.items() if cheap.choices.get(row) != choice]
+    if len(changed) != 1:
+        return [thorough]
+    row, before = changed[0], cheap.choices.get(changed[0])
+    after = thorough.choices[row]
+    found = [
+        choice
+        for choice in _choices(step.blocks[row])
+        if after.kept_bytes < choice.kept_bytes and (before.seconds if before else 0.0) < choice.seconds < after.seconds
+    ]
+    ordered = sorted(found, key=lambda choice: choice.seconds)
+    return [proposal(step, {**thorough.choices, row: choice}) for choice in (*ordered, after)]
+
+
 def proposal(step: ProgramSeen, choices: Mapping[int, Choice]) -> Proposal:
     """What choices for some blocks are expected to cost."""
     calls = _calls_of(step)

@@ -5,12 +5,14 @@ the optimizer's state, the second is looked at operation by operation, which may
 at the begin and the end of blocks, which does not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stalloc.figures import plural
 
 OPERATIONS_STEP, MEMORY_STEP = 1, 2
+_CAST = "aten._to_copy.default"
 _NO_BLOCKS = (
     "no module with parts of its own is repeated in the program, neither in a model nor by being called several times, "
     "there is no long nn.Sequential, and no forward pass that calls four layers or more with weights, each in a "
@@ -84,6 +86,17 @@ class ProgramSeen:
             replace(block, why_not=block.why_not or reason) if kind in (None, block.kind) else block
             for block in self.blocks
         ]
+        return replace(self, blocks=blocks)
+
+    def with_casts_once(self, num_operations: Mapping[int, set[int]]) -> "ProgramSeen":
+        """The same, where nothing is kept of blocks of which a call in the step, by the number of its operations, finds
+        weights cast that another call casts: positions of its operations are others."""
+        blocks = list(self.blocks)
+        for row, counts in num_operations.items():
+            casts = sum(one.name == _CAST for one in blocks[row].operations)
+            if max(counts) - casts <= min(counts) < max(counts):
+                plain = [replace(one, kept_bytes=one.kept_bytes * one.is_lasting) for one in blocks[row].operations]
+                blocks[row] = replace(blocks[row], operations=plain)
         return replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:

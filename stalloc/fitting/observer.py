@@ -49,9 +49,7 @@ class Observer:
         self._step += 1
         if self._step == 1:
             for model, block in self._repeated.blocks(self._models):
-                self._blocks.append(
-                    BlockSeen(model, block.name, block.kind, why_not(block) or self._repeated.why_not(block))
-                )
+                self._blocks.append(BlockSeen(model, block.name, block.kind, why_not(block)))
                 self._watch(len(self._blocks) - 1, block)
         if self._step == OPERATIONS_STEP:
             self._mode.__enter__()

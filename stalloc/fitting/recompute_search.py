@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stalloc.fitting.block_graph import optimal_blocks
-from stalloc.fitting.frontier import Proposal, describe, frontier, proposal, whole_blocks
+from stalloc.fitting.frontier import Proposal, between, describe, frontier, proposal, whole_blocks
 
 if TYPE_CHECKING:
     from stalloc.fitting.candidates import Fitting
@@ -20,12 +20,17 @@ ENOUGH_LEFT = 0.01  #: of the budget, below which no cheaper proposal is looked 
 
 
 def try_cheapest(fitting: "Fitting") -> None:
-    """The cheapest proposal of the frontier that is expected to fit."""
+    """The cheapest proposal of the frontier that is expected to fit, or one between it and the one before."""
 
     def propose(target_bytes: int) -> Proposal:
+        def first_that_fits(proposals: list[Proposal]) -> int:
+            number = bisect_left(proposals, -target_bytes, key=lambda one: -fitting.expected(one))
+            return min(number, len(proposals) - 1)
+
         proposals = frontier(fitting.step)
-        number = bisect_left(proposals, -target_bytes, key=lambda one: -fitting.expected(one))
-        return proposals[min(number, len(proposals) - 1)]
+        number = first_that_fits(proposals)
+        finer = between(fitting.step, proposals[max(0, number - 1)], proposals[number])
+        return finer[first_that_fits(finer)]
 
     _approach(fitting, propose, "recompute")
 

@@ -25,7 +25,6 @@ class RepeatedCalls:
         self._open: list[int] = []  # modules that are being called, by id
         self._counts: Counter[int] = Counter()  # calls within one that the script itself has made
         self._repeated: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._cast_once: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks = [
             register_module_forward_pre_hook(self._called),
             register_module_forward_hook(self._returned, always_call=True),
@@ -47,13 +46,6 @@ class RepeatedCalls:
             found += [(number, block) for block in blocks]
         return found
 
-    def why_not(self, block: Block) -> str:
-        """Why the way in which a block is called keeps it from being computed twice; empty if nothing does."""
-        cast = [one for one in block.module.parameters() if one.requires_grad and one.dtype == torch.float32]
-        if block.module not in self._cast_once or not cast:
-            return ""
-        return f"{block.name} is called several times under autocast, which casts its weights for the first call alone"
-
     def _within(self, model: Any, blocks: Sequence[Block]) -> Iterator[Block]:
         """Modules that one call of a model calls several times, outside of its other blocks."""
         taken = {id(module) for block in blocks for module in block.module.modules()}
@@ -71,8 +63,6 @@ class RepeatedCalls:
                 self._counts[id(module)] += 1
                 if self._counts[id(module)] > 1:
                     self._repeated.add(module)
-                    if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))) and torch.is_autocast_cache_enabled():
-                        self._cast_once.add(module)
             self._open.append(id(module))
 
     def _returned(self, module: Any, *_: Any) -> None:

@@ -190,7 +190,7 @@ def _call_of(
         first=first,
         second=second,
         position=position,
-        is_result=(run.end[first] > over[position]) | (run.end[second] > over_again[position]),
+        is_result=(run.end[first] >= over[position]) | (run.end[second] >= over_again[position]),
         again=np.array(list(again.values()), np.int64),
         again_position=np.array([key[0] for key in again], np.int64),
     )

@@ -104,9 +104,10 @@ class _WatchedTape(BlockTape):
         return results
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        begin = self._clock()
+        begin, before = self._clock(), self._position
         results = super().repeat(operator, args, kwargs)
-        if self._call.num_times == 1:
+        if self._call.num_times == 1 and self._position > before:  # else a weight was cast that was cast before
+            self._call.again += [(begin, begin)] * (self._position - before - 1)
             self._call.again.append((begin, self._clock()))
         return results
 

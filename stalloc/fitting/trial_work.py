@@ -148,6 +148,8 @@ class _Trial:
         if self._work.under == "planned":  # whatever the program does to torch's statistics
             reports = self._runtime.reports()
             told["reserved_bytes"] = max((one.run_reserved_peak_bytes for one in reports), default=0)
+            dropped = sum(one.plans_dropped for one in reports) if self._work.plan else 0
+            told["num_shortages"] = dropped + sum(one.out_of_memory_errors for one in reports)
         if self._in_host is not None:
             told |= self._in_host.told()
         if self._observer is not None:

@@ -32,6 +32,7 @@ class Measured:
     out_of_memory: bool = False
     allocated_bytes: int = 0  #: the peak of all steps
     reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
+    num_shortages: int = 0  #: errors that the program caught, and plans given up, of a trial on a plan
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
     requests: list[tuple[int, int]] = field(default_factory=list)
     """Of the device, how many until the end of each step, and what they asked for at its peak."""

@@ -1,11 +1,11 @@
 """One call of a block, operation by operation: what its forward pass did, and running it again to the same result.
 
-Contract: the second run makes the same operations in the same order, on what nobody has changed, or it is an error.
-Of those, results that were
-kept are handed out instead of computed, and what changed memory outside the block (running statistics, counters) is
-not done again. A result is kept only if it is new memory that nothing changes before it is needed; random numbers are
-kept only where none are drawn anew after them, so that generators say the same both times. Which is asked for decides
-about bytes and time, never about what comes out.
+Contract: the second run makes the same operations in the same order, on what they read the first time, or it is an
+error. Of those, results that were kept are handed out instead of computed, and what changed memory outside the block
+(counters, averages) is not done again, but for normalizations, which get other memory for their running statistics. A
+result is kept only if it is new memory that nothing changes before it is needed; random numbers are kept only where
+none are drawn anew after them, so that generators say the same both times. Which is asked for decides about bytes and
+time, never about what comes out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from stalloc.errors import RecomputeError
-from stalloc.techniques.operator_facts import OperatorFacts, argument, draws_random, facts_of, own_generator
+from stalloc.techniques.cast_weights import CastWeights
+from stalloc.techniques.former_values import FormerValues, Read
+from stalloc.techniques.operator_facts import OperatorFacts, changed_by, draws_random, facts_of, own_generator
+from stalloc.techniques.spare_statistics import SpareStatistics
 from stalloc.techniques.tensor_memory import sizes_of, storages_of, versions_of
 
 Wanted = Callable[[int, str], bool]
 """Whether the result of the operation at a position of the block, of a name, is to be kept."""
 
 
-_Read = tuple[int, int, int]
-"""A storage, how often autograd saw it changed when it was read, and how often the block itself had changed it."""
 _OF_PYTHON = "aten.lift_fresh.default"  # hands on a tensor that was made from numbers of Python's
 
 
@@ -34,13 +35,17 @@ class BlockTape:
 
     def __init__(self, block: str, wanted: Wanted, inputs: Iterable[Any] = ()) -> None:
         self.block = block
+        inputs = list(inputs)
         self._devices = {torch.device("cpu"), *(one.device for one in inputs)}  # whose random state is put back
+        self._given = storages_of(inputs)
         self._wanted = wanted
         self._operators: list[Any] = []
-        self._reads: list[list[_Read]] = []  # what each was given
-        self._changes: dict[int, int] = {}  # storages outside -> how often the forward pass changed them in place
+        self._reads: list[list[Read]] = []  # what each was given
+        self._former = FormerValues()  # of storages outside that the forward pass changed in place
         self._kept: dict[int, tuple[Any, list[tuple[Any, int]]]] = {}  # position -> results, tensors with versions
         self._effects: dict[int, set[int]] = {}  # position -> storages outside that it changed
+        self._statistics = SpareStatistics()
+        self._casts = CastWeights()
         self._own: set[int] = set()  # storages that were made in this call
         self._random: list[int] = []  # positions of kept results that drew random numbers
         self._lasting_random = False  # random numbers were drawn that cannot be drawn again
@@ -89,13 +94,13 @@ class BlockTape:
         return _Mode(self.block, self.repeat)
 
     def begin_again(self) -> None:
-        """A run after the forward pass begins."""
-        if self._taken:
+        """A run after the forward pass begins; what was kept is given to the first, any other computes it again."""
+        if self._taken and self._lasting_random and self._random:
             raise RecomputeError(
-                f"{self.block} is computed a third time, as backward is called twice on it: what was kept of it is "
-                "gone. Keep nothing of its operations, or call backward once."
+                f"{self.block} is computed a third time, as backward is called twice on it: random numbers that were "
+                "kept of it are gone, and cannot be drawn again. Keep nothing of its operations, or call backward once."
             )
-        self._taken = bool(self._kept)
+        self._taken = True
         self._position = 0
 
     def finish(self, outputs: Any) -> None:
@@ -106,14 +111,27 @@ class BlockTape:
         """Do an operation of the forward pass."""
         position, facts = len(self._operators), facts_of(operator)
         self._operators.append(operator)
-        self._reads.append([(one, version, self._changes.get(one, 0)) for one, version in versions_of((args, kwargs))])
+        self._reads.append(self._former.reads(versions_of((args, kwargs))))
         read = {one for one, *_ in self._reads[position]}
-        written = _written(facts, args, kwargs)  # asked for before, as set_ exchanges the memory of a tensor
-        results = operator(*args, **kwargs)
+        # asked for before, as set_ exchanges the memory of a tensor
+        written = storages_of(changed_by(facts, args, kwargs))
         outside = written - self._own
+        if outside:
+            self._check_given(outside, facts)
+            self._former.before_change(outside, (args, kwargs))
+        results = operator(*args, **kwargs)
+        self._casts.note(position, operator, args, results, read)
+        if outside:
+            self._former.changed(outside, counted=facts.is_declared)
         of_program = facts.generator is not None and own_generator(facts, args, kwargs)
         random = facts.is_random and draws_random(facts, args, kwargs) and not of_program
-        lasting = bool(outside) or of_program
+        spared = facts.training is not None and bool(outside) and outside == written
+        if spared:
+            self._statistics.add(position, facts, args, kwargs)
+            self._reads[position] = self._former.without(self._reads[position], outside)
+        lasting = (bool(outside) and not spared) or of_program
+        if not lasting and not facts.is_view:
+            self._former.was_read(read - self._own - written, (args, kwargs))
         if written != outside:
             self._drop(written - outside)
             if lasting:
@@ -124,8 +142,6 @@ class BlockTape:
         made = storages_of(results) if facts.is_fresh or facts.name == _OF_PYTHON else set()
         if lasting:
             self._effects[position] = outside
-            if facts.is_declared:
-                self._changes |= {one: self._changes.get(one, 0) + 1 for one in outside}
             self._keep(position, results)
             self._lasting_random |= random
         elif facts.is_fresh and self._wanted(position, facts.name) and not made & read:
@@ -139,6 +155,11 @@ class BlockTape:
 
     def repeat(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do an operation again, or hand out its results."""
+        if self._casts.is_extra(self._position, operator, args, kwargs):
+            return operator(*args, **kwargs)
+        while self._casts.is_made(self._position, operator, args):
+            self._kept.pop(self._position, None)
+            self._position += 1
         position = self._position
         self._position += 1
         before: Any = self._operators[position] if position < len(self._operators) else None
@@ -150,35 +171,42 @@ class BlockTape:
             )
         if position in self._effects:
             facts = facts_of(operator)
-            if not self._effects[position] <= _written(facts, args, kwargs):
+            if not self._effects[position] <= storages_of(changed_by(facts, args, kwargs)):
                 raise RecomputeError(
                     f"{self.block} does not do the same when it is computed again: {facts.name} changed another tensor "
                     "before. Leave this block as it is."
                 )
-        elif position not in self._kept:
-            self._check_reads(position, versions_of((args, kwargs)))
-            return operator(*args, **kwargs)
+            return self._kept[position][0]
+        if position not in self._kept:
+            return self._do_again(position, operator, *self._statistics.put_in(position, args, kwargs))
         results, versions = self._kept.pop(position)
         for tensor, version in versions:
-            if position not in self._effects and tensor._version != version:
+            if tensor._version != version:
                 raise RecomputeError(
                     f"{self.block}: a result of {operator} that was kept has been changed in place since. "
                     "Keep another operation, or nothing, of this block."
                 )
         return results
 
-    def _check_reads(self, position: int, now: "list[tuple[int, int]]") -> None:
-        """What is read is what was read: each storage was changed only by the forward pass, and before it was read.
-
-        autograd counts the changes of this run too, though they are left out.
-        """
-        for (storage, before, num_changes), (_, version) in zip(self._reads[position], now, strict=False):
-            all_changes = self._changes.get(storage, 0)
-            if num_changes != all_changes or version != before + all_changes:
+    def _do_again(self, position: int, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is read is what was read: each storage was changed only by the forward pass, which left a copy."""
+        reads = self._reads[position]
+        if not facts_of(operator).is_view:
+            if not self._former.is_as_it_was(reads, versions_of((args, kwargs))):
                 raise RecomputeError(
                     f"{self.block} cannot be computed again: what its operation {position}, "
                     f"{self._operators[position]}, reads was changed in place since. Leave this block as it is."
                 )
+            args, kwargs = self._former.put_back(reads, args, kwargs)
+        return operator(*args, **kwargs)
+
+    def _check_given(self, changed: set[int], facts: OperatorFacts) -> None:
+        """What a block is given is saved by autograd, which lets nobody change it."""
+        if facts.is_declared and changed & self._given:
+            raise RecomputeError(
+                f"{self.block} cannot be computed twice: {facts.name} changes in place what the block was given. "
+                "Leave this block as it is."
+            )
 
     def _keep(self, position: int, results: Any) -> None:
         kept = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, results)
@@ -235,10 +263,3 @@ class _Mode(TorchDispatchMode):
 def current_block() -> str:
     """The block that this thread computes with a tape, the innermost; empty if it computes none."""
     return next((mode.block for mode in reversed(_get_current_dispatch_mode_stack()) if type(mode) is _Mode), "")
-
-
-def _written(facts: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """The memory that a call changes in place."""
-    if not facts.mutated:
-        return set()
-    return storages_of([argument(place, name, args, kwargs) for place, name in facts.mutated])

@@ -24,14 +24,22 @@ def storages_of(values: Any) -> set[int]:
 
 def versions_of(values: Any) -> list[tuple[int, int]]:
     """All tensors in lists and dictionaries: memory, by a number, and how often autograd saw it changed in place."""
+    found = []
+    for value in tensors_of(values):
+        storage = 0
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
+            storage = value.untyped_storage()._cdata
+        found.append((storage, -1 if value.is_inference() else value._version))
+    return found
+
+
+def tensors_of(values: Any) -> list[Any]:
+    """All tensors in lists and dictionaries, in one order for each structure."""
     found, rest = [], [values]
     while rest:
         value = rest.pop()
         if isinstance(value, torch.Tensor):
-            storage = 0
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a sparse one
-                storage = value.untyped_storage()._cdata
-            found.append((storage, -1 if value.is_inference() else value._version))
+            found.append(value)
         elif isinstance(value, list | tuple):
             rest += value
         elif isinstance(value, dict):

@@ -562,11 +562,23 @@ def copies(case: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def noisy(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+def noisy_after_all(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers into what outlives the layer, and others after it."""
+    layer.level.uniform_()
+    return noisy(layer, x)
+
+
 def twice() -> dict[str, Any]:
-    """Backward called twice on one forward pass: fine where nothing is kept, an error else."""
+    """Backward called twice on one forward pass: what was kept is computed again, or it is an error."""
     found = {}
-    for name, keep in (("nothing", []), ("products", ["addmm"])):
-        model, batch = stack(lambda layer, x: x)()
+    kept = {"nothing": [], "products": ["addmm"], "drawn": ["rand_like"], "cannot_be_drawn": ["rand_like"]}
+    middles = {"drawn": noisy, "cannot_be_drawn": noisy_after_all}
+    for name, keep in kept.items():
+        model, batch = stack(middles.get(name, lambda layer, x: x))()
         stalloc.checkpoint(model, keep=keep)
         loss = model(*batch())
         loss.backward(retain_graph=True)
