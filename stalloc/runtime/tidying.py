@@ -102,13 +102,15 @@ class Tidying:
     def moves_in_pass(self) -> bool:
         """Whether many requests of a pass were displaced, at an entry in it, so that the arena is moved right away.
 
-        It is left as it is where it moved lately, and where the program fills the device: what it does then is packed
-        best by the heap alone (see full_device.py). The boundary after it is asked for in any case.
+        It is left as it is where it moved lately, where the program does something that is not planned, and where it
+        fills the device: what it does then is packed best by the heap alone (see full_device.py). The boundary after it
+        is asked for in any case.
         """
         record = self._state.record
         if record.cursor == record.ring_start or self._state.num_displaced < constants.MANY_DISPLACED:
             return False
-        stays = record.has_handovers or record.num_strands or self._arenas.memory.paging.fills_device()
+        is_astray = record.excess_misses > 2 * (record.ring_end - record.ring_start)  # more than two passes of it
+        stays = is_astray or record.has_handovers or record.num_strands or self._arenas.memory.paging.fills_device()
         if not stays and self._moves_out_of_the_way():
             self._state.write(conflicts_before=record.conflicts - record.step_unplanned)  # none is displaced since
         self._state.write(ask_at_boundary=1)
