@@ -13,15 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.cost.class_seconds import ClassShares, parent_of, time_of
-from stalloc.cost.operation_classes import COMPUTING, CONVOLUTION, MATRIX_PRODUCT, PARENTS, POINTWISE
+from stalloc.cost.class_seconds import ClassShares, WorkSeconds, parent_of, time_of
+from stalloc.cost.operation_classes import AFTER_START, ATTENTION, CONVOLUTION, PARENTS, POINTWISE
 
 _FLOPS = (0.02, 0.03, 0.05, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _BANDWIDTH = (0.1, 0.13, 0.16, 0.18, 0.2, 0.22, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9)
 _START_US = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 25, 50, 100)
-_UNKNOWN = (0.5, 0.5, 4.0)  #: what the two first classes are near, where nothing speaks against it
+_UNKNOWN = (0.5, 0.5, 4.0)  #: what the first class is near, where nothing speaks against it
+_PUBLISHED_FLOPS = {ATTENTION: 0.35}
+"""Shares of the FLOP/s that are known without any recording. Attention: FlashAttention-2 on an H100 by Shah et al.,
+"FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", 2024."""
 _POWER, _PULL = 0.25, 0.4
-_ORDER = (POINTWISE, MATRIX_PRODUCT, *PARENTS)  #: parents before what is like them
+_ORDER = (POINTWISE, *PARENTS)  #: parents before what is like them
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class TimedCall:
     kind: str
     call: str  #: as text, to tell distinct ones
     seconds: float
-    flops_seconds: float  #: at the data sheet's rate
-    bytes_seconds: float
+    work: WorkSeconds
 
 
 def calibrate(calls: Sequence[TimedCall], source: str) -> dict[str, ClassShares]:
@@ -45,13 +47,14 @@ def calibrate(calls: Sequence[TimedCall], source: str) -> dict[str, ClassShares]
     for kind in _ORDER:
         parent = found.get(parent_of(kind))
         near = (parent.of_flops, parent.of_bandwidth, parent.start_us) if parent else _UNKNOWN
+        near = (_PUBLISHED_FLOPS.get(kind, near[0]), *near[1:])
         known = by_class.get(kind, [])
         if not known or kind == CONVOLUTION:
             error = parent.error if parent else 1.0
             found[kind] = ClassShares(kind, *near, error, 0, f"not measured: as {parent_of(kind)}")
             continue
         shares = _best(kind, known, near)
-        error = error_of(known, [time_of(shares, call.flops_seconds, call.bytes_seconds) for call in known])
+        error = error_of(known, [time_of(shares, call.work) for call in known])
         found[kind] = dataclasses.replace(shares, error=round(error, 3), source=source)
     return found
 
@@ -70,13 +73,12 @@ def _best(kind: str, calls: Sequence[TimedCall], near: tuple[float, float, float
     groups = list(distinct.values())
     recorded = np.array([np.mean([call.seconds for call in group]) for group in groups])
     weight = (recorded * [len(group) for group in groups]) ** _POWER
-    flops_seconds = np.array([group[0].flops_seconds for group in groups])
-    bytes_seconds = np.array([group[0].bytes_seconds for group in groups])
+    flops_seconds, bytes_seconds, waves = np.array([group[0].work for group in groups]).T
     grid = np.meshgrid(_FLOPS if flops_seconds.any() else near[:1], _BANDWIDTH, _START_US, indexing="ij")
     of_flops, of_bandwidth, start_us = (axis.reshape(-1, 1) for axis in grid)
     busy = np.maximum(flops_seconds / of_flops, bytes_seconds / of_bandwidth)
-    start = 1e-6 * start_us
-    estimated = start + busy if kind in COMPUTING else np.sqrt(start**2 + busy**2)
+    start = 1e-6 * start_us * waves
+    estimated = start + busy if kind in AFTER_START else np.sqrt(start**2 + busy**2)
     off = (np.abs(np.log(estimated / recorded)) * weight).sum(axis=1) / weight.sum()
     best = int(np.argmin(off + _PULL / len(groups) * _distance((of_flops, of_bandwidth, start_us), near)))
     return ClassShares(

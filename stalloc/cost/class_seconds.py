@@ -1,17 +1,21 @@
 """Seconds of an operation by its class, its floating point operations and its bytes: an estimate, with its error.
 
-Contract: a time is (start^k + max(FLOPs / reached FLOP/s, bytes / reached bytes/s)^k)^(1/k), where k is 1 for kernels
-that compute and 2 for those that move bytes, and what is reached is a share of what the data sheet promises. The shares
-in class_shares.csv are those that kernels of recorded programs reached; `scripts/bench/cost` finds them anew.
+Contract: a time is ((waves * start)^k + max(padded FLOPs / reached FLOP/s, bytes / reached bytes/s)^k)^(1/k), where k
+is 1 for kernels that begin their work when they have started and 2 for those that move bytes meanwhile, waves and
+padding are those of stalloc.cost.blocks, and what is reached is a share of what the data sheet promises. The shares in
+class_shares.csv are those that kernels of recorded programs reached; `scripts/bench/cost` finds them anew.
 """
 
 import csv
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from stalloc.cost.blocks import Blocks, blocks_of
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operation_classes import COMPUTING, PARENTS
+from stalloc.cost.operation_classes import AFTER_START, PARENTS, Shape, class_of
 
 TOTAL_ERROR = 0.25
 """What a whole step may be off by: each of five recorded programs was within it by what the other four taught."""
@@ -20,6 +24,7 @@ ERROR = (
     "and other GPUs are less certain"
 )
 """How the estimate is made, for whoever is shown one."""
+_AT_ONCE = Blocks()
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,14 @@ class ClassShares:
     error: float  #: of calls of programs that were not learnt from, weighted by their time
     calls: int  #: that it was learnt from; 0: what is said is its parent's
     source: str
+
+
+class WorkSeconds(NamedTuple):
+    """What a call would take at the full rates of the data sheet."""
+
+    flops_seconds: float  #: padded
+    bytes_seconds: float
+    waves: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,9 @@ def known_shares() -> dict[str, ClassShares]:
     return {row.kind: row for row in rows}
 
 
-def estimate(kind: str, flops: float, num_bytes: float, rates: GpuRates, *, half: bool = True) -> Estimate:
+def estimate(
+    kind: str, flops: float, num_bytes: float, rates: GpuRates, *, half: bool = True, blocks: Blocks = _AT_ONCE
+) -> Estimate:
     """About how long a call takes, of `kind` of stalloc.cost.operation_classes; `half`: in float16 or bfloat16.
 
     A call that computes nothing and moves nothing, such as a view, takes no time.
@@ -73,17 +88,32 @@ def estimate(kind: str, flops: float, num_bytes: float, rates: GpuRates, *, half
     if not flops and not num_bytes:
         return Estimate(0.0, 0.0)
     shares = known_shares()[kind]
+    work = work_seconds(flops, num_bytes, rates, half=half, blocks=blocks)
+    return Estimate(time_of(shares, work), shares.error)
+
+
+def estimate_call(
+    name: str, shapes: Sequence[Shape], flops: float, num_bytes: float, rates: GpuRates, *, half: bool
+) -> tuple[str, Estimate]:
+    """The class of a call, given its tensors in the order in which it was given them, and about how long it takes."""
+    kind = class_of(name, shapes)
+    blocks = blocks_of(name, kind, shapes, rates)
+    return kind, estimate(kind, flops, num_bytes, rates, half=half, blocks=blocks)
+
+
+def work_seconds(flops: float, num_bytes: float, rates: GpuRates, *, half: bool, blocks: Blocks) -> WorkSeconds:
+    """Of a call that reached all that the data sheet promises."""
     peak = rates.half_flops if half else rates.single_flops
-    return Estimate(time_of(shares, flops / peak, num_bytes / rates.bytes_per_second), shares.error)
+    return WorkSeconds(blocks.padding * flops / peak, num_bytes / rates.bytes_per_second, blocks.waves)
 
 
-def time_of(shares: ClassShares, flops_seconds: float, bytes_seconds: float) -> float:
-    """Seconds of a call that would take so long at the full rates."""
-    busy = max(flops_seconds / shares.of_flops, bytes_seconds / shares.of_bandwidth)
-    start = 1e-6 * shares.start_us
-    return start + busy if shares.kind in COMPUTING else (start**2 + busy**2) ** 0.5
+def time_of(shares: ClassShares, work: WorkSeconds) -> float:
+    """Seconds of a call."""
+    busy = max(work.flops_seconds / shares.of_flops, work.bytes_seconds / shares.of_bandwidth)
+    start = 1e-6 * shares.start_us * work.waves
+    return start + busy if shares.kind in AFTER_START else (start**2 + busy**2) ** 0.5
 
 
 def parent_of(kind: str) -> str:
-    """The class that another is like; empty for the two that all others come from."""
+    """The class that another is like; empty for the one that all others come from."""
     return PARENTS.get(kind, "")

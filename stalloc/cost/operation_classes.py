@@ -12,23 +12,27 @@ MATRIX_PRODUCT, ODD_PRODUCT, ATTENTION = "matrix product", "matrix product of od
 CONVOLUTION, FEW_CHANNELS = "convolution", "convolution of few channels"
 SOFTMAX, NORMALIZATION, REDUCTION = "softmax", "normalization", "reduction"
 POINTWISE, BROADCAST, STRIDED, JOIN, LOOKUP = "pointwise", "broadcast", "strided copy", "join", "lookup"
+MANY_STRIDES, TRANSPOSED = "many strides", "transposed copy"
 
 PARENTS = {
+    MATRIX_PRODUCT: POINTWISE,
     ODD_PRODUCT: MATRIX_PRODUCT,
     ATTENTION: MATRIX_PRODUCT,
     CONVOLUTION: MATRIX_PRODUCT,
     FEW_CHANNELS: MATRIX_PRODUCT,
     STRIDED: POINTWISE,
+    MANY_STRIDES: STRIDED,
     NORMALIZATION: POINTWISE,
     BROADCAST: POINTWISE,
     LOOKUP: POINTWISE,
     JOIN: STRIDED,
+    TRANSPOSED: JOIN,
     SOFTMAX: NORMALIZATION,
     REDUCTION: NORMALIZATION,
 }
 """What a class is like of which nothing, or little, was measured."""
-COMPUTING = frozenset((MATRIX_PRODUCT, ODD_PRODUCT, ATTENTION, CONVOLUTION, FEW_CHANNELS))
-"""Classes whose kernels compute only when they have started; those of the others move bytes while they start."""
+AFTER_START = frozenset((MATRIX_PRODUCT, ODD_PRODUCT, ATTENTION, CONVOLUTION, FEW_CHANNELS, POINTWISE))
+"""Classes whose kernels do their work when they have started; those of the others move bytes while they start."""
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear")
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
@@ -36,6 +40,8 @@ _REDUCTIONS = ("sum", "mean", "prod", "std", "var", "linalg_vector_norm", "argma
                "amin", "max", "min", "cumsum", "nll_loss_forward", "_foreach_norm")  # fmt: skip
 _LOOKUPS = ("embedding", "embedding_dense_backward", "index", "gather", "index_select", "index_put_", "scatter_add_")
 _ALIGNED = 8  # elements of half precision, 16 bytes: what tensor cores load at a time
+_DIMENSIONS = 3  # more of them make the search for an element's address the longer part
+_WARP, _APART = 32, 16  # threads that read at once; elements of half precision, 32 bytes: what is read together
 
 
 class Shape(NamedTuple):
@@ -45,6 +51,9 @@ class Shape(NamedTuple):
     strides: Sequence[int]
 
 
+_NUMBER = Shape((), ())
+
+
 def class_of_call(call: Sequence[Any]) -> str:
     """The class of a recorded call: see stalloc.cost.calls."""
     return class_of(call[0], list(shapes_of(call[2])))
@@ -52,7 +61,7 @@ def class_of_call(call: Sequence[Any]) -> str:
 
 def class_of(name: str, shapes: Sequence[Shape]) -> str:
     """The class of a call, given its tensors in the order in which it was given them."""
-    base = name.rpartition("::")[2].rpartition(".")[2] if "::" in name else name.split(".")[-1]
+    base = base_name(name)
     if base in _PRODUCTS:
         return MATRIX_PRODUCT if len(shapes) > 1 and all(map(_is_aligned, shapes[-2:])) else ODD_PRODUCT
     if "attention" in base:
@@ -67,12 +76,23 @@ def class_of(name: str, shapes: Sequence[Shape]) -> str:
     if "_norm" in base and "foreach" not in base:
         return NORMALIZATION
     if base in ("cat", "stack"):
-        return JOIN
+        return TRANSPOSED if _transposes(shapes) else JOIN
     if base in _LOOKUPS:
         return LOOKUP
     if base in _COPIES:
-        return POINTWISE if all(map(_is_dense, shapes)) else STRIDED
-    return POINTWISE if _are_alike(shapes) or "foreach" in base or "fused" in base else BROADCAST
+        if all(map(_is_dense, shapes)):
+            return POINTWISE
+        if base in ("clone", "contiguous", "copy_") and _transposes(shapes if base == "copy_" else (*shapes, _NUMBER)):
+            return TRANSPOSED
+        return MANY_STRIDES if _have_many_strides(shapes) else STRIDED
+    if _are_alike(shapes) or "foreach" in base or "fused" in base:
+        return POINTWISE
+    return MANY_STRIDES if _have_many_strides(shapes) else BROADCAST
+
+
+def base_name(name: str) -> str:
+    """Of an operation or of one of its overloads, without its namespace: mm of aten::mm and of aten.mm."""
+    return name.rpartition("::")[2].rpartition(".")[2] if "::" in name else name.split(".")[-1]
 
 
 def _are_alike(shapes: Sequence[Shape]) -> bool:
@@ -97,6 +117,27 @@ def _is_aligned(shape: Shape) -> bool:
         return False
     near, far = sorted(shape.strides[-2:])
     return near == 1 and far % _ALIGNED == 0 and shape.sizes[-1] % _ALIGNED == 0
+
+
+def _have_many_strides(shapes: Sequence[Shape]) -> bool:
+    return any(len(_joined(shape)) > _DIMENSIONS for shape in shapes)
+
+
+def _transposes(shapes: Sequence[Shape]) -> bool:
+    """Whether neighbours in some tensors lie apart in others, so that what is read together is not used together."""
+    apart = [bool(dims) and dims[-1][0] >= _WARP and dims[-1][1] >= _APART for dims in map(_joined, shapes)]
+    return any(apart) and not all(apart)
+
+
+def _joined(shape: Shape) -> list[tuple[int, int]]:
+    """Sizes and strides, without those of 1, as few as say the same."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape.sizes, shape.strides, strict=False):
+        if size != 1 and dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        elif size != 1:
+            dims.append((size, stride))
+    return dims
 
 
 def _is_dense(shape: Shape) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stalloc.cost.call_work import work_of
-from stalloc.cost.class_seconds import ERROR, estimate
+from stalloc.cost.class_seconds import ERROR, estimate_call
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operation_classes import Shape, class_of
+from stalloc.cost.operation_classes import Shape
 
 __all__ = ["ERROR", "operator_seconds"]
 
@@ -26,5 +26,5 @@ def operator_seconds(operator: Any, args: Any, kwargs: Any, results: Any, rates:
     inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     shapes = [Shape(one.shape, one.stride() if one.layout == torch.strided else ()) for one in inputs]
     half = (outputs or inputs)[0].dtype in (torch.float16, torch.bfloat16)
-    kind = class_of(str(getattr(operator, "overloadpacket", operator)), shapes)
-    return estimate(kind, work.flops, work.read_bytes + work.written_bytes, rates, half=half).seconds
+    name = str(getattr(operator, "overloadpacket", operator))
+    return estimate_call(name, shapes, work.flops, work.read_bytes + work.written_bytes, rates, half=half)[1].seconds

@@ -7,9 +7,9 @@ of its class; how much of the step was measured is said, and the error is that o
 from dataclasses import dataclass
 
 from stalloc.columns import Rows
-from stalloc.cost.class_seconds import TOTAL_ERROR, estimate
+from stalloc.cost.class_seconds import TOTAL_ERROR, estimate_call
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operation_classes import class_of_call
+from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.queues import Queue, Schedule, Task, schedule
 from stalloc.lifespans import find_steady_step, operation_graph
 from stalloc.trace import Trace
@@ -103,12 +103,13 @@ def operation_seconds(
         kind = "copy from the host" if queue == Queue.TO_DEVICE else "copy to the host"
         return kind, LINK_START + written / (LINK_SHARE * rates.link_bytes_per_second), False
     call = operations.shapes[shape]
-    kind = class_of_call(call)
     if operations.shape_ns[shape]:
-        return kind, 1e-9 * int(operations.shape_ns[shape]), True
+        return class_of_call(call), 1e-9 * int(operations.shape_ns[shape]), True
     moved = int(operations.shape_read_bytes[shape]) + written
     half = first_number(call[2]) in _HALF
-    return kind, estimate(kind, int(operations.shape_flops[shape]), moved, rates, half=half).seconds, False
+    flops = int(operations.shape_flops[shape])
+    kind, estimated = estimate_call(call[0], list(shapes_of(call[2])), flops, moved, rates, half=half)
+    return kind, estimated.seconds, False
 
 
 def first_number(arguments: object) -> str:

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from stalloc.cost.blocks import blocks_of
 from stalloc.cost.calibration import TimedCall
 from stalloc.cost.call_work import work_or_nothing
+from stalloc.cost.class_seconds import work_seconds
 from stalloc.cost.gpu_rates import GpuRates
-from stalloc.cost.operation_classes import class_of_call
+from stalloc.cost.operation_classes import class_of_call, shapes_of
+from stalloc.cost.step_seconds import first_number
 from stalloc.integrations.profiled_program import facts_of
 from stalloc.trace.operations import RangeKind
 
@@ -133,29 +136,22 @@ def _timed(path: Path, span: _Span, seconds: float, usual: str, rates: GpuRates)
     arguments = [_argument(*parts, usual) for parts in zip(sizes, *columns, strict=True)]
     call = [span.event["name"], "", arguments]
     work = work_or_nothing(call)
-    peak = rates.half_flops if _first_number(arguments) in _HALF else rates.single_flops
-    moved = work.read_bytes + work.written_bytes
-    return TimedCall(
-        path.name.partition(".")[0],
-        class_of_call(call),
-        json.dumps(call),
-        seconds,
-        work.flops / peak,
-        moved / rates.bytes_per_second,
+    kind, shapes = class_of_call(call), list(shapes_of(arguments))
+    took = work_seconds(
+        work.flops,
+        work.read_bytes + work.written_bytes,
+        rates,
+        half=first_number(arguments) in _HALF,
+        blocks=blocks_of(call[0], kind, shapes, rates),
     )
-
-
-def _first_number(arguments: list[Any]) -> str:
-    for given in arguments:
-        if isinstance(given, dict):
-            return given["tensor"][0] if "tensor" in given else _first_number(given["list"])
-    return ""
+    return TimedCall(path.name.partition(".")[0], kind, json.dumps(call), seconds, took)
 
 
 def _argument(sizes: Any, kind: Any, strides: Any, concrete: Any, usual: str) -> Any:
     """As stalloc.cost.calls has it."""
     if sizes and isinstance(sizes[0], list):
-        return {"list": [{"tensor": [usual, one, _dense(one)]} for one in sizes]}
+        steps = strides or [_dense(one) for one in sizes]
+        return {"list": [{"tensor": [usual, *pair]} for pair in zip(sizes, steps, strict=True)]}
     if kind in _NUMBERS:
         return {"tensor": [_NUMBERS[kind], sizes, strides if strides is not None else _dense(sizes)]}
     if concrete in ("", None):
