@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from stalloc.trace.operations import RangeKind
 from stalloc.trace.sources.profiled_operations import MemoryEvent, Profile, ProfiledModule, Range, Work
 
-MODULE_PREFIX = "stalloc module "
+MODULE_PREFIX = "stalloc:"  # short: names of more than 15 characters cost an allocation at each call of a module
 _ENGINE = "autograd::engine::"
 _NO_SEQUENCE = 1 << 31
 _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias")  # whose schemas do not say so
