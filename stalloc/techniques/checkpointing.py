@@ -28,7 +28,7 @@ def checkpoint(
     counted below autograd. `blocks`: how many, from the first, or their names; all by default. `policy` is a name in
     their place, as of `stalloc fit --policy`: "keep-attention" (LoongTrain), "remat-aware" (DistFlashAttn), "blocks:N".
     What is done comes back, with `undo()`. Gradients are those without it, to the last bit; what cannot be computed
-    twice with the same result is a RecomputeError.
+    twice with the same result is a RecomputeError. What the program itself calls in a checkpoint runs as it is.
 
     Raises BadInputError if the model has no repeated blocks, or none of a name, and for a policy that is none.
     """

@@ -3,7 +3,8 @@
 Contract: the block's `forward` is wrapped, not the block, so that names, state_dict and hooks stay; a saved or copied
 model is without the wrapping or with its own. torch's checkpoint does the work (autocast and torch's random state are
 its part); BlockTape sees to it that what is kept and what has effects comes out the same. Without gradients, under
-torch.compile, in transforms of torch.func and while tracing, a block runs as it is.
+torch.compile, in transforms of torch.func, while tracing and in a checkpoint of the program's own, a block runs as it
+is.
 """
 
 import copy
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stalloc.techniques.block_tape import BlockTape, Wanted
 from stalloc.techniques.module_state import ModuleState, as_it_is_now
+from stalloc.techniques.program_checkpoints import in_program_checkpoint, ours
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.script_calls import refuse_scripts_in_blocks
 
@@ -42,6 +44,8 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
+        if in_program_checkpoint():
+            return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])
         given = [(args, kwargs)]  # gone after the forward pass, so that nothing is held for longer than by the program
@@ -52,13 +56,14 @@ class RecomputedForward:
         def run(*held_now: Any) -> Any:
             if given:
                 positional, named = given.pop()
-                outputs = self.original(*positional, **named)
+                with ours():
+                    outputs = self.original(*positional, **named)
                 tape.finish(outputs)
                 return outputs
             tape.begin_again()
             inputs = held.as_given(held_now)
             positional, named = tree_unflatten([as_it_is_now(one) for one in inputs], structure)
-            with state.as_before():
+            with ours(), state.as_before():
                 return self.original(*positional, **named)
 
         contexts = tape.recording(), tape.repeating()

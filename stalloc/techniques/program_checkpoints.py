@@ -1,0 +1,57 @@
+"""Whether a block is called in a checkpoint of the program's own, whose forward pass runs twice by the program's will.
+
+Contract: what such a block changes (running statistics, counts) is changed twice in the unmodified program, so that
+whoever computes it again in our way, by which it changes once, gets other numbers. Told from `ours`, in which blocks
+within a block of ours run, and from hooks of other kinds, wherever they lie between; nothing is changed.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+_HOOKS = torch._C._autograd
+_OF_CHECKPOINTS = ("_checkpoint_hook.", "_recomputation_hook.")  # torch's classes for the two runs of a checkpoint
+
+
+class _Place(threading.local):
+    """Where the innermost run of a block of ours began: checkpoints around it, and the backward pass, -1 for none."""
+
+    mark = (0, -1)
+
+
+_place = _Place()
+
+
+def in_program_checkpoint() -> bool:
+    """Whether what is called now is in a checkpoint of the program's, in its forward pass or its second one."""
+    return _here() != _place.mark
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """For a run of a block of ours, within our checkpoint."""
+    before, _place.mark = _place.mark, _here()
+    try:
+        yield
+    finally:
+        _place.mark = before
+
+
+def _here() -> tuple[int, int]:
+    return _num_checkpoints(), torch._C._current_graph_task_id()
+
+
+def _num_checkpoints() -> int:
+    """Those whose hooks on what is saved are in force; torch shows the uppermost hooks alone."""
+    above, found = [], 0
+    while (hooks := _HOOKS._top_saved_tensors_default_hooks(False)) is not None:
+        above.append(hooks)
+        _HOOKS._pop_saved_tensors_default_hooks()
+        pack = hooks[0]
+        is_torchs = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        found += is_torchs and getattr(pack, "__qualname__", "").startswith(_OF_CHECKPOINTS)
+    for hooks in reversed(above):
+        _HOOKS._push_saved_tensors_default_hooks(*hooks)
+    return found
