@@ -8,6 +8,7 @@ within a block of ours run, and from hooks of other kinds, wherever they lie bet
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -46,12 +47,22 @@ def _here() -> tuple[int, int]:
 def _num_checkpoints() -> int:
     """Those whose hooks on what is saved are in force; torch shows the uppermost hooks alone."""
     above, found = [], 0
-    while (hooks := _HOOKS._top_saved_tensors_default_hooks(False)) is not None:
-        above.append(hooks)
-        _HOOKS._pop_saved_tensors_default_hooks()
-        pack = hooks[0]
-        is_torchs = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-        found += is_torchs and getattr(pack, "__qualname__", "").startswith(_OF_CHECKPOINTS)
-    for hooks in reversed(above):
-        _HOOKS._push_saved_tensors_default_hooks(*hooks)
+    try:
+        while (hooks := _uppermost()) is not None:
+            above.append(hooks)
+            _HOOKS._pop_saved_tensors_default_hooks()
+            pack = hooks[0]
+            is_torchs = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+            found += is_torchs and getattr(pack, "__qualname__", "").startswith(_OF_CHECKPOINTS)
+    finally:
+        for hooks in reversed(above):
+            _HOOKS._push_saved_tensors_default_hooks(*hooks)
     return found
+
+
+def _uppermost() -> Any:
+    """The hooks (pack, unpack) in force, None without any."""
+    try:
+        return _HOOKS._top_saved_tensors_default_hooks(False)
+    except TypeError:  # older releases take no argument
+        return _HOOKS._top_saved_tensors_default_hooks()
