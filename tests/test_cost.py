@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from stalloc.cli import main
-from stalloc.cost.blocks import Blocks, blocks_of
 from stalloc.cost.class_seconds import estimate, estimate_call, known_shares
 from stalloc.cost.gpu_rates import rates_of
 from stalloc.cost.operation_classes import (
@@ -29,6 +28,7 @@ from stalloc.cost.operation_classes import (
     class_of,
 )
 from stalloc.cost.queues import Queue, Task, schedule
+from stalloc.cost.thread_blocks import Blocks, blocks_of
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench" / "cost"
 H100 = rates_of("NVIDIA H100 80GB HBM3")

@@ -2,7 +2,7 @@
 
 Contract: a time is ((waves * start)^k + max(padded FLOPs / reached FLOP/s, bytes / reached bytes/s)^k)^(1/k), where k
 is 1 for kernels that begin their work when they have started and 2 for those that move bytes meanwhile, waves and
-padding are those of stalloc.cost.blocks, and what is reached is a share of what the data sheet promises. The shares in
+padding are those of stalloc.cost.thread_blocks, and what is reached is a share of what the data sheet promises. The shares in
 class_shares.csv are those that kernels of recorded programs reached; `scripts/bench/cost` finds them anew.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stalloc.cost.blocks import Blocks, blocks_of
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operation_classes import AFTER_START, PARENTS, Shape, class_of
+from stalloc.cost.thread_blocks import Blocks, blocks_of
 
 TOTAL_ERROR = 0.25
 """What a whole step may be off by: each of five recorded programs was within it by what the other four taught."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from stalloc.cost.blocks import blocks_of
 from stalloc.cost.calibration import TimedCall
 from stalloc.cost.call_work import work_or_nothing
 from stalloc.cost.class_seconds import work_seconds
 from stalloc.cost.gpu_rates import GpuRates
 from stalloc.cost.operation_classes import class_of_call, shapes_of
 from stalloc.cost.step_seconds import first_number
+from stalloc.cost.thread_blocks import blocks_of
 from stalloc.integrations.profiled_program import facts_of
 from stalloc.trace.operations import RangeKind
 
