@@ -2,8 +2,8 @@
 
 Contract: a time is ((waves * start)^k + max(padded FLOPs / reached FLOP/s, bytes / reached bytes/s)^k)^(1/k), where k
 is 1 for kernels that begin their work when they have started and 2 for those that move bytes meanwhile, waves and
-padding are those of stalloc.cost.thread_blocks, and what is reached is a share of what the data sheet promises. The shares in
-class_shares.csv are those that kernels of recorded programs reached; `scripts/bench/cost` finds them anew.
+padding are those of stalloc.cost.thread_blocks, and what is reached is a share of what the data sheet promises. The
+shares in class_shares.csv are those that kernels of recorded programs reached; `scripts/bench/cost` finds them anew.
 """
 
 import csv
