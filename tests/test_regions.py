@@ -43,6 +43,11 @@ def test_small_requests_lie_behind_the_others_and_nothing_else_changes(seed: int
     assert (placed.offset + placed.size).max() <= placed.arena_bytes <= 1040 << 20
 
 
+def test_where_no_byte_is_to_spare_all_lies_as_planned() -> None:
+    tape = tape_of(np.random.default_rng(2), 40, 200)
+    assert (shared(on_pages(tape, apart=False)) == shared(tape)).all()
+
+
 def test_where_nearly_all_is_small_it_lies_among_the_rest() -> None:
     rng = np.random.default_rng(1)
     tape = tape_of(rng, 600, 1)

@@ -41,10 +41,10 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
     return moved
 
 
-def on_pages(tape: ArenaTape) -> ArenaTape:
+def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
     """The same tape, what a strand has of a stream on pages of its own; as it is if streams share memory.
 
-    Requests that are much smaller than a page lie together behind the others: one that lives on alone would keep a page
+    Requests that are much smaller than a page lie `apart` behind the others: one that lives on alone would keep a page
     from whoever needs memory.
     """
     if tape.cross_streams:
@@ -52,7 +52,8 @@ def on_pages(tape: ArenaTape) -> ArenaTape:
     end, moved = 0, np.full(len(tape.offset), -1, np.int64)
     for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
         end = -(-end // GRANULE) * GRANULE
-        for rows in _apart(tape, np.flatnonzero((tape.owner == index) & (tape.offset >= 0))):
+        own = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
+        for rows in _apart(tape, own) if apart else (own,):
             packed, size_bytes = _without_gaps(tape.offset[rows], _rounded(tape.size[rows]))
             moved[rows] = packed + end
             end += size_bytes

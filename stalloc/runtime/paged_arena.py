@@ -13,13 +13,16 @@ from stalloc.core.regions import on_pages
 if TYPE_CHECKING:
     from stalloc.runtime.arenas import Arenas
 
+_PART_SHIFT = 2  # of the device: 1 / 2 ** shift, from which on no byte is spent for the sake of what a plan leaves
+
 
 def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bool:
     """Serve a tape from addresses without memory; False if the device could never hold it.
 
     `expected_bytes`: what the program is taken to need at most.
     """
-    tape, source = on_pages(tape), arenas.memory.source
+    fills = arenas.memory.paging.fills_part(_PART_SHIFT)
+    tape, source = on_pages(tape, apart=not fills), arenas.memory.source
     most_bytes = source.free_bytes() + arenas.state.record.reserved_bytes
     memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
     if memory is None:
