@@ -213,9 +213,9 @@ class Fitting:
         return self.trial(dataclasses.replace(work, num_steps=max(work.num_steps, self.num_steps)))
 
     def _check_repeats(self, one: Measured, other: Measured) -> None:
-        """Say where two trials of the same way to run the program needed different bytes in a step."""
-        same = [allocated for allocated, _ in one.steps] == [allocated for allocated, _ in other.steps]
-        self.note([] if same else [_VARIES])
+        """Say where two trials of the same way to run the program needed different bytes in a step that both ran."""
+        both = zip(one.steps, other.steps, strict=False)
+        self.note([] if all(first[0] == second[0] for first, second in both) else [_VARIES])
 
     def note(self, notes: list[str]) -> None:
         """Say what has not been said yet."""

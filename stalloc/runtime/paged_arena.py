@@ -21,7 +21,7 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
 
     `expected_bytes`: what the program is taken to need at most.
     """
-    fills = arenas.memory.paging.fills_part(_PART_SHIFT)
+    fills = expected_bytes > arenas.memory.paging.device_bytes >> _PART_SHIFT
     tape, source = on_pages(tape, apart=not fills), arenas.memory.source
     most_bytes = source.free_bytes() + arenas.state.record.reserved_bytes
     memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
