@@ -32,7 +32,7 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
     for index in np.unique(stream[planned]).tolist():
         rows = planned & (stream == index)
         low = int(offset[rows].min())
-        high = int((offset[rows] + _rounded(size[rows])).max())
+        high = int((offset[rows] + rounded(size[rows])).max())
         own = [region for region in regions if region.stream == index]
         largest = max(own, key=lambda region: region.size_bytes, default=None)
         if largest is None or largest.size_bytes < high - low:
@@ -54,7 +54,7 @@ def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
         end = -(-end // GRANULE) * GRANULE
         own = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
         for rows in _apart(tape, own) if apart else (own,):
-            packed, size_bytes = _without_gaps(tape.offset[rows], _rounded(tape.size[rows]))
+            packed, size_bytes = _without_gaps(tape.offset[rows], rounded(tape.size[rows]))
             moved[rows] = packed + end
             end += size_bytes
     return replace(tape, offset=moved, arena_bytes=max(-(-end // GRANULE), 1) * GRANULE)
@@ -65,7 +65,7 @@ def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
     is_small = tape.size[rows] < GRANULE >> _SMALL_SHIFT
     small, others = rows[is_small], rows[~is_small]
     small_bytes, other_bytes = (
-        _without_gaps(tape.offset[part], _rounded(tape.size[part]))[1] for part in (small, others)
+        _without_gaps(tape.offset[part], rounded(tape.size[part]))[1] for part in (small, others)
     )
     few = small_bytes > 0 and max(small_bytes, GRANULE) <= other_bytes >> _FEW_SHIFT
     return (others, small) if few else (rows,)
@@ -81,5 +81,6 @@ def _without_gaps(offset: Words, size: Words) -> tuple[Words, int]:
     return packed, int((packed + size).max(initial=0))
 
 
-def _rounded(size: Words) -> Words:
+def rounded(size: Words) -> Words:
+    """(k,) bytes that requests take: whole units of ALIGNMENT."""
     return (size + (ALIGNMENT - 1)) & -ALIGNMENT

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stalloc.columns import Column
-from stalloc.core.constants import ALIGNMENT
+from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 
 _LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
@@ -39,7 +39,7 @@ def places_of_begin(
     places[: len(begin)] = np.where(told, other_offset[begin], -1)
     found = np.flatnonzero(places >= 0)
     at = rows[found]
-    spans = at, kind.end[at], _rounded(kind.size[at]), places[found]
+    spans = at, kind.end[at], rounded(kind.size[at]), places[found]
     clashes = np.zeros(len(found), bool)
     for row in np.flatnonzero(kind.end[at] > other.end[at]).tolist():  # those that live longer than they did there
         beside = _overlaps(spans, *(int(column[row]) for column in spans))
@@ -69,7 +69,3 @@ def _overlaps(
         (starts < end) & (start < ends) & (offsets < offset + size) & (offset < offsets + sizes)
     )
     return together
-
-
-def _rounded(size: Column) -> Column:
-    return (size + (ALIGNMENT - 1)) & -ALIGNMENT

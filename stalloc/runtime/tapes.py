@@ -14,6 +14,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.core.constants import ALIGNMENT
+from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 from stalloc.planner import Layout, Plan, plan_arrays
 from stalloc.planner.budget import Budget
@@ -149,7 +150,7 @@ def _plan_of(kinds: list[StepKind], index: int, regions: list[_Region], device: 
     tape_size, tape_offset = np.concatenate([size, kind.size]), np.concatenate([place, offset])
     counted = (tape_offset >= 0) & (tape_start < tape_end) & (tape_size > 0)
     times = tape_start[counted], tape_end[counted]
-    bound = ring_bound(*times, _rounded(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
+    bound = ring_bound(*times, rounded(tape_size[counted]), ring_start, ring_end) if counted.any() else 0
     tape_stream = np.concatenate([stream, kind.stream])
     return Plan(
         offset=tape_offset,
@@ -183,13 +184,13 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
     num_places = max(len(rows) for rows in handed)
     place_size = np.zeros(num_places, np.int64)
     for kind, rows in zip(kinds, handed, strict=True):
-        place_size[: len(rows)] = np.maximum(place_size[: len(rows)], _rounded(kind.size[rows]))
+        place_size[: len(rows)] = np.maximum(place_size[: len(rows)], rounded(kind.size[rows]))
     kept = _kept_until(kinds, stream, num_places)
     offsets = [np.full(len(kind.size), -1, np.int64) for kind in kinds]
     places, peak, method = np.full(num_places, -1, np.int64), 0, ""
     done: list[tuple[StepKind, Column]] = []
     # the one that needs most decides where the shared places are
-    needs = [int(_rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
+    needs = [int(rounded(kind.size[(kind.end > 0) & (kind.stream == stream)]).sum()) for kind in kinds]
     for index in np.argsort(needs, kind="stable")[::-1].tolist():
         if needs[index] == 0:
             continue
@@ -201,7 +202,7 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
         begin[fits] = rows[fits]
         until[fits] += length
         start, end = np.concatenate([own, begin]), np.concatenate([kind.end[own], until])
-        size = np.concatenate([_rounded(kind.size[own]), place_size])
+        size = np.concatenate([rounded(kind.size[own]), place_size])
 
         asked = _Asked(length, start, end, size, places, peak)
         alike = places_of_begin(kind, own, done, (begin, until, place_size, places))
@@ -215,10 +216,6 @@ def _plan_stream(kinds: list[StepKind], stream: int, made: dict[bytes, Layout]) 
         offsets[index][rows[fits]] = places[fits]
         done.append((kind, offsets[index]))
     return _Region(stream, offsets, place_size, places, kept, peak, method)
-
-
-def _rounded(size: Column) -> Column:
-    return (size + (ALIGNMENT - 1)) & -ALIGNMENT
 
 
 def _kept_until(kinds: list[StepKind], stream: int, num_places: int) -> Column:
