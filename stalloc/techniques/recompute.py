@@ -3,12 +3,13 @@
 Contract: the block's `forward` is wrapped, not the block, so that names, state_dict and hooks stay; a saved or copied
 model is without the wrapping or with its own. torch's checkpoint does the work (autocast and torch's random state are
 its part); BlockTape sees to it that what is kept and what has effects comes out the same. Without gradients, under
-torch.compile, in transforms of torch.func, while tracing and in a checkpoint of the program's own, a block runs as it
-is.
+torch.compile, in transforms of torch.func, while tracing, in a checkpoint of the program's own and with hooks of the
+program inside, a block runs as it is.
 """
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stalloc.techniques.block_tape import BlockTape, Wanted
+from stalloc.techniques.inner_hooks import hooked_inside
 from stalloc.techniques.module_state import ModuleState, as_it_is_now
 from stalloc.techniques.program_checkpoints import in_program_checkpoint, ours
 from stalloc.techniques.repeated_blocks import Block, why_not
@@ -44,7 +46,7 @@ class RecomputedForward:
         """The forward pass of the block, with nothing saved but its inputs and what is kept."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_transform():
             return self.original(*args, **kwargs)
-        if in_program_checkpoint():
+        if in_program_checkpoint() or self._is_hooked():
             return self.original(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         held = _Held([one if isinstance(one, torch.Tensor) else as_it_is_now(one) for one in leaves])
@@ -68,6 +70,17 @@ class RecomputedForward:
 
         contexts = tape.recording(), tape.repeating()
         return torch_checkpoint(run, *held.values, use_reentrant=False, context_fn=lambda: contexts)
+
+    def _is_hooked(self) -> bool:
+        """Whether the program has put hooks into the block since it was wrapped; says so once."""
+        hooked = hooked_inside(self._block)
+        if hooked is not None:
+            warnings.warn(
+                f"stalloc: {self._name} is not recomputed: {self._name}.{hooked} has got forward hooks, which would be "
+                "called twice.",
+                stacklevel=3,
+            )
+        return hooked is not None
 
     @property
     def original(self) -> Any:

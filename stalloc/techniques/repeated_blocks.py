@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stalloc.techniques.inner_hooks import hooked_inside
+
 _OF_TORCH, _MOST_LISTED = ("_parameters", "_buffers", "_modules"), 10_000
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 _NOT_CALLED = _CONTAINERS[1:]  #: which have no forward pass
@@ -156,6 +158,9 @@ def why_not(block: Block) -> str:
     """Why the forward pass of a block cannot be run a second time by us; empty if it can."""
     import torch
 
+    hooked = hooked_inside(block.module)
+    if hooked is not None:
+        return f"{block.name}.{hooked} has forward hooks of the program, which would be called twice"
     is_sharded = _is_sharded_whole(block.module)
     for name, module in block.module.named_modules():
         where = f"{block.name}.{name}" if name else block.name
@@ -165,20 +170,10 @@ def why_not(block: Block) -> str:
             return f"{where} is a TorchScript module"
         if isinstance(module, torch.nn.RNNBase) and module.dropout > 0:
             return f"{where} drops values by numbers of cuDNN's own, which are not drawn again"
-        if name and (module._forward_hooks or not _exchange_weights(module._forward_pre_hooks)):
-            return f"{where} has forward hooks of the program, which would be called twice"
         for part, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if type(tensor) not in (torch.nn.Parameter, torch.Tensor) and not is_sharded:
                 return f"{where}.{part} is a {type(tensor).__name__}, a kind of tensor that was not tried"
     return ""
-
-
-def _exchange_weights(hooks: Any) -> bool:
-    """Whether all hooks are torch's own by which a weight is computed before its use, which can be done twice."""
-    from torch.nn.utils.spectral_norm import SpectralNorm
-    from torch.nn.utils.weight_norm import WeightNorm
-
-    return all(type(hook) in (SpectralNorm, WeightNorm) for hook in hooks.values())
 
 
 def _is_sharded_whole(module: Any) -> bool:
