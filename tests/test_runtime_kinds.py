@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from programs.step_program import MIB, Program, in_rounds, planned_late
 
+from stalloc.core.constants import GRANULE
 from stalloc.lifespans.units import recurring_steps
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.step_places import StepPlaces
@@ -248,3 +249,18 @@ def test_what_hooks_keep_until_the_next_step_overwrites_it_costs_no_plan() -> No
     assert first < 9
     assert min(hits for hits, _ in served[first + 1 :]) > 60
     assert max(missed for _, missed in served[-40:]) <= 1
+
+
+def test_what_is_little_and_kept_keeps_no_page_of_the_arena() -> None:
+    program = Program()
+    for _ in range(10):
+        program.step(lambda: program.train(2000))
+    assert program.controller.status.phase is Phase.PLANNED
+    for i in range(12):
+        width = 2000 if i % 2 else 1500  # a kind of step that is on no tape yet, too
+        program.step(lambda width=width: program.train(width), lambda i=i: program.allocate(4096 + 512 * i))
+    for address in [*program.weights, *program.gradients]:
+        program.free(address)
+    program.controller.arenas.drop_tape()
+    program.controller.memory.release_unused()
+    assert program.state.record.reserved_bytes <= 2 * GRANULE

@@ -36,6 +36,7 @@ from stalloc.core.segments import (
     release_segment_row,
     set_up_block,
 )
+from stalloc.core.shared_pages import part_at_pages
 from stalloc.core.slots import find_slot
 
 
@@ -50,9 +51,7 @@ def dissolve_arena(device, addresses):
     regions = 0
     if state.mode != MODE_REPLAY and state.arena_bytes > 0:
         revoke_all(state)
-        regions = _num_regions(state)
-        if regions > len(addresses):
-            regions = 0
+        regions = part_at_pages(state, _num_regions(state, len(addresses)))
     arena, first = state.arena, 0
     for i in range(regions):
         end = region_end(state, first)
@@ -171,8 +170,8 @@ def _append_planned(state, segment, previous, slot):
 
 
 @inner()
-def _num_regions(state):
-    """How many segments the arena makes: 0 if a cell is of several streams, or the tables have too little room."""
+def _num_regions(state, most):
+    """How many segments the arena makes: 0 if a cell is of several streams, or there is too little room for them."""
     regions = 0
     i = 0
     while i < state.num_cells:
@@ -186,7 +185,7 @@ def _num_regions(state):
         rows += state.arena_bytes // GRANULE + 1
     if state.blocks_capacity - state.blocks_used < rows:
         return 0
-    if state.segments_capacity - state.segments_used < regions:
+    if min(state.segments_capacity - state.segments_used, most) < regions:
         return 0
     return regions if 2 * (state.live_count + state.arena_live) < state.max_live_mask else 0
 

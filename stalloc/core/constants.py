@@ -5,6 +5,7 @@ ALIGNMENT = 512  # every size is rounded up to it, as by torch and CuPy
 TINY = 512  # requests up to this size are never planned: they come and go with the program's whims
 SMALL_LIMIT = 1 << 20  # requests up to this size share segments
 GRANULE = 2 << 20  # segments are multiples of it, and it is the size of a page
+LITTLE = GRANULE >> 5  # requests below this lie together: one that lived on alone would keep a page from all others
 # where memory is short, requests that leave more than 1 / 2 ** WASTE_SHIFT of a segment of their own share larger ones
 WASTE_SHIFT = 5
 MAX_SHARED_SEGMENT = 64 << 20

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from stalloc.core import growth, pages, pools, segments, splices
+from stalloc.core import growth, pages, pools, segments, shared_pages, splices
+from stalloc.core.constants import GRANULE
 from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region
@@ -74,6 +75,20 @@ class DeviceHeap:
         addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
         count = growth.leave_pages(self._tables.address, wanted_bytes, *between, addresses, sizes)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
+
+    def leave_shared_pages(
+        self, wanted_bytes: int, between: tuple[int, int] = (0, 0)
+    ) -> tuple[list[tuple[int, int]], dict[int, int]]:
+        """The same of pages that are free in several segments, each of which is one segment's from then on.
+
+        And where segments begin now (0: they are gone), by where they began.
+        """
+        addresses, before, after = np.zeros((3, MAX_RANGES), np.int64)
+        count, moved = shared_pages.leave_shared_pages(
+            self._tables.address, wanted_bytes, *between, addresses, before, after
+        )
+        begins = dict(zip(before[:moved].tolist(), after[:moved].tolist(), strict=True))
+        return [(address, GRANULE) for address in addresses[:count].tolist()], begins
 
     def find_splice(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """What a splice for a request of a pool best begins and ends with: address and bytes of each, 0 bytes: none."""

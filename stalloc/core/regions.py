@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.constants import ALIGNMENT, GRANULE
+from stalloc.core.constants import ALIGNMENT, GRANULE, LITTLE
 from stalloc.core.record_types import Words
 
-_SMALL_SHIFT = 5  # of a page, 1 / 2 ** shift: smaller requests lie together
-_FEW_SHIFT = 6  # where they, and a page, are no more than 1 / 2 ** shift of what the others take
+_FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
 
 def _apart(tape: ArenaTape, rows: Words) -> tuple[Words, ...]:
     """An owner's rows, small ones for themselves where that takes few bytes more."""
-    is_small = tape.size[rows] < GRANULE >> _SMALL_SHIFT
+    is_small = tape.size[rows] < LITTLE
     small, others = rows[is_small], rows[~is_small]
     small_bytes, other_bytes = (
         _without_gaps(tape.offset[part], rounded(tape.size[part]))[1] for part in (small, others)

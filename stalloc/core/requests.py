@@ -28,6 +28,7 @@ from stalloc.core.constants import (
     FULL_STREAMS,
     GOT_PAGES,
     HEAP_ONLY,
+    LITTLE,
     MANY_DISPLACED,
     MAX_REQUEST,
     MODE_HEAP,
@@ -205,7 +206,7 @@ def _is_asked_for(state, key):
 def _serve_unplanned(state, stream, size, requested):
     """Serve a request that the plan does not, while it serves others."""
     row = lifespan_row(state, size)
-    together = state.may_fill == 1 and size <= SMALL_LIMIT  # idle cells are all over the arena
+    together = size < LITTLE or (state.may_fill == 1 and size <= SMALL_LIMIT)  # what lives on keeps a page of the arena
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
         state.num_lent += 1

@@ -153,6 +153,7 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
 
     def empty_cache(*_: int) -> int:
         for controller in controllers:
+            controller.memory.wait_for_deferred()  # as torch does
             controller.memory.release_unused()
         return 1
 

@@ -186,7 +186,7 @@ class Arenas:
             state.heap.reuse_segment(base)  # nothing is being taken over any more
         if state.record.arena_bytes and self.arena is None:
             self.arena = self.memory.segments.get(state.record.arena)
-        held = {base: self.memory.segments.get(base, self.arena) for base in bases}
+        held = {base: self.memory.holder_of(base) for base in bases}
         self.memory.segments = held  # what is in neither goes back now
         if not state.record.arena_bytes:
             self.arena = None

@@ -61,9 +61,7 @@ class DeviceMemory:
             for retry in (False, True):
                 if retry:
                     self.state.record.num_retries += 1
-                    if not capturing:  # a capture must not wait for events
-                        self.find_deferred()
-                        self.deferred.wait()
+                    self.wait_for_deferred()
                     self.release_unused()
                 if not self.has_room(size_bytes):
                     continue
@@ -132,6 +130,13 @@ class DeviceMemory:
             self.let_go(self.segments.pop(base))
         self.source.collect()
 
+    def holder_of(self, base: int) -> Any:
+        """What keeps the segment that begins at an address, even if an interruption kept it from being noted."""
+        if base in self.segments:
+            return self.segments[base]
+        ranges = self.source.ranges
+        return next((one for one in ranges if one.ptr <= base < one.ptr + one.size_bytes), self.arenas.arena)
+
     def let_go(self, memory: Any) -> None:
         """Memory is not used any more; it waits until no graph is captured."""
         if self.state.record.private_kind:
@@ -152,6 +157,13 @@ class DeviceMemory:
         if self.state.record.num_deferred > len(self.deferred):
             for address in self.state.deferred_blocks():
                 self.deferred.add(address, capturing=True)  # its events come later
+
+    def wait_for_deferred(self) -> None:
+        """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
+        with self.lock:  # torch.cuda.empty_cache() calls this from any thread
+            if not self.state.record.private_kind:  # a capture must not wait for events
+                self.find_deferred()
+                self.deferred.wait()
 
     def free_deferred(self) -> bool:
         """Free what waited for other streams and they are done with; whether there was any."""

@@ -63,7 +63,7 @@ class Paging:
         """Serve a request from what other pages have left over; False if that is not enough either."""
         if self._state.record.private_kind:
             return False
-        self._unmap(self._state.heap.leave_pages(_ALL))
+        self._leave(_ALL)
         return self._splices.make(pool, size_bytes)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
@@ -104,8 +104,8 @@ class Paging:
         if self._state.record.private_kind:
             return
         self._splices.end()
-        while ranges := self._state.heap.leave_pages(_ALL):
-            self._unmap(ranges)
+        while self._leave(_ALL):
+            pass
         for base in self._state.heap.remove_empty_ranges():
             del self._memory.segments[base]
         self.sweep()
@@ -174,9 +174,7 @@ class Paging:
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(round_up(excess))
-            ranges = self._state.heap.leave_pages(round_up(excess), between)
-            self._unmap(ranges)
-            excess -= sum(size for _, size in ranges)
+            excess -= self._leave(round_up(excess), between)
         if place[1]:  # the pages that a plan needs again soon move only where it holds more than that
             excess -= self.allowance.peak_bytes >> _PLANNED_SHIFT
         if excess > 0:  # what is displaced gets pages of what displaced it
@@ -188,14 +186,27 @@ class Paging:
         self._sure_bytes = 0
         self._state.record.num_retries += 1
         self._state.write(memory_is_short=1)
-        self._memory.find_deferred()
-        self._memory.deferred.wait()
-        self._unmap(self._state.heap.leave_pages(_ALL, between))
+        self._memory.wait_for_deferred()
+        self._leave(_ALL, between)
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
             self._unmap_arena(round_up(lacking), place, anything=True)
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
+
+    def _leave(self, size_bytes: int, between: tuple[int, int] = (0, 0)) -> int:
+        """Unmap so many bytes of free pages of segments, none `between` two addresses; how many there were."""
+        ranges, segments = self._state.heap.leave_pages(size_bytes, between), self._memory.segments
+        left_bytes = size_bytes - sum(size for _, size in ranges)
+        if left_bytes > 0:
+            shared, begins = self._state.heap.leave_shared_pages(left_bytes, between)
+            for before, now in begins.items():
+                memory = segments.pop(before)
+                if now:
+                    segments[now] = memory
+            ranges += shared
+        self._unmap(ranges)
+        return sum(size for _, size in ranges)
 
     def _unmap_arena(self, size_bytes: int, place: tuple[int, int], *, anything: bool) -> int:
         """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
