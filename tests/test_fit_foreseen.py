@@ -118,6 +118,21 @@ def test_a_way_fits_within_the_limit_only_where_nothing_was_short_and_for_longer
     assert candidate.needed_bytes == (budget if fits else budget + 100)
 
 
+#: what it makes in a step is another in every run
+DIFFERING = PROGRAM.replace(
+    "    OPTIMIZER.step()",
+    '    for number in os.urandom(100):\n        torch.empty(512 * (1 + number), device="cuda")\n    OPTIMIZER.step()',
+)
+
+
+@pytest.mark.parametrize(("source", "is_told"), [(DIFFERING, True), (PROGRAM, False)])
+def test_where_two_runs_cannot_be_lined_up_it_is_said(tmp_path: Path, source: str, is_told: bool) -> None:
+    found, done = fit(tmp_path, "--budget", "1MiB", program(tmp_path, source), 4, code=1)
+    told = [note for note in found["notes"] if "was not found again" in note]
+    assert len(told) == is_told
+    assert ("was not found again" in " ".join(done.stdout.split())) is is_told
+
+
 def test_nothing_is_kept_of_calls_whose_operations_have_other_positions() -> None:
     """A second call that finds casts of weights made has fewer operations than the first, by casts at the most."""
     names = ["aten._to_copy.default", "aten._to_copy.default", "aten.addmm.default", "aten.add_.Tensor"]

@@ -309,6 +309,14 @@ def test_two_runs_are_lined_up_where_they_part_several_times_in_a_row() -> None:
     assert [as_it_is[place] for _, place in pairs] == [looked_at[place] for place, _ in pairs] == as_it_is
     assert pairs == sorted(pairs)
     assert list(aligned([1, 2, *same], [3, *same])) == [(place + 2, place + 1) for place in range(8)]
+    far = list(range(200, 300))  # more than is left out at once
+    assert list(aligned([*far, *same], [*reversed(far), *same]))[-8:] == [
+        (place + 100, place + 100) for place in range(8)
+    ]
+    longer = list(range(1000, 7000))
+    assert list(aligned([*longer, *same], [*reversed(longer), *same]))[-8:] == [
+        (place + 6000, place + 6000) for place in range(8)
+    ]
 
 
 def test_calls_show_blocks_that_the_tree_of_modules_does_not(run_checks: Callable[..., dict[str, Any]]) -> None:

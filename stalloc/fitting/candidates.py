@@ -27,6 +27,12 @@ from stalloc.fitting.trials import STEPS, Measured
 from stalloc.techniques.technique_settings import Settings
 
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
+_MOST_UNLIKE = 0.05
+_UNLIKE = (
+    "much of what the program allocates was not found again, in its place, in a run with blocks computed again (its "
+    "runs differ, or backward makes what it makes in another order): which choices are tried is less certain, and what "
+    "each needs is measured as ever"
+)
 Trial = Callable[[TrialWork], Measured]
 Tell = Callable[[str], None]
 
@@ -123,6 +129,8 @@ class Fitting:
             self._leave_out(again)
         self.note(again.notes)
         self.foresight = Foresight(RunSeen.from_json(again.seen), RunSeen.from_json(as_is.seen))
+        if self.foresight.unlike > _MOST_UNLIKE:
+            self.note([_UNLIKE])
         counts: dict[int, set[int]] = {}
         for call in self.foresight.calls:
             counts.setdefault(call.block, set()).add(len(call.forward))

@@ -91,7 +91,8 @@ class Foresight:
     def __init__(self, run: RunSeen, as_is: RunSeen) -> None:
         self._run, self._as_is = run, as_is
         self._calls = _calls_of(run)
-        self._end_as_is, self._is_extra = _as_is(run, as_is, self._calls)
+        self._end_as_is, self._is_extra, num_pairs = _as_is(run, as_is, self._calls)
+        self.unlike = 1 - num_pairs / max(len(as_is.size), 1)  #: share of the program's requests that the run lacks
         self._holders: dict[int, list[int]] = {}  # calls that hold an input
         for number, call in enumerate(run.calls):
             for request in call.inputs:
@@ -201,8 +202,9 @@ def _is_freed(run: RunSeen) -> Column:
     return run.end < run.end.max(initial=0)
 
 
-def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column]:
-    """For each request of the run, where it would end in the program as it is, and whether it is not made there at all.
+def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Column, int]:
+    """For each request of the run, where it would end in the program as it is, and whether it is not made there at all;
+    how many are.
 
     Both make the same requests in the same order, but for those of the second time, and for some of PyTorch's own that
     it makes because operations are looked at. What the program as it is frees before a request is freed before it here.
@@ -219,4 +221,4 @@ def _as_is(run: RunSeen, as_is: RunSeen, calls: list[_Call]) -> tuple[Column, Co
     following = np.searchsorted(as_is.start[other], as_is.end[other])
     end[same] = np.append(run.start[same], run.end.max(initial=0))[following]
     is_extra[same] = False
-    return end, is_extra
+    return end, is_extra, len(same)
