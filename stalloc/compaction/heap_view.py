@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.core.constants import ALIGNMENT, BLOCK_FREE, BLOCK_LIVE, GRANULE, PRIVATE_KINDS
+from stalloc.core.constants import BLOCK_FREE, BLOCK_LIVE, GRANULE, PRIVATE_KINDS
+from stalloc.core.regions import rounded
 from stalloc.core.snapshot import ARENA_KIND, HeapSegment, segments
 from stalloc.runtime import Controller, current
 
@@ -72,7 +73,7 @@ def heap_view(device: Any) -> HeapView | None:
         np.array([segment.kind for _, _, _, segment in spans], np.int64),
         np.array([segment.stream for _, _, _, segment in spans], np.uint64),
         np.array([block.address for block, _ in live], np.int64),
-        (np.array([block.requested_bytes for block, _ in live], np.int64) + (ALIGNMENT - 1)) & -ALIGNMENT,
+        rounded(np.array([block.requested_bytes for block, _ in live], np.int64)),
         np.array([block.state == BLOCK_LIVE and kind < PRIVATE_KINDS for block, kind in live], bool),
         (arena, arena + arena_bytes),
     )

@@ -10,7 +10,6 @@ import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import (
-    ALIGNMENT,
     BLOCK_FREE,
     LIFESPAN_PLACES,
     LIFESPAN_SIZES,
@@ -20,7 +19,7 @@ from stalloc.core.constants import (
 )
 from stalloc.core.record_types import Words
 from stalloc.core.records import Asker, Cell, Key, Ring, Slot, Strand, TapeEntry, Word, table
-from stalloc.core.regions import Region
+from stalloc.core.regions import Region, rounded
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
 
@@ -58,12 +57,12 @@ class TapeTables:
 def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | None) -> TapeTables:
     """The tables of a tape; the arguments are those of `DeviceArena.install`."""
     stream, offset = tape.stream, tape.offset
-    rounded = (tape.size + (ALIGNMENT - 1)) & -ALIGNMENT
+    size = rounded(tape.size)
     planned = offset >= 0
-    low, high = offset[planned], (offset + rounded)[planned]
+    low, high = offset[planned], (offset + size)[planned]
     bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
-    entries = table(TapeEntry, len(rounded))
-    entries["key"] = rounded << STREAM_BITS | stream
+    entries = table(TapeEntry, len(size))
+    entries["key"] = size << STREAM_BITS | stream
     entries["offset"] = np.where(planned, offset, -1)
     spans = np.stack([np.searchsorted(bounds, low), np.searchsorted(bounds, high)], axis=1)
     entries["cell_low"][planned], entries["cell_high"][planned] = spans.T

@@ -79,8 +79,7 @@ def fall_asleep(
     """
     memory = controller.memory
     with controller.lock:
-        memory.find_deferred()
-        memory.deferred.wait()
+        memory.wait_for_deferred()
         memory.release_unused()
         found = [
             one
