@@ -21,3 +21,15 @@ Times = NDArray[np.int64]
 """Moments on one clock: event indices of a trace, tape time, or epochs of a problem."""
 Rows = NDArray[np.int64]
 """Rows of another table."""
+
+
+def distinct(values: Column) -> Column:
+    """(k,) the values (n,) ascending, each once.
+
+    In place of np.unique, whose C++ code lets other threads run: a thread of the program that is in it when the
+    interpreter ends takes the process with it ("terminate called without an active exception").
+    """
+    ordered = np.sort(values)
+    is_first = np.ones(len(ordered), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from stalloc.columns import distinct
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STRANDS, MAX_STREAMS, STREAM_BITS
 from stalloc.core.record_types import Words
 from stalloc.errors import PlanError
@@ -42,7 +43,7 @@ class ArenaTape:
     @cached_property
     def num_streams(self) -> int:
         """How many streams have places."""
-        return len(np.unique(self.stream[self.offset >= 0]))
+        return len(distinct(self.stream[self.offset >= 0]))
 
     @property
     def rings(self) -> Words:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, GRANULE, LITTLE
 from stalloc.core.record_types import Words
@@ -28,7 +29,7 @@ def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words)
     """(k,) the offsets of a tape in an arena of these regions, -1 where it has none; None if it does not fit."""
     moved = np.full(len(offset), -1, np.int64)
     planned = offset >= 0
-    for index in np.unique(stream[planned]).tolist():
+    for index in distinct(stream[planned]).tolist():
         rows = planned & (stream == index)
         low = int(offset[rows].min())
         high = int((offset[rows] + rounded(size[rows])).max())
@@ -49,7 +50,7 @@ def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:
     if tape.cross_streams:
         return replace(tape, arena_bytes=-(-tape.arena_bytes // GRANULE) * GRANULE)
     end, moved = 0, np.full(len(tape.offset), -1, np.int64)
-    for index in np.unique(tape.owner[tape.offset >= 0]).tolist():
+    for index in distinct(tape.owner[tape.offset >= 0]).tolist():
         end = -(-end // GRANULE) * GRANULE
         own = np.flatnonzero((tape.owner == index) & (tape.offset >= 0))
         for rows in _apart(tape, own) if apart else (own,):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import (
     BLOCK_FREE,
@@ -51,7 +52,7 @@ class TapeTables:
     @property
     def cell_streams(self) -> int:
         """The streams that have any cells: a bit for each index modulo 64, as a signed number."""
-        return int(np.bitwise_or.reduce(1 << (np.unique(self.cells["stream"]) & 63)))
+        return int(np.bitwise_or.reduce(1 << (distinct(self.cells["stream"]) & 63)))
 
 
 def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | None) -> TapeTables:
@@ -60,7 +61,7 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
     size = rounded(tape.size)
     planned = offset >= 0
     low, high = offset[planned], (offset + size)[planned]
-    bounds = np.unique(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
+    bounds = distinct(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
     entries = table(TapeEntry, len(size))
     entries["key"] = size << STREAM_BITS | stream
     entries["offset"] = np.where(planned, offset, -1)
@@ -106,7 +107,7 @@ def _hash_rows(count: int) -> int:
 
 def _slots(low: Words) -> tuple[np.ndarray, Words]:
     """The table of slots for entries at these offsets, and each one's row."""
-    offsets = np.unique(low)
+    offsets = distinct(low)
     slots, rows = table(Slot, _hash_rows(len(offsets))), np.zeros(len(offsets), np.int64)
     slots["offset"] = slots["entry"] = slots["requested_bytes"] = -1
     slots["state"] = BLOCK_FREE
@@ -117,7 +118,7 @@ def _slots(low: Words) -> tuple[np.ndarray, Words]:
 def _keys(key: Words) -> tuple[np.ndarray, Words]:
     """The table of keys, and the entries by key and position."""
     places = np.argsort(key, kind="stable")
-    keys = table(Key, _hash_rows(len(np.unique(key))))
+    keys = table(Key, _hash_rows(len(distinct(key))))
     fill_keys(keys.ctypes.data, len(keys) - 1, key, places)
     return keys, places
 
@@ -131,7 +132,7 @@ def _cell_streams(spans: Words, stream: Words, bounds: Words, regions: list[Regi
     count = len(bounds) + 1
     owner = np.full(count, NO_STREAM, np.int64)
     users = np.zeros(count, np.int64)
-    for index in np.unique(stream).tolist():
+    for index in distinct(stream).tolist():
         of_stream = spans[stream == index]
         change = np.zeros(count + 1, np.int64)
         np.add.at(change, of_stream[:, 0], 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.lifespans.periods import sequence_rows
 from stalloc.lifespans.phases import Phases, find_phases
 from stalloc.lifespans.tape import Tape, expand
@@ -94,7 +94,7 @@ def classify(trace: Trace, tape: Tape | None = None) -> Classes:
 
 def _step_boundaries(trace: Trace, tape: Tape | None) -> Column:
     """Events at which a step begins."""
-    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks) or tape is None:
         return marks
     rows = sequence_rows(trace, tape.minimum_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.lifespans.classes import Classes, LifespanClass
 from stalloc.lifespans.load_curves import load_curve
 from stalloc.trace import Trace
@@ -71,7 +71,7 @@ def cut_events(trace: Trace, classes: Classes, most_live: float = 0.02) -> Colum
     quiet = live <= most_live * live.max()
     stretch = np.cumsum(np.concatenate([[True], quiet[1:] != quiet[:-1]]))
     cuts = []
-    for number in np.unique(stretch[quiet]):
+    for number in distinct(stretch[quiet]):
         at = np.flatnonzero(stretch == number)
         cuts.append(events[at[np.argmin(live[at])]] + 1)
     return np.array(cuts, np.int64)

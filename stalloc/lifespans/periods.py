@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.lifespans.repetition import Period, longest_runs, runs_at_end
 from stalloc.trace import MARK_STEP, Trace
 
@@ -75,7 +75,7 @@ def find_step_period(
         minimum_size = TINY_BYTES + 1 if ignore_tiny else 0
     rows = sequence_rows(trace, minimum_size)
     keys = sequence_keys(trace, rows)
-    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks):
         return _period_of_marked_steps(trace, rows, keys, marks, min_repeats, min_length)
     for period in longest_runs(keys, min_repeats, min_length):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.columns import Column, Rows
+from stalloc.columns import Column, Rows, distinct
 from stalloc.errors import BadInputError
 from stalloc.lifespans.roles import within
 from stalloc.trace import MARK_STEP, Trace
@@ -49,7 +49,7 @@ def recorded_step(trace: Trace) -> tuple[Operations, SteadyStep]:
 def find_steady_step(trace: Trace, operations: Operations) -> SteadyStep | None:
     """The last step that operations cover; None if no two marks are among them."""
     last = int(operations.end.max(initial=0))
-    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     marks = marks[marks <= last]
     if len(marks) < 2:
         return None

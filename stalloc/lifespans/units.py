@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.lifespans.periods import TINY_BYTES, sequence_rows
 from stalloc.trace import MARK_STEP, Trace
 
@@ -49,7 +49,7 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
     """The kinds of steps between two marks, in order of first occurrence."""
     rows = sequence_rows(trace, TINY_BYTES + 1)
     births = trace.start[rows]
-    marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
+    marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     bounds = np.searchsorted(births, marks)
     size, stream = trace.size[rows], trace.stream[rows].astype(np.int64)
     deaths = np.where(trace.end[rows] < trace.num_events, np.searchsorted(births, trace.end[rows]), -1)
@@ -66,7 +66,7 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
         end = _ends(bounds, deaths, told, length)
         ends.append(np.where(end > 0, end, _ends(bounds, deaths, whole, length)))
         own_stream = stream[begin : begin + length]
-        for name in np.unique(own_stream).tolist():
+        for name in distinct(own_stream).tolist():
             ranked = _ranked(size[begin : begin + length], ends[-1], own_stream == name)
             for step in told:
                 _note_arrivals(bounds, deaths[bounds[step] + ranked], step, name, first_of, until)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
 from stalloc.planner.constraints import Constraints
 from stalloc.planner.hole_filling import fit
@@ -171,7 +171,7 @@ def _wasted(live: Stays, size: Column, given: Constraints) -> int:
         )
         proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min()) if len(rows) else 0))
         proven = max(proven, max((int((given.fixed + size)[row]) for row in placed), default=0))
-        for grain in np.unique(given.alignment[rows]).tolist():
+        for grain in distinct(given.alignment[rows]).tolist():
             # no two of these share a cell of that many bytes; only the topmost one's last cell may end beyond the peak
             cells = size[rows][given.alignment[rows] >= grain]
             rounded = (cells + (grain - 1)) & -grain

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.planner.problem import load_curve
 
 #: share of the load's height by which it has to turn for a phase to end
@@ -39,7 +39,7 @@ class _Group(NamedTuple):
 def by_size(start: Column, end: Column, size: Column, pack: Pack) -> Column:
     """Requests of equal size share rows; each row is then a block from its first birth to its last death."""
     groups: list[_Group] = []
-    for each in np.unique(size)[::-1].tolist():
+    for each in distinct(size)[::-1].tolist():
         members = np.flatnonzero(size == each)
         members = members[np.argsort(start[members], kind="stable")]
         lanes: list[list[int]] = []

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.errors import BadInputError
 from stalloc.planner.constraints import check_places, constraints
 from stalloc.planner.layout import columns
@@ -162,7 +162,7 @@ def _cheap(low: list[int], size: list[int], height: int, hole: int) -> Choice:
     if not hole:
         edges = np.array([height], np.int64)
     else:
-        edges = np.unique(np.concatenate([[0, height - hole], tops, lows - hole]))
+        edges = distinct(np.concatenate([[0, height - hole], tops, lows - hole]))
         edges = edges[(edges >= 0) & (edges <= height - hole)]
     bytes_below = np.concatenate([[0], np.cumsum(np.where(tops > height, 0, tops - lows))])
     first, last = np.searchsorted(tops, edges, side="right"), np.searchsorted(lows, edges + hole)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.planner import exact_search
 from stalloc.planner.board import board
 from stalloc.planner.portfolio import Packing
@@ -106,7 +106,7 @@ class _Hunt:
     """A board and what is known of the heights, in units of the greatest common divisor of all sizes and floors."""
 
     def __init__(self, problem: Problem, packing: Packing, target: int, seed: int) -> None:
-        floors = np.unique(problem.floor)
+        floors = distinct(problem.floor)
         self.original = problem
         self.unit = int(np.gcd(np.gcd.reduce(problem.size), np.gcd.reduce(floors)))
         self.problem = Problem(problem.start, problem.end, problem.size // self.unit, problem.floor // self.unit)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.errors import BadInputError
 from stalloc.planner.budget import Budget
 from stalloc.planner.intervals import Layout
@@ -31,7 +31,7 @@ def place_streams(
     if handover_bytes < 0:
         raise BadInputError(f"a hand-over is priced at {handover_bytes} bytes: give a number from 0.")
     planned = np.flatnonzero(tape.planned)
-    names = np.unique(tape.stream[planned]).tolist()
+    names = distinct(tape.stream[planned]).tolist()
     groups = [tuple(names)] if streams == "share" and names else [(name,) for name in names]
     layouts = {group: _together(tape, group, alignment, budget) for group in groups}
     if streams == "weigh":

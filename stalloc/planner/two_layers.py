@@ -7,7 +7,7 @@ sizes, which tile where the mixture does not (the idea behind the HomoSize group
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.compiled import BORROWING, njit
 from stalloc.planner.problem import Problem, load_curve
 from stalloc.planner.trees import build_floor, raise_floor
@@ -18,10 +18,10 @@ MAX_CUTS, MAX_TRIED = 16, 3
 
 def cuts(problem: Problem, highest: int) -> list[int]:
     """Sizes at which to divide, the largest first: those whose layers' bounds together are at most `highest`."""
-    sizes = np.unique(problem.size)[1:]
+    sizes = distinct(problem.size)[1:]
     if len(sizes) > MAX_CUTS:
         steps = np.geomspace(float(sizes[0]), float(sizes[-1]), MAX_CUTS)
-        sizes = np.unique(sizes[np.minimum(np.searchsorted(sizes, steps), len(sizes) - 1)])
+        sizes = distinct(sizes[np.minimum(np.searchsorted(sizes, steps), len(sizes) - 1)])
     load, found = problem.load, []
     for size in sizes[::-1].tolist():
         rows = problem.size >= size

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.errors import PlanError
@@ -41,7 +42,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool) -> ArenaTape:
         offset=offset,
         num_prologue=num_prologue,
         begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
-        gives=np.unique(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
+        gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )
 
 

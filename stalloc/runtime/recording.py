@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.core.constants import (
     ACTION_ALLOC,
     ACTION_OOM,
@@ -178,7 +178,8 @@ class Recording:
         """Whether several of these threads made requests in many of the recorded steps, between any two marks."""
         bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
         steps = [self._state.recorded_requests(begin, end)[2] for begin, end in itertools.pairwise(bounds)]
-        shared = sum(len(np.intersect1d(asker, threads)) > 1 for asker in steps)
+        them = distinct(np.asarray(threads))
+        shared = sum(len(np.intersect1d(distinct(asker), them, assume_unique=True)) > 1 for asker in steps)
         return _INTERLEAVED * shared >= len(steps)
 
     def traces_of(self, threads: Sequence[int]) -> "list[Trace]":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stalloc.columns import Column
+from stalloc.columns import Column, distinct
 from stalloc.core.constants import ALIGNMENT
 from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
@@ -118,7 +118,7 @@ def plan_steps(kinds: list[StepKind], made: dict[bytes, Layout], device: int = 0
     `made` holds the layouts of earlier calls, and gets those of this one, so that a kind that is added is all there is
     to plan.
     """
-    streams = np.unique(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
+    streams = distinct(np.concatenate([kind.stream[kind.end > 0] for kind in kinds]))
     regions = [_plan_stream(kinds, stream, made) for stream in streams.tolist()]
     plans = [_plan_of(kinds, index, regions, device) for index in range(len(kinds))]
     lengths = [len(kind.size) for kind in kinds]
