@@ -47,8 +47,10 @@ class Keeps(torch.autograd.Function):
         return gradient, None
 
 
-def train(folder: str, rank: int, patience: float, end: Callable[[], None]) -> dict[str, Any]:
-    """Some steps of one rank."""
+def train(
+    folder: str, rank: int, patience: float, end: Callable[[], None], begin: Callable[[], None]
+) -> dict[str, Any]:
+    """Some steps of one rank, after one that does not count and takes longer than all; `begin` is called between."""
     found = {"overlaps": 0, "copies": 0}
     outwards = {"copies": 0}
 
@@ -62,26 +64,30 @@ def train(folder: str, rank: int, patience: float, end: Callable[[], None]) -> d
             return
         with open(f"{folder}/order", "a") as order:
             order.write(f"{rank}")
-        until = time.monotonic() + 3e-4
-        while time.monotonic() < until:
-            pass
+        time.sleep(2e-3)  # in which the other one gets a processor
         os.unlink(mark)
         outwards["copies"] += not copy.to_device
         if outwards["copies"] == ENDING_COPY and not copy.to_device:
             end()
 
+    _step(stalloc.offload_activations(0.5, window="512KiB"))
     listeners.append(copied)
     link = stalloc.SharedLink(f"{folder}/link", rank=rank, num_ranks=2, patience_seconds=patience)
     offload = stalloc.offload_activations(0.5, window="512KiB", link=link)
+    begin()
     for _ in range(STEPS):
-        x = torch.zeros(16, device="cuda", requires_grad=True)
-        with offload:
-            y = x
-            for number in range(LAYERS):
-                y = Keeps.apply(y, number)
-        y.sum().backward()
+        _step(offload)
     assert offload.turns is not None
     return {**found, "wrong": Keeps.wrong, "left_bytes": offload.left_bytes, "without": offload.turns.num_without}
+
+
+def _step(offload: Any) -> None:
+    x = torch.zeros(16, device="cuda", requires_grad=True)
+    with offload:
+        y = x
+        for number in range(LAYERS):
+            y = Keeps.apply(y, number)
+    y.sum().backward()
 
 
 def end_by(number: int) -> None:
@@ -97,19 +103,25 @@ def ranks(patience: float, end: Callable[[], None] = lambda: None, *, together: 
     Unless they run `together` the second begins when the first has ended, or stopped.
     """
     with tempfile.TemporaryDirectory() as folder:
-        begins = [os.pipe() for _ in range(2)]
+        begins, ready = [os.pipe() for _ in range(2)], os.pipe()
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                for _, begin in begins:
-                    os.close(begin)
-                os.read(begins[rank][0], 1)
-                told = train(folder, rank, patience, end if rank == 0 else lambda: None)
+                for _, end_of_pipe in begins:
+                    os.close(end_of_pipe)
+
+                def begin(rank: int = rank) -> None:
+                    os.close(ready[1])
+                    os.read(begins[rank][0], 1)
+
+                told = train(folder, rank, patience, end if rank == 0 else lambda: None, begin)
                 with open(f"{folder}/{rank}.json", "w") as file:
                     json.dump(told, file)
                 os._exit(0)
             children.append(child)
+        os.close(ready[1])
+        os.read(ready[0], 1)  # until both are ready, or gone
         os.close(begins[0][1])
         status = 0 if together else os.waitpid(children[0], os.WUNTRACED)[1]
         os.close(begins[1][1])
