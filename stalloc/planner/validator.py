@@ -6,8 +6,7 @@ no two requests that are live together share a byte. It takes time in proportion
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from stalloc.planner.plan_record import Plan
@@ -58,32 +57,6 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
         if not verdict.ok:
             return verdict
     return Verdict(True)
-
-
-def validate_kinds(plans: Sequence[Plan]) -> Verdict:
-    """Judge "program" plans of kinds of steps that follow one another in any order, in one arena.
-
-    The ring of each is one step; its prologue is what earlier steps leave to it: places that are the same for all
-    kinds, each kept free until the end of that entry. A request that outlives its ring has to lie in one of them.
-    """
-    for index, plan in enumerate(plans):
-        verdict = validate(plan)
-        if not verdict.ok:
-            return replace(verdict, detail=f"kind {index}: {verdict.detail}")
-    places = _places(plans[0])
-    for index, plan in enumerate(plans):
-        if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
-            return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in what they keep free, or in the peak")
-        for use in uses_of_tape(plan):
-            left = use.row >= plan.num_prologue and use.start < plan.ring_end < use.end
-            if left and not any(low <= use.low and use.high <= high for low, high in places):
-                return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {use.row} is left in no kept place")
-    return check_streams(*plans)
-
-
-def _places(plan: Plan) -> list[tuple[int, int]]:
-    columns = plan.tape_offset[: plan.num_prologue].tolist(), plan.tape_size[: plan.num_prologue].tolist()
-    return [(low, low + size) for low, size in zip(*columns, strict=True) if low >= 0]
 
 
 def _rows_in_range(plan: Plan) -> Verdict:
