@@ -93,8 +93,8 @@ def test_only_plans_that_the_validator_passes_are_admitted() -> None:
 def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that puts two live requests in one place: its plan never comes into force."""
 
-    def plan_badly(*arguments: Any) -> Tapes:
-        tapes = plan_steps(*arguments)
+    def plan_badly(*arguments: Any, **options: Any) -> Tapes:
+        tapes = plan_steps(*arguments, **options)
         offsets = [np.minimum(plan.tape_offset, 0) for plan in tapes.plans]
         plans = [
             dataclasses.replace(plan, tape_offset=offset, offset=offset)

@@ -125,7 +125,7 @@ def test_kinds_of_steps_that_nothing_marks_are_planned(seed: int) -> None:
 @pytest.mark.parametrize("epoch", ["aaaaab", "aab", "ab", "aabaac", "abcccc"])
 def test_after_two_epochs_each_kind_of_step_is_expected_where_it_comes(epoch: str) -> None:
     places = StepPlaces(Program().state)
-    places.follow_kinds([0, 10, 20], [10, 10, 10], [b"a", b"b", b"c"])
+    places.follow_kinds([0, 10, 20], [10, 10, 10], [b"a", b"b", b"c"], [False] * 3)
     steps = ["abc".index(kind) for kind in 4 * epoch]
     expected = [places.expected_after(10 * kind)[0] // 10 for kind in steps]
     assert expected[2 * len(epoch) : -1] == steps[2 * len(epoch) + 1 :]

@@ -46,6 +46,27 @@ def test_what_is_replaced_only_once_there_is_another_does_not_upset_the_others(s
     assert sum(missed for _, missed in served) < 0.05 * sum(hits for hits, _ in served)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_batch_that_is_replaced_once_there_is_another_has_two_places_in_turn(seed: int) -> None:
+    """Whichever kind of step comes next, and if steps come in between that have no batch."""
+    program = Program(keeps_batch=True)
+
+    def without_batch() -> None:
+        for address in [program.allocate(3 * MIB + 512 * i) for i in range(20)]:
+            program.free(address)
+
+    counts = []
+    for number in in_rounds(seed, 4, 20):
+        width = 5000 + 1000 * number
+        counts.append(program.step(without_batch if number == 3 else lambda width=width: program.train(width)))
+    moves = program.controller.memory.paging.num_moves
+    for number in in_rounds(seed + 10, 4, 10):
+        width = 5000 + 1000 * number
+        counts.append(program.step(without_batch if number == 3 else lambda width=width: program.train(width)))
+    assert sum(misses for _, misses in counts[-40:]) == 0
+    assert program.controller.memory.paging.num_moves == moves, "nor do pages move"
+
+
 def test_a_program_that_goes_on_with_another_step_is_planned_anew() -> None:
     """Steps of which none is like those that were planned, as after layers were thawed."""
     program = Program()

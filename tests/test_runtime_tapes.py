@@ -8,17 +8,18 @@ from programs.core_machine import MIB, Machine, Ring
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.lifespans.units import StepKind
+from stalloc.planner import validate_kinds
 from stalloc.runtime.segment_sizes import round_up
 from stalloc.runtime.tapes import Tapes, plan_steps
 
 
-def made_up_kind(rng: np.random.Generator, streams: int = 1) -> StepKind:
+def made_up_kind(rng: np.random.Generator, streams: int = 1, most: int = MIB) -> StepKind:
     """A step of random requests, of which some are handed on to the next step and some have no known end.
 
     It uses some of the streams.
     """
     length = int(rng.integers(8, 60))
-    size = rng.choice(rng.integers(513, MIB, 6), length).astype(np.int64)
+    size = rng.choice(rng.integers(513, most, 6), length).astype(np.int64)
     place = np.arange(length)
     end = np.minimum(place + rng.geometric(0.1, length), length)
     handed = rng.random(length) < 0.15
@@ -39,10 +40,11 @@ def check_any_order(tapes: Tapes, rng: np.random.Generator, num_steps: int) -> i
     """Run the kinds in a random order, as they were observed; no two live requests may share a byte."""
     # position of death in this step, stream and rank if handed on, low, high
     live: list[tuple[int, tuple[int, int], int, int]] = []
-    checked = 0
+    checked = turn = 0
     for _ in range(num_steps):
         index = int(rng.integers(len(tapes.kinds)))
-        kind, first = tapes.kinds[index], tapes.begins[index]
+        kind, first = tapes.kinds[index], tapes.begins[turn * len(tapes.kinds) + index]
+        turn ^= tapes.ends_turn[index]
         length = len(kind.size)
         streams = np.unique(kind.stream).tolist()
         rank_of = {int(row): (s, rank) for s in streams for rank, row in enumerate(kind.handed_on(s))}
@@ -81,6 +83,26 @@ def test_no_two_requests_meet_whichever_kind_follows_whichever(seed: int, stream
     assert (tapes.offset >= 0).mean() > 0.5
     again = plan_steps([*kinds, made_up_kind(rng, streams)], made)
     assert check_any_order(again, rng, 40)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_replaces_a_request_of_the_step_before_has_a_place_whichever_kind_follows(seed: int, streams: int) -> None:
+    """A batch, what a model returned: steps lay it in one place and in another in turn."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    kinds = [made_up_kind(rng, streams, 8 * MIB) for _ in range(int(rng.integers(2, 6)))]
+    for kind in kinds:
+        for stream, until in kind.until.items():
+            until[:] = np.minimum(until, len(kind.size) - 1)
+            handed = kind.handed_on(stream)[:20]
+            # what is replaced by a request lives until just after it
+            until[: len(handed)] = np.where(rng.random(len(handed)) < 0.7, handed + 1, until[: len(handed)])
+    one_each, tapes = plan_steps(kinds, {}), plan_steps(kinds, {}, in_turn=True)
+    assert check_any_order(tapes, rng, 60)
+    assert validate_kinds(tapes.plans, tapes.num_turns).ok
+    assert tapes.num_turns == 2
+    assert (tapes.offset < 0).mean() < (one_each.offset < 0).mean()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -70,7 +70,7 @@ class DeviceArena:
                 "far_jump.jumped_at": 0,
                 "far_jump.seen_at": 0,
                 "tapes": tables.rings.ctypes.data,
-                "num_tapes": int(tables.strands["num_tapes"][0]) if len(tables.strands) else len(tables.rings),
+                "num_tapes": int(tables.strands["num_tapes"][0]) if len(tables.strands) else tables.num_kinds,
                 "strands": tables.strands.ctypes.data,
                 "num_strands": len(tables.strands),
                 "strand": 0,
@@ -163,8 +163,12 @@ class DeviceArena:
         return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
-        """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before."""
-        step_begins.begin_step(self._tables.address, begin, end, position)
+        """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before.
+
+        If a step of another kind comes instead, it is looked for on the tapes of the same turn.
+        """
+        tapes = self.tape.tapes_beside(begin) if self.tape is not None else 0
+        step_begins.begin_step(self._tables.address, begin, end, position, tapes)
 
     def strand_of(self, thread: int) -> int:
         """The strand that a thread asks for, -1 if none; it is that thread's own from here on."""

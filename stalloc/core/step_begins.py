@@ -17,10 +17,11 @@ def _follow(state, begin, end, position):
 
 
 @njit()
-def begin_step(device, begin, end, position):
-    """Follow the tape [begin, end) from a position on, whatever was followed before."""
+def begin_step(device, begin, end, position, tapes):
+    """Follow the tape [begin, end) from a position on, whatever was followed before; it is one of these `tapes`."""
     state = locked(device)
     if state.mode != MODE_HEAP:
+        state.tapes = tapes
         _follow(state, begin, end, position)
     unlock(state)
 

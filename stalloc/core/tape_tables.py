@@ -39,6 +39,7 @@ class TapeTables:
     uses: Words  #: empty: too many to keep
     lifespans: np.ndarray
     rings: np.ndarray  #: of Ring
+    num_kinds: int  #: rings of one turn
     strands: np.ndarray  #: of Strand
     askers: np.ndarray  #: of Asker
     keys: np.ndarray  #: of Key, by hash
@@ -48,6 +49,11 @@ class TapeTables:
     def num_cells(self) -> int:
         """Cells that the plan itself has."""
         return len(self.cells) - 2
+
+    def tapes_beside(self, begin: int) -> int:
+        """Where the rings of the turn are of which one begins at an entry."""
+        row = int(np.searchsorted(self.rings["begin"], begin))
+        return int(self.rings.ctypes.data) + row // self.num_kinds * self.num_kinds * self.rings.dtype.itemsize
 
     @property
     def cell_streams(self) -> int:
@@ -93,6 +99,7 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
         uses=uses,
         lifespans=table(Word, LIFESPAN_PLACES * LIFESPAN_SIZES),
         rings=rings,
+        num_kinds=len(rings) // tape.num_turns,
         strands=strands,
         askers=table(Asker, NUM_ASKERS if len(strands) else 0),
         keys=keys,

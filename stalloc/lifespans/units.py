@@ -8,7 +8,7 @@ no known end.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from stalloc.trace import MARK_STEP, Trace
 
 _LOOKED_AT = 4  # occurrences of a kind whose lifespans count: the last ones
 _MAX_STEPS = 16  # through which a request may be handed on
+
+_NOTHING: Column = np.zeros(0, np.int64)
 
 _Until = dict[int, dict[int, int]]  # stream -> rank -> position
 
@@ -39,6 +41,16 @@ class StepKind:
     def key(self) -> bytes:
         """The same for steps of one kind."""
         return np.stack([self.size, self.stream]).tobytes()
+
+    def with_what_was_known(self, before: "StepKind") -> "StepKind":
+        """This kind, completed by what an earlier record told of it: lifespans that this one does not show."""
+        until = {stream: before.until.get(stream, _NOTHING) for stream in self.until.keys() | before.until.keys()}
+        for stream, seen in self.until.items():
+            known, until[stream] = until[stream], seen.copy()
+            unseen = seen[: len(known)] < 0
+            until[stream][: len(known)][unseen] = known[: len(seen)][unseen]
+            until[stream] = np.concatenate([until[stream], known[len(seen) :]])
+        return replace(self, end=np.where(self.end > 0, self.end, before.end), until=until)
 
     def handed_on(self, stream: int) -> Column:
         """Rows of a stream that outlive the step, by rank: the largest first."""

@@ -2,7 +2,9 @@
 
 Contract: as of validator.py. The ring of each plan is one step; its prologue is what earlier steps hand on to it: one
 place after the other, the same for all kinds, each kept free until the end of that entry. What a step hands on is
-ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream.
+ranked by size, stream by stream, the largest first; what is of rank i lies in the i-th place of its stream. Where kinds
+have two plans, which they follow in turn, there are as many places again, for what the plans of the second turn hand
+on; one of no bytes stands for that of the first.
 """
 
 from collections.abc import Sequence
@@ -16,11 +18,11 @@ from stalloc.planner.verdict import Verdict
 _Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by rank
 
 
-def validate_kinds(plans: Sequence[Plan]) -> Verdict:
+def validate_kinds(plans: Sequence[Plan], num_turns: int = 1) -> Verdict:
     """Judge each "program" plan by itself, and all as plans of one arena whose rings follow one another in any order.
 
-    The places of the prologue are judged in the prologue of the plan itself, so what is placed around them in a step
-    is safe whichever step came before.
+    Those of the first turn come first, then those of the second, if there is one. The places of the prologue are judged
+    in the prologue of the plan itself, so what is placed around them in a step is safe whichever step came before.
     """
     for index, plan in enumerate(plans):
         verdict = validate(plan)
@@ -30,7 +32,7 @@ def validate_kinds(plans: Sequence[Plan]) -> Verdict:
     for index, plan in enumerate(plans):
         if _places(plan) != places or plan.peak_bytes != plans[0].peak_bytes:
             return Verdict(False, "bad-handed-on", f"kinds 0 and {index} differ in the places kept, or in the peak")
-        row = _misplaced(plan, places)
+        row = _misplaced(plan, places, index * num_turns // len(plans), num_turns)
         if row is not None:
             return Verdict(False, "bad-handed-on", f"kind {index}: tape entry {row} outlives its step in no kept place")
     return check_streams(*plans)
@@ -44,7 +46,7 @@ def _places(plan: Plan) -> _Places:
     return found
 
 
-def _misplaced(plan: Plan, places: _Places) -> int | None:
+def _misplaced(plan: Plan, places: _Places, turn: int, num_turns: int) -> int | None:
     """The tape entry that outlives its step, but not where all kinds keep a place for it; None if there is none."""
     ends, sizes = plan.tape_end.tolist(), plan.tape_size.tolist()
     handed = [row for row in range(plan.num_prologue, len(ends)) if ends[row] >= plan.ring_end]
@@ -52,7 +54,10 @@ def _misplaced(plan: Plan, places: _Places) -> int | None:
     for row in sorted(handed, key=lambda row: -sizes[row]):
         stream, low = int(plan.tape_stream[row]), int(plan.tape_offset[row])
         rank = ranks[stream] = ranks.get(stream, -1) + 1
-        kept = places.get(stream, [])[rank : rank + 1]
-        if low >= 0 and not any(begin <= low and low + sizes[row] <= end for begin, end in kept):
+        kept = places.get(stream, [])
+        num_ranks = len(kept) // num_turns
+        first, own = (kept[at : at + 1] if rank < num_ranks else [] for at in (rank, turn * num_ranks + rank))
+        place = own if any(begin < end for begin, end in own) else first
+        if low >= 0 and not any(begin <= low and low + sizes[row] <= end for begin, end in place):
             return row
     return None

@@ -16,16 +16,17 @@ from stalloc.planner import Plan, validate, validate_kinds
 from stalloc.runtime.segment_sizes import round_up
 
 
-def admit(plans: Sequence[Plan], *, ring_only: bool) -> ArenaTape:
+def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> ArenaTape:
     """Judge the plan of a program, or those of several kinds of steps for one arena, and make ready what is served.
 
-    With `ring_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so.
+    With `ring_only` the prologue is left out: it is over, or there was none. Plans of several kinds are served so; they
+    may be several for each kind, which take turns.
     Raises PlanError with the validator's reason, or with one of the runtime's own.
     """
     for plan in plans:
         _check_servable(plan)
     shared = len(plans) == 1 and len(plans[0].handover_later) > 0
-    verdict = validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans)
+    verdict = validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans, num_turns)
     if not verdict.ok:
         raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the program again.")
     firsts = [plan.num_prologue if ring_only else 0 for plan in plans]
@@ -42,6 +43,7 @@ def admit(plans: Sequence[Plan], *, ring_only: bool) -> ArenaTape:
         offset=offset,
         num_prologue=num_prologue,
         begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
+        num_turns=num_turns,
         gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )
 

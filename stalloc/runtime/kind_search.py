@@ -37,6 +37,7 @@ class KindSearch:
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     effort: Effort  # what is left of it bounds how many kinds are planned that are not known; one at least
+    in_turn: bool = False  # a kind may have two plans, which steps that are marked follow in turn
     ring: "KeptTrace | None" = None  # what the ring in force was found in: its steps are known kinds too
     of_ring: set[bytes] = field(default_factory=set)  # their names
     in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
@@ -105,10 +106,11 @@ class KindSearch:
         fresh = [kind for kind in fresh if self._name(kind) not in self.put_off]
         if fresh:
             again = {kind.key: kind for kind in usable}
-            kinds = [again.get(kind.key, kind) for kind in before] + self._most_frequent(fresh)
+            kinds = [again[kind.key].with_what_was_known(kind) if kind.key in again else kind for kind in before]
+            kinds += self._most_frequent(fresh)
             kinds.sort(key=lambda kind: -kind.times_seen)
-            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device)
-            self.admitted = admit(self.tapes.plans, ring_only=True)
+            self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, in_turn=self.in_turn)
+            self.admitted = admit(self.tapes.plans, ring_only=True, num_turns=self.tapes.num_turns)
 
     def _name(self, kind: "StepKind") -> bytes:
         return name_of(kind.size, kind.stream)

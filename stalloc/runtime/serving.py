@@ -186,8 +186,10 @@ class Serving:
             return refusal
         if steps.search_for_more():
             steps.await_search(settings.plan_wait_seconds)
+            before = self._status.num_plans
             refusal = self.serve_ready_kinds()
-            steps.places.find()
+            if self._status.num_plans != before:
+                steps.places.find()
         return refusal
 
     def serve_first_kinds(self) -> Refusal | None:

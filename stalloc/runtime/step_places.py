@@ -5,6 +5,7 @@ has, from its begin to its end, is known without a look at the record. Without a
 """
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 from stalloc.core.state import DeviceState
@@ -24,8 +25,10 @@ class StepPlaces:
         self._places: dict[int, bytes] = {}  # in one period of a ring: requests from its begin -> the step's name
         self._positions: list[int] = []  # of marks in all periods of the ring
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
-        self._begins: list[int] = []  # where the tape of each kind begins
+        self._begins: list[int] = []  # where the tapes of all kinds begin, those of one turn after those of another
         self._ends: list[int] = []
+        self._ends_turn: list[bool] = []  # for each kind, whether the other turn's tapes are followed after it
+        self._turn = 0  # whose tapes are followed
         self._forget_order()
 
     def _forget_order(self) -> None:
@@ -47,11 +50,17 @@ class StepPlaces:
         self._positions = [turn + place for turn in turns for place in self._places]
         self._names = [*self._places.values()] * len(turns)
 
-    def follow_kinds(self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes]) -> None:
-        """The tapes of several kinds of steps are followed: where each begins, its length and its name."""
+    def follow_kinds(
+        self, begins: Sequence[int], lengths: Sequence[int], names: Sequence[bytes], ends_turn: Sequence[bool]
+    ) -> None:
+        """The tapes of several kinds of steps are followed: where each begins, the lengths and names of the kinds.
+
+        There may be several for each kind, all of the first turn coming first; `ends_turn`: the kinds after whose steps
+        those of the other turn are followed.
+        """
         self.forget()
-        self._begins, self._names = [*begins], [*names]
-        self._ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        self._begins, self._names, self._ends_turn = [*begins], [*names], [*ends_turn]
+        self._ends = [begin + length for begin, length in zip(begins, itertools.cycle(lengths), strict=False)]
 
     def find(self) -> None:
         """A step begins: tell the core where the tape goes on."""
@@ -65,14 +74,15 @@ class StepPlaces:
 
     def expected_after(self, ring_start: int) -> tuple[int, int]:
         """The tape [begin, end) of the step that is expected after the one whose tape begins there."""
-        followed = bisect.bisect_right(self._begins, ring_start) - 1
+        followed = (bisect.bisect_right(self._begins, ring_start) - 1) % len(self._names)
+        self._turn ^= self._ends_turn[followed]
         self._followers[self._order] = followed
         self._order = self._order[1], followed
         before, last, count = self._run
         if followed != last:
             self._runs[before, last] = count, followed
         self._run = (before, last, count + 1) if followed == last else (last, followed, 1)
-        expected = self._expected()
+        expected = self._turn * len(self._names) + self._expected()
         return self._begins[expected], self._ends[expected]
 
     def _expected(self) -> int:
@@ -107,9 +117,9 @@ class StepPlaces:
         if record.misses != misses or cursor < 0:
             return None
         if self._begins:
-            kind = bisect.bisect_right(self._begins, record.ring_start) - 1
-            is_whole = record.cursor == self._begins[kind] and num_followed == self._ends[kind] - self._begins[kind]
-            return self._names[kind] if is_whole else None
+            tape = bisect.bisect_right(self._begins, record.ring_start) - 1
+            is_whole = record.cursor == self._begins[tape] and num_followed == self._ends[tape] - self._begins[tape]
+            return self._names[tape % len(self._names)] if is_whole else None
         if not self._positions or cursor != ring_start + self._positions[self._current]:
             return None
         length = record.ring_end - record.ring_start

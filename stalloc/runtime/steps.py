@@ -250,7 +250,7 @@ class Steps:
         self._recorded.forget()
 
     def _start_search(self, trace: "Trace") -> None:
-        search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort)
+        search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort, in_turn=True)
         search.in_time = {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
@@ -279,7 +279,8 @@ class Steps:
         assert search.tapes is not None
         kinds = search.tapes.kinds
         names = [name_of(kind.size, kind.stream) for kind in kinds]
-        self.places.follow_kinds(search.tapes.begins, [len(kind.size) for kind in kinds], names)
+        lengths = [len(kind.size) for kind in kinds]
+        self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.ends_turn)
         self.tapes, self._watched, self._next_pause = search.tapes, 1, _WATCH_STEPS
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on

@@ -145,7 +145,8 @@ class Strands:
             assert found.tapes is not None
             lengths = [len(kind.size) for kind in found.tapes.kinds]
             places = StepPlaces(self._state)
-            places.follow_kinds([begin + first for first in found.tapes.begins], lengths, [b""] * len(lengths))
+            begins, no_names = [begin + first for first in found.tapes.begins], [b""] * len(lengths)
+            places.follow_kinds(begins, lengths, no_names, found.tapes.ends_turn)
             self._places.append(places)
             begin += sum(lengths)
         self._counts.clear()

@@ -133,9 +133,9 @@ def planned_late(monkeypatch: pytest.MonkeyPatch) -> tuple[Program, threading.Ev
     """A program on its plan, whose next plans are not there before an event, and which does not wait for them."""
     go_on = threading.Event()
 
-    def plan_late(*arguments: Any) -> Any:
+    def plan_late(*arguments: Any, **options: Any) -> Any:
         assert go_on.wait(60)
-        return plan_steps(*arguments)
+        return plan_steps(*arguments, **options)
 
     program = Program()
     for _ in range(10):
