@@ -4,7 +4,9 @@ Contract: made in Python before the tape is put in place, and never resized afte
 what the records say. They have to outlive the tape in the core.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -52,8 +54,13 @@ class TapeTables:
 
     def tapes_beside(self, begin: int) -> int:
         """Where the rings of the turn are of which one begins at an entry."""
-        row = int(np.searchsorted(self.rings["begin"], begin))
-        return int(self.rings.ctypes.data) + row // self.num_kinds * self.num_kinds * self.rings.dtype.itemsize
+        address, begins = self._rings
+        return address + bisect_left(begins, begin) // self.num_kinds * self.num_kinds * self.rings.dtype.itemsize
+
+    @cached_property
+    def _rings(self) -> tuple[int, list[int]]:
+        """Where the rings are, and the entries that they begin at."""
+        return self.rings.ctypes.data, self.rings["begin"].tolist()
 
     @property
     def cell_streams(self) -> int:

@@ -13,8 +13,8 @@ _SPARE_BYTES = 4 << 20  # that is always allowed
 _PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
 _PARTS = 256  # of the peak, in which is counted what is
 _TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
-_SELDOM = 32  # requests of a step for each page that moves, from which on they rest
-_PATIENCE = 8  # steps more in which they do not than in which they do, before more is allowed: a switch is over by then
+_SELDOM = 32  # requests of a step for each page that moves, from which on they rest where no plan serves
+_PATIENCE, _PLANNED_PATIENCE = 8, 4  # steps more in which they do not than in which they do, before more is allowed
 
 
 class Allowance:
@@ -41,9 +41,13 @@ class Allowance:
         """What may be held in all for a request of so many bytes."""
         peak = self._peak_with(size_bytes)
         spare = max(_SPARE_BYTES, self._parts * (peak // _PARTS))
-        if self._record.mode == MODE_REPLAY:
+        if self._is_planned:
             spare = min(spare, peak // _PARTS + _PLANNED_BYTES)
         return peak + spare
+
+    @property
+    def _is_planned(self) -> bool:
+        return bool(self._record.mode == MODE_REPLAY)
 
     def loosen(self) -> None:
         """The program has no steps that repeat: moving pages for the last few percent would cost it at every step."""
@@ -59,9 +63,10 @@ class Allowance:
 
     def note_step(self) -> None:
         """The program marks a step."""
-        num_requests = self._record.total.num_allocs - self._step_began
-        rests = num_requests >= _SELDOM * (self._moved_bytes // GRANULE)
+        num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
+        rests = self._moved_bytes == 0 if planned else num_requests >= _SELDOM * (self._moved_bytes // GRANULE)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
         self._restless = max(0, self._restless - 1) if rests else self._restless + 1
-        if self._restless > _PATIENCE and not rests:
-            self._parts = max(self._parts, min(self._parts + 1, _MOST))
+        if self._restless > (_PLANNED_PATIENCE if planned else _PATIENCE) and not rests:
+            most = 1 + _PLANNED_BYTES // max(1, self.peak_bytes // _PARTS) if planned else _MOST
+            self._parts = max(self._parts, min(self._parts + 1, most, _MOST))
