@@ -90,6 +90,21 @@ def test_only_plans_that_the_validator_passes_are_admitted() -> None:
         admit(tampered(tapes, **moved_row(tapes)).plans, ring_only=True)
 
 
+def test_a_plan_that_passed_is_judged_anew_once_anything_but_the_size_of_its_arena_differs() -> None:
+    tapes = some_kinds()
+    admit(tapes.plans, ring_only=True, num_turns=tapes.num_turns)
+    larger = [dataclasses.replace(plan, peak_bytes=plan.peak_bytes + 512) for plan in tapes.plans]
+    assert admit(larger, ring_only=True).arena_bytes >= tapes.peak_bytes + 512
+    with pytest.raises(PlanError, match="beyond-peak"):
+        admit([dataclasses.replace(plan, peak_bytes=plan.peak_bytes - 512) for plan in tapes.plans], ring_only=True)
+    with pytest.raises(PlanError, match="overlap: kind 2"):
+        admit(tampered(tapes, **moved_row(tapes)).plans, ring_only=True)
+    longer = tapes.plans[-1].tape_end.copy()
+    longer[tapes.plans[-1].num_prologue] = len(longer)
+    with pytest.raises(PlanError, match="kind 2"):
+        admit(tampered(tapes, tape_end=longer, end=longer).plans, ring_only=True)
+
+
 def test_kinds_of_steps_with_a_wrong_plan_are_left_to_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that puts two live requests in one place: its plan never comes into force."""
 

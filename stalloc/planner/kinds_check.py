@@ -7,7 +7,7 @@ have two plans, which they follow in turn, there are as many places again, for w
 on; one of no bytes stands for that of the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stalloc.planner.plan_record import Plan
@@ -18,14 +18,17 @@ from stalloc.planner.verdict import Verdict
 _Places = dict[int, list[tuple[int, int]]]  # stream -> bytes [low, high) by rank
 
 
-def validate_kinds(plans: Sequence[Plan], num_turns: int = 1) -> Verdict:
+def validate_kinds(
+    plans: Sequence[Plan], num_turns: int = 1, *, judge: Callable[[Plan], Verdict] = validate
+) -> Verdict:
     """Judge each "program" plan by itself, and all as plans of one arena whose rings follow one another in any order.
 
     Those of the first turn come first, then those of the second, if there is one. The places of the prologue are judged
     in the prologue of the plan itself, so what is placed around them in a step is safe whichever step came before.
+    `judge` may stand in for `validate`, if it remembers what that said of a plan.
     """
     for index, plan in enumerate(plans):
-        verdict = validate(plan)
+        verdict = judge(plan)
         if not verdict.ok:
             return replace(verdict, detail=f"kind {index}: {verdict.detail}")
     places = _places(plans[0])

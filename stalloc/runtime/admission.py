@@ -1,9 +1,11 @@
 """The one door to a plan in force: whoever made a plan, the validator judges it here, and arenas serve nothing else.
 
-Contract: what `admit` returns was passed by the validator as it is. What builds the arena's tables checks each entry
-once more, with code of its own (arena_tape.py).
+Contract: what `admit` returns was passed by the validator as it is, or as it is but for a smaller arena. What builds
+the arena's tables checks each entry once more, with code of its own (arena_tape.py).
 """
 
+import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +14,11 @@ from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
 from stalloc.errors import PlanError
-from stalloc.planner import Plan, validate, validate_kinds
+from stalloc.planner import Plan, Verdict, validate, validate_kinds
 from stalloc.runtime.segment_sizes import round_up
+
+_MOST_REMEMBERED = 4096
+_passed: dict[bytes, int] = {}  # names of plans that the validator passed, and the size of the arena then
 
 
 def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> ArenaTape:
@@ -26,7 +31,9 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
     for plan in plans:
         _check_servable(plan)
     shared = len(plans) == 1 and len(plans[0].handover_later) > 0
-    verdict = validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans, num_turns)
+    verdict = (
+        validate(plans[0], handovers=shared) if len(plans) == 1 else validate_kinds(plans, num_turns, judge=_judged)
+    )
     if not verdict.ok:
         raise PlanError(f"the plan is not valid: {verdict.reason}: {verdict.detail}: plan the program again.")
     firsts = [plan.num_prologue if ring_only else 0 for plan in plans]
@@ -46,6 +53,34 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
         num_turns=num_turns,
         gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )
+
+
+def _judged(plan: Plan) -> Verdict:
+    """As `validate`, which is not asked again of a plan that differs from one it passed in a larger arena alone.
+
+    Each kind of step that is added to others brings their plans here once more.
+    """
+    name = _name_of(plan)
+    if _passed.get(name, plan.peak_bytes + 1) <= plan.peak_bytes:
+        return Verdict(True)
+    verdict = validate(plan)
+    if verdict.ok and not plan.optimal:
+        if len(_passed) >= _MOST_REMEMBERED:
+            _passed.clear()
+        _passed[name] = plan.peak_bytes
+    return verdict
+
+
+def _name_of(plan: Plan) -> bytes:
+    """A digest of all that is judged, but the peak."""
+    digest = hashlib.sha256()
+    for one in dataclasses.fields(plan):
+        value = getattr(plan, one.name)
+        if isinstance(value, np.ndarray):
+            digest.update(f"{one.name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        elif one.name not in ("peak_bytes", "method", "provenance"):
+            digest.update(f"{one.name} {value!r}".encode())
+    return digest.digest()
 
 
 def _check_servable(plan: Plan) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stalloc.trace.packing import KeptTrace
 
 _MAX_KINDS = 32  # that are planned together; those seen most often
-_SECONDS_A_REQUEST = 20e-6  # of processor time, that planning takes
+_SECONDS_A_REQUEST, _IN_CYCLE = 20e-6, 50e-6  # of processor time, that planning takes; the same in a cycle
 _MUCH = 64  # one request in so many
 _MANY = 100  # the same, of those without a place
 
@@ -129,7 +129,8 @@ class KindSearch:
 
         tapes = self.tapes or self.before
         found = find_cycle(trace, tapes) if tapes is not None else None
-        if found is not None and found.tape is not None:
+        is_dear = found is not None and len(found.sizable) * _IN_CYCLE > self.effort.left_seconds
+        if found is not None and found.tape is not None and not is_dear:
             self.awaits_cycle = self.may_wait and not found.tape.planned.all()
             self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
 
