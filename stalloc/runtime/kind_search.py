@@ -129,8 +129,9 @@ class KindSearch:
 
         tapes = self.tapes or self.before
         found = find_cycle(trace, tapes) if tapes is not None else None
-        is_dear = found is not None and len(found.sizable) * _IN_CYCLE > self.effort.left_seconds
-        if found is not None and found.tape is not None and not is_dear:
+        if found is None or found.tape is None:
+            return
+        if len(found.tape.size) * _IN_CYCLE <= self.effort.left_seconds:
             self.awaits_cycle = self.may_wait and not found.tape.planned.all()
             self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
 

@@ -147,5 +147,55 @@ def feedback(num_steps: int) -> None:
             end_of_step()
 
 
+@program(60)
+def imagined(num_steps: int) -> None:
+    """A model of a world is trained on what was seen; an actor learns from 5, 10 or 15 steps that it imagines."""
+    rng = random.Random(1)
+    encoder, cell, value = ConvNet(num_classes=512).cuda(), nn.GRUCell(512, 512).cuda(), nn.Linear(512, 64).cuda()
+    actor = nn.Sequential(nn.Linear(512, 512), nn.ELU(), nn.Linear(512, 8)).cuda()
+    of_world = torch.optim.Adam([*encoder.parameters(), *cell.parameters(), *value.parameters()])
+    of_actor = torch.optim.Adam(actor.parameters())
+    for _ in range(num_steps):
+        state, states = torch.zeros(8, 512, device="cuda"), []
+        for _ in range(8):
+            state = cell(encoder(images(8, 64)), state)
+            states.append(state)
+        value(torch.stack(states)).square().mean().backward()
+        of_world.step()
+        of_world.zero_grad()
+        state = torch.stack(states).detach().flatten(0, 1)
+        reward = torch.zeros((), device="cuda")
+        for _ in range(rng.choice([5, 10, 15])):
+            state = cell(actor(state).softmax(-1).repeat(1, 64), state)
+            reward = reward + value(state).mean()
+        (-reward).backward()
+        of_actor.step()
+        of_actor.zero_grad()
+        of_world.zero_grad()
+        end_of_step()
+
+
+@program(60)
+def several_tasks(num_steps: int) -> None:
+    """A trunk with a head for each of three tasks; a batch is of one of them, at random, and of its length."""
+    rng = random.Random(5)
+    model, optimizer = new_training()
+    heads = nn.ModuleList(nn.Linear(256, classes) for classes in (2, 1000, 8192)).cuda()
+    of_heads = torch.optim.AdamW(heads.parameters())
+    for _ in range(num_steps):
+        task = rng.randrange(3)
+        batch = tokens(8, (128, 256, 192)[task])
+        x = model.embedding(batch)
+        for block in model.blocks:
+            x = block(x)
+        features = model.norm(x)
+        heads[task](features).logsumexp(-1).mean().backward()
+        optimizer.step()
+        of_heads.step()
+        optimizer.zero_grad()
+        of_heads.zero_grad()
+        end_of_step()
+
+
 if __name__ == "__main__":
     run()

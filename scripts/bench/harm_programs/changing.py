@@ -1,5 +1,7 @@
 """Training whose model or optimizer changes on the way: python changing.py NAME [STEPS]."""
 
+import copy
+
 import torch
 from models import Block, Transformer, new_training, tokens, train_step
 from steps import end_of_step, program, run
@@ -102,6 +104,22 @@ def sweep(num_steps: int) -> None:
         for _ in range(min(10, num_steps - 10 * trial)):
             train_step(model, optimizer, tokens())
             end_of_step()
+
+
+@program(60)
+def federated(num_steps: int) -> None:
+    """Three clients in turn train a copy of a model for four steps each; then the average becomes the model."""
+    model = Transformer().cuda()
+    for _ in range(num_steps // 12):
+        total: dict[str, Tensor] = {}
+        for _ in range(3):
+            client = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(client.parameters(), 0.1, momentum=0.9)
+            for _ in range(4):
+                train_step(client, optimizer, tokens())
+                end_of_step()
+            total = {name: value + total.get(name, 0) for name, value in client.state_dict().items()}
+        model.load_state_dict({name: value / 3 for name, value in total.items()})
 
 
 if __name__ == "__main__":
