@@ -228,6 +228,23 @@ def update():
         ),
         pytest.param(
             """
+widths = [1024, 1280, 1536, 1792, 2048]
+lengths = random.Random(3).choices(widths, k=60)
+heads = {length: nn.Linear(512, length).cuda() for length in widths}
+of_layers = torch.optim.AdamW(layers.parameters())
+of_heads = torch.optim.AdamW([p for head in heads.values() for p in head.parameters()])
+def run_step(length):
+    heads[length](layers(torch.randn(length, 512, device="cuda"))).square().mean().backward()
+    for optimizer in (of_layers, of_heads):
+        optimizer.step()
+    for optimizer in (of_layers, of_heads):
+        optimizer.zero_grad()
+""",
+            60,
+            id="of what all batches share, and of heads of which each has one",
+        ),
+        pytest.param(
+            """
 first, then = torch.optim.SGD(layers.parameters(), lr=0.1), torch.optim.AdamW(layers.parameters())
 num_updates = 0
 def update():

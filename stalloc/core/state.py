@@ -90,6 +90,11 @@ class DeviceState:
         return int(stream_table.forget_streams(self.address, kept))
 
     @property
+    def requested_ever_bytes(self) -> int:
+        """What was requested so far, whatever has become of it."""
+        return int(self.record.small.requested_ever + self.record.large.requested_ever)
+
+    @property
     def num_displaced(self) -> int:
         """Requests of this pass over the plan that have a place and were served elsewhere."""
         record = self.record

@@ -4,21 +4,33 @@ Many programs step several: of a generator and of a discriminator, one for matri
 parameter. What lies between two steps of different optimizers is a part of the program's step; what one part leaves to
 the next has a better place in a plan of the whole. Contract: on each device one optimizer of each thread leads, the
 first that steps, and its steps are those of the program. Another one leads once it has made a second step while the
-leader made none, or has gone.
+leader made none, or has gone; or, from its next step on, if it steps right after the leader, so that no step of the
+program begins with what another one's batch has left to do.
 """
 
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
+
+from stalloc.core.constants import LITTLE
 
 
 class LeadingOptimizers(threading.local):
     """The leaders of this thread's devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, requested_bytes: Callable[[int], int] | None = None) -> None:
+        """`requested_bytes` says how many bytes a device's program has asked for so far, if that is known."""
         self._leaders: dict[int, weakref.ref[Any]] = {}
         self._stepped: dict[int, weakref.WeakSet[Any]] = {}  # since the leader did
+        self._requested_bytes = requested_bytes
+        self._led_at: dict[int, int] = {}  # bytes that had been asked for when the leader's step was over
+        self._follows: set[int] = set()  # devices on which the step that was begun last comes right after the leader's
+
+    def begin_step(self, devices: Collection[int]) -> None:
+        """An optimizer is about to make a step on devices."""
+        ask = self._requested_bytes
+        self._follows = {one for one in devices if ask is not None and ask(one) < self._led_at.get(one, 0) + LITTLE}
 
     def devices_led(self, optimizer: Any, devices: Collection[int]) -> set[int]:
         """An optimizer has made a step on devices: those on which that is a step of the program."""
@@ -27,10 +39,13 @@ class LeadingOptimizers(threading.local):
     def _leads(self, optimizer: Any, device: int) -> bool:
         leader = self._leaders.get(device, lambda: None)()
         stepped = self._stepped.setdefault(device, weakref.WeakSet())
-        if leader is not None and leader is not optimizer and optimizer not in stepped:
+        takes_over = leader is not None and leader is not optimizer and device in self._follows
+        if not takes_over and leader is not None and leader is not optimizer and optimizer not in stepped:
             stepped.add(optimizer)
             return False
         stepped.clear()
         if leader is not optimizer:
             self._leaders[device] = weakref.ref(optimizer)
-        return True
+        if self._requested_bytes is not None:
+            self._led_at[device] = self._requested_bytes(device)
+        return not takes_over

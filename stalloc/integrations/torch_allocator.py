@@ -110,13 +110,15 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
 
     from stalloc.techniques.appearing_optimizers import when_optimizers_are_made
 
-    devices, leaders = _Devices(len(runtime.controllers)), LeadingOptimizers()
+    devices = _Devices(len(runtime.controllers))
+    leaders = LeadingOptimizers(lambda device: runtime.controllers[device].state.requested_ever_bytes)
     known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have stepped: some never have any state
 
     def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not optimizer.state and optimizer not in known:
             known.add(optimizer)
             runtime.expect_lasting(devices.of(optimizer))
+        leaders.begin_step(devices.of(optimizer))
 
     def has_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         its = devices.of(optimizer)
