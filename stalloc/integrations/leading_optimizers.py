@@ -19,18 +19,18 @@ from stalloc.core.constants import LITTLE
 class LeadingOptimizers(threading.local):
     """The leaders of this thread's devices."""
 
-    def __init__(self, requested_bytes: Callable[[int], int] | None = None) -> None:
-        """`requested_bytes` says how many bytes a device's program has asked for so far, if that is known."""
+    def __init__(self, requested_bytes: Callable[[int], int] = lambda device: 0) -> None:
+        """`requested_bytes` says how many bytes a device's program has asked for so far: for `begin_step`."""
         self._leaders: dict[int, weakref.ref[Any]] = {}
         self._stepped: dict[int, weakref.WeakSet[Any]] = {}  # since the leader did
         self._requested_bytes = requested_bytes
         self._led_at: dict[int, int] = {}  # bytes that had been asked for when the leader's step was over
         self._follows: set[int] = set()  # devices on which the step that was begun last comes right after the leader's
 
-    def begin_step(self, devices: Collection[int]) -> None:
-        """An optimizer is about to make a step on devices."""
-        ask = self._requested_bytes
-        self._follows = {one for one in devices if ask is not None and ask(one) < self._led_at.get(one, 0) + LITTLE}
+    def begin_step(self) -> None:
+        """An optimizer is about to make a step; where this is not said, none steps right after the leader."""
+        now = self._requested_bytes
+        self._follows = {device for device, then in self._led_at.items() if now(device) < then + LITTLE}
 
     def devices_led(self, optimizer: Any, devices: Collection[int]) -> set[int]:
         """An optimizer has made a step on devices: those on which that is a step of the program."""
@@ -39,13 +39,13 @@ class LeadingOptimizers(threading.local):
     def _leads(self, optimizer: Any, device: int) -> bool:
         leader = self._leaders.get(device, lambda: None)()
         stepped = self._stepped.setdefault(device, weakref.WeakSet())
-        takes_over = leader is not None and leader is not optimizer and device in self._follows
-        if not takes_over and leader is not None and leader is not optimizer and optimizer not in stepped:
+        is_led = leader is not None and leader is not optimizer
+        takes_over = is_led and device in self._follows
+        if is_led and not takes_over and optimizer not in stepped:
             stepped.add(optimizer)
             return False
         stepped.clear()
         if leader is not optimizer:
             self._leaders[device] = weakref.ref(optimizer)
-        if self._requested_bytes is not None:
-            self._led_at[device] = self._requested_bytes(device)
+        self._led_at[device] = self._requested_bytes(device)
         return not takes_over

@@ -118,7 +118,7 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
         if not optimizer.state and optimizer not in known:
             known.add(optimizer)
             runtime.expect_lasting(devices.of(optimizer))
-        leaders.begin_step(devices.of(optimizer))
+        leaders.begin_step()
 
     def has_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         its = devices.of(optimizer)

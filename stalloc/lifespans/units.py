@@ -44,12 +44,8 @@ class StepKind:
 
     def with_what_was_known(self, before: "StepKind") -> "StepKind":
         """This kind, completed by what an earlier record told of it: lifespans that this one does not show."""
-        until = {stream: before.until.get(stream, _NOTHING) for stream in self.until.keys() | before.until.keys()}
-        for stream, seen in self.until.items():
-            known, until[stream] = until[stream], seen.copy()
-            unseen = seen[: len(known)] < 0
-            until[stream][: len(known)][unseen] = known[: len(seen)][unseen]
-            until[stream] = np.concatenate([until[stream], known[len(seen) :]])
+        streams = self.until.keys() | before.until.keys()
+        until = {one: _completed(self.until.get(one, _NOTHING), before.until.get(one, _NOTHING)) for one in streams}
         return replace(self, end=np.where(self.end > 0, self.end, before.end), until=until)
 
     def handed_on(self, stream: int) -> Column:
@@ -91,6 +87,13 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
         }
         kinds.append(StepKind(size=size[own], stream=stream[own], end=end, until=ranks, times_seen=len(steps)))
     return kinds
+
+
+def _completed(seen: Column, known: Column) -> Column:
+    """(r,) what was seen of each rank, or else what was known of it; -1: neither."""
+    both = np.full((2, max(len(seen), len(known))), -1, np.int64)
+    both[0, : len(seen)], both[1, : len(known)] = seen, known
+    return np.where(both[0] < 0, both[1], both[0])
 
 
 def _ranked(size: Column, end: Column, chosen: NDArray[np.bool_]) -> Column:

@@ -59,8 +59,13 @@ def _misplaced(plan: Plan, places: _Places, turn: int, num_turns: int) -> int | 
         rank = ranks[stream] = ranks.get(stream, -1) + 1
         kept = places.get(stream, [])
         num_ranks = len(kept) // num_turns
-        first, own = (kept[at : at + 1] if rank < num_ranks else [] for at in (rank, turn * num_ranks + rank))
-        place = own if any(begin < end for begin, end in own) else first
-        if low >= 0 and not any(begin <= low and low + sizes[row] <= end for begin, end in place):
+        if low < 0:
+            continue
+        if rank >= num_ranks:
+            return row
+        begin, end = kept[turn * num_ranks + rank]
+        if begin == end:
+            begin, end = kept[rank]
+        if not begin <= low <= low + sizes[row] <= end:
             return row
     return None

@@ -17,8 +17,6 @@ from stalloc.core.constants import GRANULE
 from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 
-_NOTHING: Column = np.zeros(0, np.int64)
-
 
 @dataclass(frozen=True, eq=False)
 class Keeping:
@@ -136,8 +134,9 @@ def _kept(kinds: list[StepKind], stream: int, num_ranks: int) -> Column:
     """
     until = np.full((len(kinds), num_ranks), -1, np.int64)
     for row, kind in zip(until, kinds, strict=True):
-        seen = kind.until.get(stream, _NOTHING)[:num_ranks]
-        row[: len(seen)] = seen
+        if stream in kind.until:
+            seen = kind.until[stream][:num_ranks]
+            row[: len(seen)] = seen
     length = np.array([[len(kind.size)] for kind in kinds])
     share = (until / length).max(axis=0)
     share[share < 0] = 1.0

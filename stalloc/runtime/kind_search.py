@@ -129,11 +129,11 @@ class KindSearch:
 
         tapes = self.tapes or self.before
         found = find_cycle(trace, tapes) if tapes is not None else None
-        if found is None or found.tape is None:
+        tape = found.tape if found is not None else None
+        if found is None or tape is None or len(tape.size) * _IN_CYCLE > self.effort.left_seconds:
             return
-        if len(found.tape.size) * _IN_CYCLE <= self.effort.left_seconds:
-            self.awaits_cycle = self.may_wait and not found.tape.planned.all()
-            self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
+        self.awaits_cycle = self.may_wait and not tape.planned.all()
+        self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
 
     def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
         """As many as there is time for."""

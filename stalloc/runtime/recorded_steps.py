@@ -49,7 +49,7 @@ class RecordedSteps:
     def note(self, followed: bytes | None) -> None:
         """Count the step that just ended, if it is in the record from its begin; its name, if it is known."""
         record, before = self._state.record, self._asked
-        self._asked = record.total.num_allocs, record.large.requested_ever + record.small.requested_ever
+        self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
         step = self._recording.last_step() if record.recording else None
         if step is None:
