@@ -158,7 +158,7 @@ class DeviceArena:
 
         Those that the plan does not need soon, unless `anything` will do, and none of a place that is to get memory.
         """
-        begins, ends = np.zeros((2, MAX_RANGES), np.int64)
+        begins, ends = np.empty((2, MAX_RANGES), np.int64)
         count = arena_pages.leave_arena_pages(self._tables.address, wanted_bytes, anything, *place, begins, ends)
         return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 

@@ -59,7 +59,7 @@ class DeviceHeap:
 
         And the place of the request then, [begin, end), of which other parts have memory and are free.
         """
-        addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
+        addresses, sizes = np.empty((2, MAX_RANGES), np.int64)
         count, begin, end = growth.find_growth(self._tables.address, pool, size_bytes, addresses, sizes)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True)), (int(begin), int(end))
 
@@ -72,7 +72,7 @@ class DeviceHeap:
 
         What is free `between` two addresses stays as it is: memory is to come there.
         """
-        addresses, sizes = np.zeros((2, MAX_RANGES), np.int64)
+        addresses, sizes = np.empty((2, MAX_RANGES), np.int64)
         count = growth.leave_pages(self._tables.address, wanted_bytes, *between, addresses, sizes)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
 
@@ -83,7 +83,7 @@ class DeviceHeap:
 
         And where segments begin now (0: they are gone), by where they began.
         """
-        addresses, before, after = np.zeros((3, MAX_RANGES), np.int64)
+        addresses, before, after = np.empty((3, MAX_RANGES), np.int64)
         count, moved = shared_pages.leave_shared_pages(
             self._tables.address, wanted_bytes, *between, addresses, before, after
         )
@@ -103,12 +103,12 @@ class DeviceHeap:
 
     def end_splices(self) -> list[int]:
         """Take splices in which nothing lives out of the tables: where they began."""
-        addresses = np.zeros(MAX_RANGES, np.int64)
+        addresses = np.empty(MAX_RANGES, np.int64)
         return [int(address) for address in addresses[: splices.end_splices(self._tables.address, addresses)]]
 
     def remove_empty_ranges(self) -> list[int]:
         """Take segments without any memory out of the tables: where they began."""
-        addresses = np.zeros(MAX_RANGES, np.int64)
+        addresses = np.empty(MAX_RANGES, np.int64)
         return [int(address) for address in addresses[: pages.remove_empty_ranges(self._tables.address, addresses)]]
 
     def keep_ranges(self) -> None:

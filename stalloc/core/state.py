@@ -123,9 +123,9 @@ class DeviceState:
         order = range(max(1, count - STEP_LOG_ROWS), count)
         return [Step(*rows[i % STEP_LOG_ROWS].tolist()[:5]) for i in order]
 
-    def recorded(self) -> np.ndarray:
-        """A copy of the recorded events, those that a ring still has."""
-        events = self._events(0, self.record.num_events)
+    def recorded(self, begin: int = 0) -> np.ndarray:
+        """A copy of the recorded events from `begin` on, those that a ring still has."""
+        events = self._events(begin, self.record.num_events)
         times = np.maximum.accumulate(events["time_ns"])
         if len(times):
             times[times == 0] = times[times > 0].min(initial=times[-1])  # frees before the first request

@@ -43,10 +43,11 @@ class StepKind:
         return np.stack([self.size, self.stream]).tobytes()
 
     def with_what_was_known(self, before: "StepKind") -> "StepKind":
-        """This kind, completed by what an earlier record told of it: lifespans that this one does not show."""
+        """This kind, completed by what an earlier record told of it: the longest lifespans that either shows."""
         streams = self.until.keys() | before.until.keys()
-        until = {one: _completed(self.until.get(one, _NOTHING), before.until.get(one, _NOTHING)) for one in streams}
-        return replace(self, end=np.where(self.end > 0, self.end, before.end), until=until)
+        until = {one: _longest(self.until.get(one, _NOTHING), before.until.get(one, _NOTHING)) for one in streams}
+        times_seen = max(self.times_seen, before.times_seen)
+        return replace(self, end=np.maximum(self.end, before.end), until=until, times_seen=times_seen)
 
     def handed_on(self, stream: int) -> Column:
         """Rows of a stream that outlive the step, by rank: the largest first."""
@@ -89,11 +90,11 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
     return kinds
 
 
-def _completed(seen: Column, known: Column) -> Column:
-    """(r,) what was seen of each rank, or else what was known of it; -1: neither."""
+def _longest(seen: Column, known: Column) -> Column:
+    """(r,) what was seen of each rank or was known of it, whichever is longer; -1: neither."""
     both = np.full((2, max(len(seen), len(known))), -1, np.int64)
     both[0, : len(seen)], both[1, : len(known)] = seen, known
-    return np.where(both[0] < 0, both[1], both[0])
+    return both.max(axis=0)
 
 
 def _ranked(size: Column, end: Column, chosen: NDArray[np.bool_]) -> Column:
@@ -138,11 +139,13 @@ def _note_arrivals(
     """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank of a stream."""
     last = np.where(death >= 0, _step_of(bounds, death), len(bounds) - 2)
     for after in range(step + 1, min(step + 1 + _MAX_STEPS, len(bounds) - 1)):
-        kind = first_of.get(after)
+        alive, kind = np.flatnonzero(last >= after).tolist(), first_of.get(after)
+        if not alive:
+            return
         if kind is None:
             continue
         length = int(bounds[after + 1] - bounds[after])
-        for rank in np.flatnonzero(last >= after).tolist():
+        for rank in alive:
             stays = death[rank] < 0 or last[rank] > after
             position = length if stays else int(death[rank] - bounds[after])
             seen = until[kind].setdefault(stream, {})

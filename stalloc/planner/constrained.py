@@ -61,20 +61,19 @@ def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
 
 
 def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
-    """Place n requests; sizes are multiples of the granule. `bound` is the maximum load."""
-    proven = max(bound, _wasted(live, size, given))
-    enough = max(proven, budget.aim_bytes)
-    count, blocked = len(size), given.forbidden.copy()
-    granule = given.granule
-    blocked[:, 0] &= -granule
-    blocked[:, 1] = (blocked[:, 1] + granule - 1) & -granule
+    """Place n requests; sizes are multiples of the granule. `bound` is the maximum load.
+
+    What the constraints waste is looked for only if the first packing is above the bound, and above what is aimed at.
+    """
+    proven, enough = bound, max(bound, budget.aim_bytes)
+    count, blocked = len(size), _blocked(given)
     # a forbidden range is a request that lives for ever
     whole = [
         np.concatenate([column, np.full(len(blocked), value)])
         for column, value in zip(live[:4], (0, live.num_epochs, 0, 0), strict=True)
     ]
     sizes = np.concatenate([size, blocked[:, 1] - blocked[:, 0]])
-    align = np.concatenate([given.alignment, np.full(len(blocked), granule)])
+    align = np.concatenate([given.alignment, np.full(len(blocked), given.granule)])
     taken = np.concatenate([given.fixed, blocked[:, 0]])
     free = np.flatnonzero(given.fixed < 0)
     fixed_top = int((given.fixed + size)[given.fixed >= 0].max(initial=0))
@@ -89,8 +88,11 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     best: tuple[int, Column] | None = None
     method = ""
     if not live.end2.any():
-        offset, method = _above(live, size, given, blocked, max(bound, budget.aim_bytes), budget)
+        offset, method = _above(live, size, given, blocked, enough, budget)
         best = int((offset + size).max(initial=0)), offset
+        if best[0] > max(enough, fixed_top):
+            proven = max(bound, _wasted(live, size, given))
+            enough = max(enough, proven)
         high = free[(offset + size)[free] > enough]
         if len(high) * count <= PAIRS and len(high):
             kept = np.concatenate([offset, blocked[:, 0]])
@@ -121,6 +123,14 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
         if found[0] < best[0]:
             best, method = found, "first fit with noise around what is fixed"
     return Constrained(best[1], best[0], max(proven, fixed_top), method)
+
+
+def _blocked(given: Constraints) -> Column:
+    """(f, 2) the forbidden ranges, as whole granules."""
+    blocked = given.forbidden.copy()
+    blocked[:, 0] &= -given.granule
+    blocked[:, 1] = (blocked[:, 1] + given.granule - 1) & -given.granule
+    return blocked
 
 
 def _above(
@@ -154,10 +164,11 @@ def _above(
 
 
 def _wasted(live: Stays, size: Column, given: Constraints) -> int:
-    """A height that no packing is below, from what the constraints waste in the fullest epochs."""
-    if live.end2.any():
-        return 0  # what wraps and what the prologue leaves are never live together: their waste does not add up
-    free = given.fixed < 0
+    """A height that no packing is below, from what the constraints waste in the fullest epochs.
+
+    Not for what wraps: that and what a prologue leaves are never live together, so their waste does not add up.
+    """
+    free, top = given.fixed < 0, given.fixed + size
     low, high = (given.forbidden[:, 0] + given.granule - 1) & -given.granule, given.forbidden[:, 1] & -given.granule
     load = load_curve(live.start, live.end, size, live.num_epochs)
     proven = 0
@@ -166,11 +177,11 @@ def _wasted(live: Stays, size: Column, given: Constraints) -> int:
         rows = np.flatnonzero(here & free)
         placed = np.flatnonzero(here & ~free)
         taken = sorted(
-            [(int(given.fixed[row]), int(given.fixed[row] + size[row])) for row in placed]
-            + [(int(a), int(b)) for a, b in zip(low, high, strict=True) if a < b]
+            [*zip(given.fixed[placed].tolist(), top[placed].tolist(), strict=True)]
+            + [(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
         )
         proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min()) if len(rows) else 0))
-        proven = max(proven, max((int((given.fixed + size)[row]) for row in placed), default=0))
+        proven = max(proven, int(top[placed].max(initial=0)))
         for grain in distinct(given.alignment[rows]).tolist():
             # no two of these share a cell of that many bytes; only the topmost one's last cell may end beyond the peak
             cells = size[rows][given.alignment[rows] >= grain]

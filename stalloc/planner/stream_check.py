@@ -12,6 +12,8 @@ from stalloc.planner.verdict import Verdict, uses_of_tape
 def check_streams(*plans: Plan) -> Verdict:
     """Whether two streams have bytes in common, at whatever time, in plans of one arena."""
     columns = [(plan.tape_offset.tolist(), plan.tape_size.tolist(), plan.tape_stream.tolist()) for plan in plans]
+    if len({stream for _, _, streams in columns for stream in streams}) == 1:
+        return Verdict(True)
     rows = [(row, *entry) for entries in columns for row, entry in enumerate(zip(*entries, strict=True))]
     spaces = sorted((low, low + size, stream, row) for row, low, size, stream in rows if low >= 0 < size)
     furthest, reacher, owner = 0, -1, -1  # the furthest byte so far, the entry that reaches it and its stream

@@ -35,7 +35,6 @@ REASONS = (
     "shared-by-streams",  # requests of two streams share bytes in a plan that is to be followed
     "bad-handover",  # a planned hand-over joins two tape entries that cannot follow each other in one place
     "bad-handed-on",  # what one kind of step leaves to the next is not where all kinds keep a place free for it
-    "bad-handed-on",  # what one kind of step leaves to the next is not where all kinds keep a place free for it
     "wrong-lower-bound",  # the stated bound is not the maximum load
     "wrong-proven-bound",  # what is said to be proven contradicts the plan
 )

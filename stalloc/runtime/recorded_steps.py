@@ -92,6 +92,10 @@ class RecordedSteps:
         """How often a kind was seen, in the record or before."""
         return self._times_seen.get(name, 0)
 
+    def first_of(self, names: set[bytes]) -> int:
+        """Which of the whole steps in the record is the first of any of these kinds; 0 if there is none."""
+        return min((self._of_kind[name].first for name in names if name in self._of_kind), default=0)
+
     def is_shown(self, name: bytes) -> bool:
         """Whether the record shows how long the requests of a kind of step live, up to the next step."""
         recorded = self._of_kind.get(name)

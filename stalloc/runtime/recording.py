@@ -209,14 +209,16 @@ class Recording:
         more = {name: column for table in self.more_tables for name, column in table().items()}
         return dataclasses.replace(trace, extra=trace.extra | more)
 
-    def regular_trace(self) -> "Trace":
-        """The same without the requests of threads that are left out."""
-        events = self._state.recorded()
+    def regular_trace(self, first_step: int = 0) -> "Trace":
+        """The same without the requests of threads that are left out; from a step on, if it is not the first."""
+        begin = [event for event, kind, _ in self.marks if kind == MARK_STEP][first_step] if first_step else 0
+        events = self._state.recorded(begin)
+        marks = [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
         if not self.left_out:
-            return self._trace(events, self.marks)
+            return self._trace(events, marks)
         kept = events_of_others(events["action"] & 0xFF, events["address"], events["thread"], self.left_out)
         before = np.concatenate([[0], np.cumsum(kept)]).tolist()
-        return self._trace(events[kept], [(before[event], kind, name) for event, kind, name in self.marks])
+        return self._trace(events[kept], [(before[event], kind, name) for event, kind, name in marks])
 
     def _trace(
         self,

@@ -34,6 +34,7 @@ _SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
+_STEPS_BEFORE = 4  # before the first of a kind that is to be planned, which show what is handed on to it
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 
 
@@ -214,9 +215,11 @@ class Steps:
         )
         if not is_over and not is_told:
             return False
-        self._search_again_at = 0
+        first = 0 if again or self.tapes is None else max(0, recorded.first_of(fresh) - _STEPS_BEFORE)
+        if first == 0:
+            self._search_again_at = 0
         with self._effort.counted():
-            self._start_search(self._recording.regular_trace())
+            self._start_search(self._recording.regular_trace(first), is_whole=first == 0)
         return True
 
     @property
@@ -249,12 +252,13 @@ class Steps:
         self._recording.begin_at_step()
         self._recorded.forget()
 
-    def _start_search(self, trace: "Trace") -> None:
+    def _start_search(self, trace: "Trace", *, is_whole: bool = True) -> None:
+        """`is_whole`: the trace is of the whole record, so that it may show a cycle."""
         search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort, in_turn=True)
         search.in_time = {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
-        if not self._recording.left_out:
+        if is_whole and not self._recording.left_out:
             search.record, search.may_wait = self._recorded.num_records, self._patience > 0
         self.search = search
         search.start(trace)
