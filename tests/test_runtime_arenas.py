@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from programs.step_program import MIB, Program, in_rounds
 
-from stalloc.runtime.runtime_settings import Phase
+from stalloc.replay.offline import make_controller
+from stalloc.runtime.runtime_settings import Phase, Settings
+from stalloc.trace import MARK_STEP
 
 
 def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: int) -> list[tuple[int, int]]:
@@ -176,3 +178,34 @@ def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: 
     for width in [23_000, 20_000] * 10:
         assert program.step(lambda width=width: program.evaluate(width)) == (13, 0)
     assert controller.device.num_allocs == taken
+
+
+def lost_by_step(num_steps: int, every: int) -> list[int]:
+    """Requests of each step that its plan did not serve; every so many steps a buffer is filled anew at its begin."""
+    rng = np.random.default_rng(3)
+    sizes = (rng.uniform(1, 16, 40) * MIB).astype(int).tolist()
+    controller = make_controller(0, Settings(max_effort=np.inf))
+    state, buffer, lost = controller.state, [], []
+    for step in range(num_steps):
+        if step % every == every - 1:
+            parts = [int(state.malloc(int(rng.uniform(4, 24) * MIB), 0)) for _ in range(12)]
+            for address in buffer + parts[4:]:
+                state.free(address)
+            buffer = parts[:4]
+        before, live = state.record.misses + state.record.conflicts, []
+        for index, size in enumerate(sizes):
+            live.append(int(state.malloc(size, 0)))
+            if index >= 8:
+                state.free(live.pop(index % 7))
+        for address in live:
+            state.free(address)
+        lost.append(int(state.record.misses + state.record.conflicts - before))
+        controller.mark(MARK_STEP, "")
+    return lost
+
+
+def test_an_arena_moves_out_of_the_way_however_often_a_buffer_is_filled_anew() -> None:
+    lost = lost_by_step(120, every=7)
+    print(lost)
+    assert max(lost) > 0
+    assert all(number == 0 for step, number in enumerate(lost) if step % 7 != 6)

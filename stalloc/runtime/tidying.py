@@ -13,7 +13,7 @@ from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
-_UNLIKE_PASSES = 8  # of which one displaces others, as where two optimizers take turns
+_UNLIKE_PASSES = 4  # of which one displaces others, as where two optimizers take turns
 _FEW = 128  # one request in so many is displaced where a step is taken for one of another kind until they part
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
