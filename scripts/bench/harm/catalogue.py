@@ -36,7 +36,8 @@ _OWN = {
     "lasting": "snapshots ema_copy best_weights leaking_list hooks_keep_activations replay_buffer predictions_kept",
     "lengths": "three_lengths random_lengths odd_evaluation last_batch curriculum buckets multi_scale",
     "failures": "forward_raises out_of_memory_retry empty_cache bad_gradients",
-    "changing": "growing_model optimizer_swapped frozen_then_thawed pruned adapters sweep federated",
+    "changing": "growing_model optimizer_swapped frozen_then_thawed pruned adapters sweep federated "
+    "blocks_chosen continual",
     "phases": "accumulation checkpoint_saved rollout_and_training training_then_inference inference_only "
     "inference_of_any_length gan validation_each_epoch greedy_generation beam_search",
     "streams": "pinned_loader large_prefetch weights_streamed captured_step two_threads two_gpus busy_neighbour "
@@ -45,7 +46,7 @@ _OWN = {
     "fourier",
     "methods": "accumulation_changes experts_by_data generation_between actor_and_critic backward_raises second_order "
     "gradients_by_sample resized_progressively recomputed_at_times averaged_weights distilled",
-    "recipes": "recomputing_toggled feature_hooks offloaded_by_hand ragged_accumulation",
+    "recipes": "recomputing_toggled feature_hooks offloaded_by_hand ragged_accumulation refilled_buffer",
     "branching": "adaptive_solver early_exits lazy_penalty adversarial folds feedback imagined several_tasks",
     "arrays": "elementwise waves stencil random_sizes two_shapes two_streams growing_table blocks_freed",
 }

@@ -1,6 +1,7 @@
 """Training whose model or optimizer changes on the way: python changing.py NAME [STEPS]."""
 
 import copy
+import random
 
 import torch
 from models import Block, Transformer, new_training, tokens, train_step
@@ -120,6 +121,52 @@ def federated(num_steps: int) -> None:
                 end_of_step()
             total = {name: value + total.get(name, 0) for name, value in client.state_dict().items()}
         model.load_state_dict({name: value / 3 for name, value in total.items()})
+
+
+@program(60)
+def blocks_chosen(num_steps: int) -> None:
+    """Every fifth step two of eight blocks are chosen at random; they and the head train, with a new optimizer."""
+    rng = random.Random(74)
+    model = Transformer(width=384, num_blocks=8).cuda().requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.head.parameters())
+    for step in range(num_steps):
+        if step % 5 == 0:
+            model.blocks.requires_grad_(False)
+            for number in rng.sample(range(8), 2):
+                model.blocks[number].requires_grad_(True)
+            optimizer = torch.optim.AdamW(weight for weight in model.parameters() if weight.requires_grad)
+        train_step(model, optimizer, tokens(6, 192))
+        end_of_step()
+
+
+@program(80)
+def continual(num_steps: int) -> None:
+    """Tasks of unequal lengths with a head each; after a task squared gradients and weights are kept for a penalty."""
+    rng = random.Random(29)
+    model = Transformer(num_blocks=3).cuda()
+    kept: list[tuple[list[Tensor], list[Tensor]]] = []
+    done = 0
+    while done < num_steps:
+        model.head = nn.Linear(256, rng.choice([1000, 4096, 8192])).cuda()
+        trunk = [weight for name, weight in model.named_parameters() if not name.startswith("head")]
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(min(rng.randrange(8, 22), num_steps - done)):
+            loss = model(tokens(8, 192)).logsumexp(-1).mean()
+            for importance, before in kept:
+                for weight, counts, old in zip(trunk, importance, before, strict=True):
+                    loss = loss + (counts * (weight - old).square()).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            end_of_step()
+            done += 1
+        importance = [torch.zeros_like(weight) for weight in trunk]
+        for _ in range(rng.randrange(3, 7)):
+            slopes = torch.autograd.grad(model(tokens(2, 192)).logsumexp(-1).mean(), trunk)
+            for counts, slope in zip(importance, slopes, strict=True):
+                counts += slope.square()
+        kept = [*kept[-2:], (importance, [weight.detach().clone() for weight in trunk])]
 
 
 if __name__ == "__main__":

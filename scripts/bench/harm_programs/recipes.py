@@ -1,9 +1,11 @@
 """Training as users write it: python recipes.py NAME [STEPS]."""
 
+import random
+
 import torch
 from models import Transformer, new_training, tokens, train_step
 from steps import end_of_step, program, run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -76,6 +78,33 @@ def ragged_accumulation(num_steps: int) -> None:
                 optimizer.zero_grad()
                 end_of_step()
                 done += 1
+
+
+@program(120)
+def refilled_buffer(num_steps: int) -> None:
+    """An autoencoder learns from a buffer that a language model refills, whenever it is half empty."""
+    rng = random.Random(93)
+    model = Transformer(width=512).cuda().requires_grad_(False)
+    encoder, decoder = nn.Linear(512, 8192).cuda(), nn.Linear(8192, 512).cuda()
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
+    buffer = torch.empty(0, 512, device="cuda")
+    for _ in range(num_steps):
+        if len(buffer) < 12_000:
+            parts = [buffer]
+            with torch.no_grad():
+                while sum(map(len, parts)) < 30_000:
+                    x = model.embedding(tokens(16, rng.randrange(64, 256)))
+                    for block in model.blocks[:3]:
+                        x = block(x)
+                    parts.append(x.flatten(0, 1))
+            buffer = torch.cat(parts)
+            buffer = buffer[torch.randperm(len(buffer)).cuda()]
+        batch, buffer = buffer[:2048], buffer[2048:]
+        codes = encoder(batch).relu()
+        (F.mse_loss(decoder(codes), batch) + codes.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_of_step()
 
 
 if __name__ == "__main__":
