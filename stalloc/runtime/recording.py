@@ -213,8 +213,7 @@ class Recording:
 
     def regular_trace(self, first_step: int = 0) -> "Trace":
         """The same without the requests of threads that are left out; from a step on, if it is not the first."""
-        begins = [event for event, kind, _ in self.marks if kind == MARK_STEP]
-        begin = begins[first_step] if 0 < first_step < len(begins) else 0
+        begin = [event for event, kind, _ in self.marks if kind == MARK_STEP][first_step] if first_step else 0
         events = self._state.recorded(begin)
         marks = [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
         if not self.left_out:

@@ -215,12 +215,17 @@ class Steps:
         )
         if not is_over and not is_told:
             return False
-        first = 0 if again or self.tapes is None else max(0, recorded.first_of(fresh) - _STEPS_BEFORE)
+        first = self._first_needed(fresh) if not again and self.tapes is not None else 0
         if first == 0:
             self._search_again_at = 0
         with self._effort.counted():
             self._start_search(self._recording.regular_trace(first), is_whole=first == 0)
         return True
+
+    def _first_needed(self, fresh: set[bytes]) -> int:
+        """The step of the record from which on it shows what plans of these kinds need, beside those that are known."""
+        is_counted = self._recording.num_steps == self._recorded.count + 1  # each of its steps, since it began
+        return max(0, self._recorded.first_of(fresh) - _STEPS_BEFORE) if is_counted else 0
 
     @property
     def _ring_tells(self) -> bool:
