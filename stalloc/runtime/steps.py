@@ -219,7 +219,7 @@ class Steps:
         if first == 0:
             self._search_again_at = 0
         with self._effort.counted():
-            self._start_search(self._recording.regular_trace(first), is_whole=first == 0)
+            self._start_search(self._recording.regular_trace(first), fresh if first else None)
         return True
 
     def _first_needed(self, fresh: set[bytes]) -> int:
@@ -257,13 +257,14 @@ class Steps:
         self._recording.begin_at_step()
         self._recorded.forget()
 
-    def _start_search(self, trace: "Trace", *, is_whole: bool = True) -> None:
-        """`is_whole`: the trace is of the whole record, so that it may show a cycle."""
-        search = KindSearch(self.tapes, self.recurring() - self._refused, self._made, self._effort, in_turn=True)
+    def _start_search(self, trace: "Trace", only: set[bytes] | None = None) -> None:
+        """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
+        wanted = self.recurring() if only is None else only | self._planned
+        search = KindSearch(self.tapes, wanted - self._refused, self._made, self._effort, in_turn=True)
         search.in_time = {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
-        if is_whole and not self._recording.left_out:
+        if only is None and not self._recording.left_out:
             search.record, search.may_wait = self._recorded.num_records, self._patience > 0
         self.search = search
         search.start(trace)
