@@ -37,6 +37,7 @@ class KindSearch:
     wanted: set[bytes]  # names of the kinds that are to be planned, the known ones too
     made: "dict[bytes, Layout]"
     effort: Effort  # what is left of it bounds how many kinds are planned that are not known; one at least
+    looked_for: set[bytes] = field(default_factory=set)  # those of them that the trace is sure to show
     in_turn: bool = False  # a kind may have two plans, which steps that are marked follow in turn
     ring: "KeptTrace | None" = None  # what the ring in force was found in: its steps are known kinds too
     of_ring: set[bytes] = field(default_factory=set)  # their names

@@ -109,7 +109,7 @@ class Steps:
             self._cycle = search.cycle
             return None
         if search.admitted is None:
-            self._refused |= search.wanted - search.put_off - self._planned
+            self._refused |= search.looked_for - search.put_off - self._planned
             return None
         return search
 
@@ -171,7 +171,7 @@ class Steps:
             return False
         wanted = recurring_names(parted) - self._refused
         if wanted:
-            self.search = KindSearch(None, wanted, self._made, self._effort)
+            self.search = KindSearch(None, wanted, self._made, self._effort, looked_for=wanted)
             self.search.start(parted)
         return bool(wanted)
 
@@ -259,9 +259,9 @@ class Steps:
 
     def _start_search(self, trace: "Trace", only: set[bytes] | None = None) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
-        wanted = self.recurring() if only is None else only | self._planned
-        search = KindSearch(self.tapes, wanted - self._refused, self._made, self._effort, in_turn=True)
-        search.in_time = {*self._waited_for}
+        wanted = self.recurring() - self._refused
+        search = KindSearch(self.tapes, wanted, self._made, self._effort, in_turn=True)
+        search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
         if only is None and not self._recording.left_out:
