@@ -1,7 +1,7 @@
 """When a record is searched for a repeating step, and what is found in it.
 
 Contract: without marks only what fills most of the record is a step, since layers and microbatches repeat too; a look
-costs the program time, so the record has to have grown by a quarter since the last one, once it is no longer short.
+costs the program time, so the record has to have grown by a quarter since the last one.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
-from stalloc.runtime.recording import SHORT_RECORD, Recording
+from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Settings
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _REPEATS = 3  # of a step, at least, where the program sets no marks
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
-_COVERAGE_OF_SHORT, _SOON = 0.75, 12  # the same of a short record, and requests from one look at it to the next
 _WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
 _KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
@@ -110,13 +109,8 @@ class Looking:
         if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
             state.record.check_at = self._recording.overdue_requests
             return False
-        soon = min(state.record.num_sizable + _SOON, SHORT_RECORD)
-        state.record.check_at = soon if self._is_short else self._look_at + SHORT_RECORD
+        state.record.check_at = self._look_at + 64
         return True
-
-    @property
-    def _is_short(self) -> bool:
-        return self._state.record.num_sizable < SHORT_RECORD
 
     def may_find(self) -> bool:
         """Whether an unmarked record may repeat; False is certain, and much quicker found than by `find`."""
@@ -135,11 +129,8 @@ class Looking:
             period = find_step_period(trace)
         else:
             repeats = max(_REPEATS, settings.observe_steps)
-            share = max(self._coverage, _COVERAGE_OF_SHORT) if self._is_short else self._coverage
-            period = find_step_period(trace, min_repeats=repeats, min_share=share, min_length=self._min_period)
+            period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
-        if tape is not None and not tape.planned.any():
-            tape = None  # nothing of it was freed so far
         if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):
             return None
         return Found(trace, tape, np.flatnonzero(trace.size > constants.TINY))
