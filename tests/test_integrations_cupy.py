@@ -5,22 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs.cupy_prologue import PROLOGUE
 from warm_programs import run_file
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
 
 PROGRAMS = Path(__file__).parent / "programs"
-
-_PROLOGUE = """
-import dataclasses, gc, json, sys
-import stalloc
-from stalloc.device import VirtualGPU, virtual
-RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30, num_devices=2, copy_limit_bytes=None))
-CONTROLLER = RUNTIME.controllers[0]
-STATE = CONTROLLER.state
-import cupy as cp
-MIB = 1 << 20
-"""
 
 
 def patterns(operations: int, seed: int, arena: str = "pool") -> dict[str, Any]:
@@ -56,7 +46,7 @@ def test_every_byte_is_kept_for_long() -> None:
 
 def test_out_of_memory_is_cupys_error_with_our_words_and_the_program_goes_on(run_checks: Any) -> None:
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 texts, held = [], [cp.zeros(100 * MIB, dtype=cp.uint8) for _ in range(8)]
 for size in (400 * MIB, 1 << 40, 1 << 50, (1 << 62) + 5, (1 << 63) - 1):
@@ -85,7 +75,7 @@ print(json.dumps([texts, intact, again.nbytes, STATE.record.num_ooms, STATE.reco
 
 def test_streams_do_not_share_memory_and_devices_have_their_own(run_checks: Any) -> None:
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 first, second = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
 with first:
@@ -111,7 +101,7 @@ print(json.dumps([b.data.ptr != address, c.data.ptr == address, held,
 def test_default_streams_of_threads_do_not_share_memory(run_checks: Any) -> None:
     """They have one handle, but nothing orders the work of one thread after another's."""
     shared, reused = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 import threading
 places, ready, done = {}, threading.Semaphore(0), threading.Event()
@@ -144,7 +134,7 @@ print(json.dumps([set(places["a"]) == set(places["b"]), [places[name][0] == plac
 def test_errors_under_way_survive_an_allocation_that_needs_a_segment(run_checks: Any) -> None:
     """Finalisers, generators that are closed and handlers allocate while another error is set."""
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 sizes = iter(range(2 * MIB, 900 * MIB, 3 * MIB))
 new = lambda: cp.empty(next(sizes), dtype=cp.uint8)
@@ -181,7 +171,7 @@ print(json.dumps(seen))
 def test_the_end_of_the_interpreter_is_quiet_though_arrays_live_and_more_are_made(run_fresh: Any) -> None:
     """Threads and planners that are at work: tests/test_runtime_endings.py."""
     done = run_fresh(
-        _PROLOGUE
+        PROLOGUE
         + """
 import atexit
 class Late:
@@ -196,7 +186,7 @@ atexit.register(lambda: cp.empty(40 * MIB, dtype=cp.uint8))
 
 def test_a_child_of_fork_ends_in_peace(run_fresh: Any) -> None:
     done = run_fresh(
-        _PROLOGUE
+        PROLOGUE
         + """
 import multiprocessing, threading
 held = [cp.empty(i * MIB, dtype=cp.uint8) for i in range(1, 5)]
@@ -227,7 +217,7 @@ print(codes)
 
 def test_uninstall_gives_cupy_its_pool_back_and_keeps_arrays(run_checks: Any) -> None:
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 pool = cp.get_default_memory_pool()
 old = cp.full(4 * MIB, 7, dtype=cp.uint8)

@@ -3,24 +3,14 @@
 from typing import Any
 
 import pytest
+from programs.cupy_prologue import PROLOGUE
 
 pytestmark = pytest.mark.usefixtures("cupy_installed")
-
-_PROLOGUE = """
-import dataclasses, json
-import stalloc
-from stalloc.device import VirtualGPU
-RUNTIME = stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
-CONTROLLER = RUNTIME.controllers[0]
-STATE = CONTROLLER.state
-import cupy as cp
-MIB = 1 << 20
-"""
 
 
 def test_a_loop_without_marks_is_found_planned_and_served(run_checks: Any) -> None:
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 weights = [cp.ones(30_000 + 999 * i) for i in range(5)]
 def step():
@@ -47,7 +37,7 @@ print(json.dumps(dataclasses.asdict(report)))
 def test_a_loop_whose_arrays_are_all_alike_recovers_from_an_extra_one(run_checks: Any) -> None:
     """Nothing tells one request from the next: after an extra request the plan's lifespans are out of step."""
     result = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 import collections
 def run(steps, held):
@@ -80,7 +70,7 @@ print(json.dumps([before.phase, after.phase, after.hit_rate, STATE.record.reserv
 
 def test_a_program_that_never_repeats_is_left_to_the_heap_when_the_record_is_full(run_checks: Any) -> None:
     phase, note, events, exact = run_checks(
-        _PROLOGUE
+        PROLOGUE
         + """
 import random
 STATE.write(events_capacity=5000)

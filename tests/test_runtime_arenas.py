@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from programs.step_program import MIB, Program, in_rounds
 
-from stalloc.replay.offline import make_controller
-from stalloc.runtime.runtime_settings import Phase, Settings
-from stalloc.trace import MARK_STEP
+from stalloc.runtime.runtime_settings import Phase
 
 
 def grow(program: Program, work: Callable[[int], None], seed: int, num_steps: int) -> list[tuple[int, int]]:
@@ -182,26 +180,24 @@ def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: 
 
 def lost_by_step(num_steps: int, every: int) -> list[int]:
     """Requests of each step that its plan did not serve; every so many steps a buffer is filled anew at its begin."""
-    rng = np.random.default_rng(3)
+    rng, program, buffer = np.random.default_rng(3), Program(), []
     sizes = (rng.uniform(1, 16, 40) * MIB).astype(int).tolist()
-    controller = make_controller(0, Settings(max_effort=np.inf))
-    state, buffer, lost = controller.state, [], []
-    for step in range(num_steps):
+
+    def work(step: int) -> None:
         if step % every == every - 1:
-            parts = [int(state.malloc(int(rng.uniform(4, 24) * MIB), 0)) for _ in range(12)]
+            parts = [program.allocate(int(rng.uniform(4, 24) * MIB)) for _ in range(12)]
             for address in buffer + parts[4:]:
-                state.free(address)
-            buffer = parts[:4]
-        before, live = state.record.misses + state.record.conflicts, []
+                program.free(address)
+            buffer[:] = parts[:4]
+        live = []
         for index, size in enumerate(sizes):
-            live.append(int(state.malloc(size, 0)))
+            live.append(program.allocate(size))
             if index >= 8:
-                state.free(live.pop(index % 7))
+                program.free(live.pop(index % 7))
         for address in live:
-            state.free(address)
-        lost.append(int(state.record.misses + state.record.conflicts - before))
-        controller.mark(MARK_STEP, "")
-    return lost
+            program.free(address)
+
+    return [program.step(lambda step=step: work(step))[1] for step in range(num_steps)]
 
 
 def test_an_arena_moves_out_of_the_way_however_often_a_buffer_is_filled_anew() -> None:

@@ -77,7 +77,7 @@ class RecordedSteps:
         if self._last_asked == self._missed:
             self._missed = 0, 0
             return True
-        early_size, early_stream = self._recording.requests(0, self._recording.first_step)
+        early_size, early_stream = self._recording.requests(0, self._recording.step_events[0])
         tail = slice(len(early_size) - len(size), None)
         if not len(size) or len(early_size) < len(size):
             return False
@@ -93,8 +93,8 @@ class RecordedSteps:
         return self._times_seen.get(name, 0)
 
     def first_of(self, names: set[bytes]) -> int:
-        """Which of the whole steps in the record is the first of any of these kinds; 0 if there is none."""
-        return min((self._of_kind[name].first for name in names if name in self._of_kind), default=0)
+        """Which of the whole steps in the record is the first of any of these kinds, which it shows."""
+        return min(self._of_kind[name].first for name in names)
 
     def is_shown(self, name: bytes) -> bool:
         """Whether the record shows how long the requests of a kind of step live, up to the next step."""

@@ -140,12 +140,16 @@ class Recording:
     @property
     def num_steps(self) -> int:
         """Marks of steps in the record."""
-        return sum(kind == MARK_STEP for _, kind, _ in self.marks)
+        return len(self.step_events)
 
     @property
-    def first_step(self) -> int:
-        """Events before the first mark of a step."""
-        return next(event for event, kind, _ in self.marks if kind == MARK_STEP)
+    def step_events(self) -> list[int]:
+        """Events before each mark of a step."""
+        return [event for event, kind, _ in self.marks if kind == MARK_STEP]
+
+    def _marks_from(self, begin: int) -> list[tuple[int, int, str]]:
+        """The marks of a record that begins at an event."""
+        return [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
 
     def last_step(self) -> tuple[int, int] | None:
         """Events [begin, end) between the last two marks of steps; None if there are not two."""
@@ -165,8 +169,7 @@ class Recording:
 
         The record begins anew then, at this mark of a step.
         """
-        bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
-        steps = [self._state.recorded_requests(begin, end) for begin, end in itertools.pairwise(bounds)]
+        steps = [self._state.recorded_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
         steps = [(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps]
         found = irregular_threads(steps) - self.left_out
         if found:
@@ -176,8 +179,7 @@ class Recording:
 
     def interleave(self, threads: Sequence[int]) -> bool:
         """Whether several of these threads made requests in many of the recorded steps, between any two marks."""
-        bounds = [event for event, kind, _ in self.marks if kind == MARK_STEP]
-        steps = [self._state.recorded_requests(begin, end)[2] for begin, end in itertools.pairwise(bounds)]
+        steps = [self._state.recorded_requests(begin, end)[2] for begin, end in itertools.pairwise(self.step_events)]
         them = distinct(np.asarray(threads))
         shared = sum(len(np.intersect1d(distinct(asker), them, assume_unique=True)) > 1 for asker in steps)
         return _INTERLEAVED * shared >= len(steps)
@@ -186,7 +188,7 @@ class Recording:
         """What each of several threads requested, and others for it, with its own marks of steps."""
         events = self._state.recorded()
         strand = strands_of(events, threads)
-        steps = [event for event, kind, _ in self.marks if kind == MARK_STEP]
+        steps = self.step_events
         traces, action = [], events["action"] & 0xFF
         for index, thread in enumerate(threads):
             others = set(events["thread"].tolist()) - {number for number, its in strand.items() if its == index}
@@ -199,7 +201,7 @@ class Recording:
     def trace(self) -> "Trace":
         """What was recorded so far, as a Trace."""
         first, events = self._state.first_event, self._state.recorded()
-        marks = [(event - first, kind, name) for event, kind, name in self.marks if event >= first]
+        marks = self._marks_from(first)
         held = segments(self._state)
         bases = np.array([segment.address for segment in held], np.int64).view(np.uint64)
         sizes = np.array([segment.size_bytes for segment in held], np.int64)
@@ -211,9 +213,8 @@ class Recording:
 
     def regular_trace(self, first_step: int = 0) -> "Trace":
         """The same without the requests of threads that are left out; from a step on, if it is not the first."""
-        begin = [event for event, kind, _ in self.marks if kind == MARK_STEP][first_step] if first_step else 0
-        events = self._state.recorded(begin)
-        marks = [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
+        begin = self.step_events[first_step] if first_step else 0
+        events, marks = self._state.recorded(begin), self._marks_from(begin)
         if not self.left_out:
             return self._trace(events, marks)
         kept = events_of_others(events["action"] & 0xFF, events["address"], events["thread"], self.left_out)

@@ -215,7 +215,7 @@ class Steps:
         )
         if not is_over and not is_told:
             return False
-        first = self._first_needed(fresh) if not again and self.tapes is not None else 0
+        first = 0 if again else self._first_needed(fresh)
         if first == 0:
             self._search_again_at = 0
         with self._effort.counted():
@@ -223,9 +223,10 @@ class Steps:
         return True
 
     def _first_needed(self, fresh: set[bytes]) -> int:
-        """The step of the record from which on it shows what plans of these kinds need, beside those that are known."""
+        """The step of the record from which on it shows what plans of these kinds need, beside those in force."""
         is_counted = self._recording.num_steps == self._recorded.count + 1  # each of its steps, since it began
-        return max(0, self._recorded.first_of(fresh) - _STEPS_BEFORE) if is_counted else 0
+        told = self.tapes is not None and is_counted
+        return max(0, self._recorded.first_of(fresh) - _STEPS_BEFORE) if told else 0
 
     @property
     def _ring_tells(self) -> bool:
