@@ -213,3 +213,31 @@ print(json.dumps(codes))
 """
     )
     assert codes == [0] * 4
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_a_program_whose_last_statement_computes_gradients_ends_with_its_own_code(run_fresh: Any) -> None:
+    """The thread that computed them is slow to drop them: it gets little of the one processor, and no lock in time."""
+    done = run_fresh(
+        """
+import os, sys
+from pathlib import Path
+from stalloc.device import VirtualGPU
+import stalloc
+stalloc.install(device="virtual", gpu=VirtualGPU(total_bytes=1 << 30))
+import torch
+weights = [torch.ones(1000, device="cuda", requires_grad=True) for _ in range(1000)]
+loss = sum(weight.sum() for weight in weights)
+torch.autograd.grad(loss, weights, retain_graph=True)
+processors = list(os.sched_getaffinity(0))[:1]
+os.sched_setaffinity(0, processors)
+sys.setswitchinterval(10)
+for task in Path("/proc/self/task").iterdir():
+    if (task / "comm").read_text().startswith("pt_autograd"):
+        os.sched_setaffinity(int(task.name), processors)
+        os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+torch.autograd.grad(loss, weights)
+sys.exit(7)
+"""
+    )
+    assert (done.returncode, done.stderr) == (7, "")

@@ -14,7 +14,7 @@ from typing import Any
 from stalloc.core.entry import torch_entries
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
-from stalloc.integrations import torch_answers, torch_cache_info
+from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
 from stalloc.integrations.leading_optimizers import LeadingOptimizers
 from stalloc.runtime import Runtime
 from stalloc.runtime.entries import lasting_entry
@@ -77,6 +77,7 @@ def install(runtime: Runtime, stepped: Callable[[Collection[int]], None]) -> boo
     _watch_optimizers(runtime, stepped)
     _tell_tasks_apart(Path(torch.__file__).parent, runtime)
     _keep.append(allocator)
+    autograd_threads.wait_at_exit()
     return True
 
 
