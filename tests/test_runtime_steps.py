@@ -117,6 +117,29 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
+@pytest.mark.parametrize("passes", range(4))
+def test_one_request_in_between_ends_no_plan_of_a_short_step(passes: int) -> None:
+    """Nothing marks the steps, and the plan is young: what came in between does not make its ring a layer's."""
+    program = Program()
+    program.controller.watching.expects_marks = False
+
+    def run_step() -> None:
+        for address in [program.allocate(MIB + 4096 * i) for i in range(5)]:
+            program.free(address)
+
+    while not program.controller.status.num_plans:
+        run_step()
+    for _ in range(passes):
+        run_step()
+    program.weights.append(program.allocate(3 * MIB))
+    run_step()  # the arena goes around it
+    before = program.counts()
+    for _ in range(100):
+        run_step()
+    assert program.counts() == (before[0] + 500, before[1])
+    assert program.controller.status.num_plans == 1
+
+
 def test_a_plan_stays_while_one_is_made_for_what_the_program_does_now(monkeypatch: pytest.MonkeyPatch) -> None:
     program, go_on = planned_late(monkeypatch)
     for _ in range(60):  # so many misses would end the plan

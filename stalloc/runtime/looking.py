@@ -77,8 +77,8 @@ class Looking:
         from stalloc.lifespans.periods import find_period
 
         size, stream = self._recording.requests(0, self._state.record.num_events)
-        period = find_period(size * constants.MAX_STREAMS + stream, _REPEATS, self._ring_length + 1)
-        return period is not None and period.covered >= _WHOLE * len(size)
+        period = find_period(size * constants.MAX_STREAMS + stream, _REPEATS)
+        return period is not None and period.length > self._ring_length and period.covered >= _WHOLE * len(size)
 
     @property
     def is_long(self) -> bool:
