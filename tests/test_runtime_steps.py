@@ -117,7 +117,7 @@ def test_a_layer_that_was_taken_for_a_step_gives_way_to_the_step_around_it() -> 
     assert program.counts() == (before[0] + 10 * 57, before[1])
 
 
-@pytest.mark.parametrize("passes", range(4))
+@pytest.mark.parametrize("passes", [0, 1, 3, 9])
 def test_one_request_in_between_ends_no_plan_of_a_short_step(passes: int) -> None:
     """Nothing marks the steps, and the plan is young: what came in between does not make its ring a layer's."""
     program = Program()
@@ -127,8 +127,9 @@ def test_one_request_in_between_ends_no_plan_of_a_short_step(passes: int) -> Non
         for address in [program.allocate(MIB + 4096 * i) for i in range(5)]:
             program.free(address)
 
-    while not program.controller.status.num_plans:
+    for _ in range(11):
         run_step()
+    assert program.controller.status.num_plans == 1
     for _ in range(passes):
         run_step()
     program.weights.append(program.allocate(3 * MIB))
@@ -157,17 +158,17 @@ def test_what_is_known_to_outlive_a_step_stands_in_no_way_of_the_next() -> None:
     program.controller.watching.expects_marks = False
     sizes = 16 * MIB, 15 * MIB, 14 * MIB, 13 * MIB
     state = program.allocate(sizes[0])
-    for number in range(100):
-        before = program.counts()
+    for number in range(200):
         made = [program.allocate(size) for size in sizes[1:]]
         program.free(state)
         state = program.allocate(sizes[0])
         for address in made:
             program.free(address)
-        if number in (19, 39, 62, 80):
+        if number in range(20, 200, 19):
             program.weights.append(program.allocate(sizes[0]))
-        if number > 21:
-            assert program.counts() == (before[0] + 4, before[1] + (number in (39, 62, 80)))
+    hits, misses = program.counts()
+    assert hits > 4 * 180
+    assert misses <= 10 + 2  # the copies, and what the first of them that was in the way of anything displaced
     record = program.state.record
     assert record.reserved_bytes <= record.total.allocated_peak + 6 * MIB
 

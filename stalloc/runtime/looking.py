@@ -11,7 +11,7 @@ import numpy as np
 
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
-from stalloc.runtime.recording import Recording
+from stalloc.runtime.recording import SHORT_RECORD, Recording
 from stalloc.runtime.runtime_settings import Settings
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stalloc.trace.record import Column
 
 _REPEATS = 3  # of a step, at least, where the program sets no marks
+_COVERAGE_OF_SHORT, _SOON = 0.75, 12  # the same of a short record, and requests from one look at it to the next
 _COVERAGE = 0.6  # share of the record that a period has to fill where the program sets no marks
 _WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which the step is looked for; and its share
 _KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
@@ -109,7 +110,9 @@ class Looking:
         if expects_marks and state.record.num_sizable < self._recording.overdue_requests:
             state.record.check_at = self._recording.overdue_requests
             return False
-        state.record.check_at = self._look_at + 64
+        num_requests = state.record.num_sizable
+        is_short = num_requests < SHORT_RECORD
+        state.record.check_at = min(num_requests + _SOON, SHORT_RECORD) if is_short else self._look_at + SHORT_RECORD
         return True
 
     def may_find(self) -> bool:
@@ -129,8 +132,12 @@ class Looking:
             period = find_step_period(trace)
         else:
             repeats = max(_REPEATS, settings.observe_steps)
-            period = find_step_period(trace, min_repeats=repeats, min_share=self._coverage, min_length=self._min_period)
+            is_short = self._state.record.num_sizable < SHORT_RECORD
+            share = max(self._coverage, _COVERAGE_OF_SHORT) if is_short else self._coverage
+            period = find_step_period(trace, min_repeats=repeats, min_share=share, min_length=self._min_period)
         tape = fold(trace, with_prologue=False, period=period) if period is not None else None
+        if tape is not None and not tape.planned.any():
+            tape = None  # nothing of it was freed so far
         if tape is not None and not tape.planned.all() and self._is_worth_waiting(tape):
             return None
         return Found(trace, tape, np.flatnonzero(trace.size > constants.TINY))

@@ -19,14 +19,15 @@ class Probation:
         self.is_on = False
         self.went_on = False  #: since its ring seemed to be of a part
 
-    def begin(self, ring_length: int) -> None:
-        """A plan of a ring of so many requests has come into force."""
-        self._state.record.doubt_at = self._state.record.total.num_allocs + _PASSES * ring_length
+    def begin(self) -> None:
+        """The plan in force, of a ring that was found without marks, is to be judged."""
+        record = self._state.record
+        record.doubt_at = record.total.num_allocs + _PASSES * (record.ring_end - record.ring_start)
         self.went_on = False
         if not self._status.settings.keep_recording:
             self.is_on = True
             self._recording.begin_beside()
-            self._state.record.ask_at_boundary = 1
+            record.ask_at_boundary = 1
 
     def go_on(self) -> None:
         """What was recorded does not show yet what the program repeats: a quarter more of it may."""

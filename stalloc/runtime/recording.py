@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.runtime_settings import Settings
     from stalloc.trace import Trace
 
+_FIRST_LOOK, SHORT_RECORD = 24, 64  # requests in a record that is looked at, if no mark came: the first, and others
 _INTERLEAVED = 4  # one step in so many
 _WORK = -2  # all pieces of work that threads do for one another are taken for one thread's
 _OVERDUE_STEPS, _OVERDUE_REQUESTS = 16, 1 << 16  # as many as in so many steps; so many, if none was marked so far
@@ -61,7 +62,8 @@ class Recording:
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
         self.begin_beside()
-        self._state.write(allocating_persistent=int(lasting), check_at=64)
+        began = self._state.record.total.num_allocs == 0
+        self._state.write(allocating_persistent=int(lasting), check_at=_FIRST_LOOK if began else SHORT_RECORD)
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""

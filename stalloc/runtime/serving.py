@@ -117,7 +117,7 @@ class Serving:
             begin, end = self._state.record.ring_start, self._state.record.ring_end
             self._state.arena.begin_step(begin, end, begin + begun % (end - begin))
             if not self._recording.step_times_ns:
-                self.probation.begin(end - begin)
+                self.probation.begin()
             return None
         return Refusal(
             f"an arena of {plan.peak_bytes} bytes does not fit beside the {self._state.record.reserved_bytes} bytes "

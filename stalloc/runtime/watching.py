@@ -83,9 +83,15 @@ class Watching:
         """Whether a ring found without marks is a part of what repeats, as it seems to be or not; None: go on with it.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
+        Where it ended before anything was missed it begins again.
         """
-        if not probation.is_on or not (seems or probation.went_on):
-            return seems
+        if not (seems or probation.went_on):
+            return False
+        if not probation.is_on:
+            if self._steps.tapes is not None or self._status.settings.keep_recording:
+                return True
+            probation.begin()
+            return None
         with self._status.effort.counted():
             if self._looking.shows_longer_ring():
                 return True
