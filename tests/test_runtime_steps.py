@@ -197,11 +197,49 @@ def test_steps_that_recur_late_are_planned_soon_although_one_block_lives_for_lon
     assert all(hits == 38 for hits, _ in served[-5:])
 
 
+def test_steps_that_made_a_cycle_at_first_are_planned_for_any_order() -> None:
+    """Two kinds took turns while they were watched, and come at random from then on."""
+    program, rng = Program(), np.random.default_rng(3)
+    order = [1, 0, 1, 0, *rng.integers(0, 2, 40).tolist()]
+    served = [program.step(lambda width=4000 + 500 * kind: program.train(width)) for kind in order]
+    assert served[20:] == [(37, 0)] * 24
+
+
 def test_steps_that_never_recur_are_not_planned() -> None:
     program = Program()
     for number in range(20):
         program.step(lambda width=2000 + 16 * number: program.train(width))
     assert program.controller.status.num_plans == 0
+
+
+@pytest.mark.parametrize("kinds", [1, 3])
+@pytest.mark.parametrize("place", ["before", "inside", "kept"])
+def test_requests_of_any_size_keep_no_step_from_being_planned(kinds: int, place: str) -> None:
+    """Labels of any number, of a kind of step that comes in any order; they may be kept until the next step is over."""
+    program, rng = Program(), np.random.default_rng(3)
+    kept: list[int] = []
+
+    def labels() -> None:
+        while kept:
+            program.free(kept.pop())
+        kept.extend(program.allocate(int(rng.integers(513, 8 * MIB))) for _ in range(2))
+
+    def train(width: int) -> None:
+        if place != "inside":
+            labels()
+            program.train(width)
+        else:
+            batch = program.allocate(width * 500)
+            labels()
+            program.free(batch)
+            program.train(width)
+        while kept and place != "kept":
+            program.free(kept.pop())
+
+    order = in_rounds(4, kinds, 36 // kinds)
+    served = [program.step(lambda width=4000 + 500 * kind: train(width)) for kind in order][-12:]
+    length = 37 + (place == "inside")
+    assert sum(hits for hits, _ in served) > 0.97 * 12 * length
 
 
 def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() -> None:

@@ -174,6 +174,16 @@ class DeviceState:
         rows = np.flatnonzero(((tag & 0xFF) == ACTION_ALLOC) & (size > TINY))
         return size[rows], tag[rows] >> 8, events["thread"][rows]
 
+    def note_asker(self, begin: int, end: int, chosen: np.ndarray, asker: int) -> None:
+        """Have some of the requests above TINY among the recorded events [begin, end) be another thread's.
+
+        `chosen` (m,) bool says which; with all of these events still in the record.
+        """
+        table: np.ndarray = self.tables.events.view(np.ndarray)
+        rows = np.arange(begin, end) % int(self.record.events_capacity)
+        is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
+        table["thread"][rows[is_request][chosen]] = asker
+
     def deferred_blocks(self) -> list[int]:
         """Where blocks are that were freed while other streams used them; other threads may free more meanwhile."""
         record, tables = self.record, self.tables

@@ -3,12 +3,14 @@
 Contract: how often a kind was seen is kept, whatever becomes of records and plans.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
 from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.stray_requests import StrayRequests
 
 if TYPE_CHECKING:
     from stalloc.trace.record import Column
@@ -29,16 +31,19 @@ class RecordedSteps:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
+        self._strays = StrayRequests(state, recording)
         self._times_seen: dict[bytes, int] = {}
         self._of_kind: dict[bytes, _Recorded] = {}  # what the record shows of each kind
         self.count = 0  #: whole steps in the record
         self.num_records = 0  #: that were begun
+        self.last: bytes | None = None  #: the name of the step that just ended, if it is in the record
         self._asked = self._last_asked = 0, 0  # requests and bytes, when the last step ended, and of that step
         self._missed = 0, 0  # of the step that was not on the plan, nor recorded, but began the record
 
     def forget(self) -> None:
         """The record begins anew."""
         self._of_kind.clear()
+        self._strays.forget_record()
         self.count = 0
         self.num_records += 1
 
@@ -52,12 +57,28 @@ class RecordedSteps:
         self._asked = record.total.num_allocs, self._state.requested_ever_bytes
         self._last_asked = self._asked[0] - before[0], self._asked[1] - before[1]
         step = self._recording.last_step() if record.recording else None
+        self.last = None
         if step is None:
             return
-        name = followed or self._name(*step)
+        if followed is None:
+            self._strays.look(*step)
+        self.last = followed or self._name(*step)
+        self._count(self.last)
+
+    def _count(self, name: bytes) -> None:
         self._of_kind.setdefault(name, _Recorded(self.count)).count += 1
         self.count += 1
         self._times_seen[name] = self._times_seen.get(name, 0) + 1
+
+    def leave_out_strays(self) -> bool:
+        """No recorded step recurs: leave out requests of any size if most steps recur without them; whether they do."""
+        if not self._strays.leave_out():
+            return False
+        self._of_kind.clear()
+        self.count = 0
+        for step in itertools.pairwise(self._recording.step_events):
+            self._count(self._name(*step))
+        return True
 
     def _name(self, begin: int, end: int) -> bytes:
         """The name of the step of the recorded events [begin, end)."""

@@ -17,6 +17,7 @@ from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.step_misses import StepMisses
 from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP
 
@@ -49,8 +50,8 @@ class Steps:
         self.waiting: KindSearch | None = None  #: its plan is to be put in force at the first request of a step
         self._waits = 0  # steps that went by meanwhile
         self._made: dict[bytes, Layout] = {}
-        self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
-        self._recorded = RecordedSteps(state, recording)
+        self._misses = StepMisses(state)
+        self.recorded = RecordedSteps(state, recording)
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
@@ -66,7 +67,8 @@ class Steps:
         self._search_again_at, self._patience, self._cycle = 0, _PATIENCE, None
         self.places.forget()
         self._planned.clear()
-        self._recorded.forget()
+        self._misses.begin_cycle()
+        self.recorded.forget()
 
     def follow_marks(self, trace: "Trace", tape: "Tape", sizable: "Column", first: int) -> None:
         """The ring of a tape, folded from a trace, is followed: know where the program's marks are on it.
@@ -78,6 +80,7 @@ class Steps:
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
         self._planned.clear()
+        self._misses.begin_cycle()
         period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
             name = name_of(size[begin:end], stream[begin:end])
@@ -99,13 +102,13 @@ class Steps:
         if search is None or not search.done.is_set():
             return None
         self.search = None
-        self._waited_for |= {name: self._recorded.times_seen(name) for name in search.put_off}
+        self._waited_for |= {name: self.recorded.times_seen(name) for name in search.put_off}
         if search.lacks_places:
-            self._search_again_at = 2 * self._recorded.count
+            self._search_again_at = 2 * self.recorded.count
         if search.awaits_cycle:
-            self._search_again_at, self._patience = self._recorded.count + 1, self._patience - 1
+            self._search_again_at, self._patience = self.recorded.count + 1, self._patience - 1
             return None
-        if search.cycle is not None and search.cycle.record == self._recorded.num_records:
+        if search.cycle is not None and search.cycle.record == self.recorded.num_records:
             self._cycle = search.cycle
             return None
         if search.admitted is None:
@@ -132,23 +135,23 @@ class Steps:
 
         `records`: steps that are not known may be recorded.
         """
-        missed, share = self._count_missed(num_plans)
+        missed, share = self._misses.of_step(num_plans)
         is_unknown = share * _UNKNOWN_SHARE > 1
+        if self.recorded.last in self._planned:
+            self._misses.note_known(share)
         if records:
             self._watch(missed > 0, is_unknown)
         return is_unknown
 
+    @property
+    def _is_out_of_order(self) -> bool:
+        """Whether the steps of the cycle in force come in another order, and the record shows them all."""
+        is_cycle = self.tapes is None and len(self._planned) > 1 and self._misses.are_out_of_order
+        return is_cycle and self._planned <= self.recorded.recurring and all(map(self.recorded.is_shown, self._planned))
+
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
-        self._recorded.note(self.places.name_of_followed())
-
-    def _count_missed(self, num_plans: int) -> tuple[int, float]:
-        """Requests of the step that just ended which the plan did not serve, and their share."""
-        counts = self._state.record.hits, self._state.record.misses + self._state.record.conflicts
-        fresh = self._plans == num_plans
-        hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
-        self._counts, self._plans = counts, num_plans
-        return missed, missed / max(hits + missed, 1)
+        self.recorded.note(self.places.name_of_followed())
 
     def await_search(self, seconds: float) -> None:
         """Wait for a search that was just started: the program would go on without its plans meanwhile."""
@@ -157,7 +160,7 @@ class Steps:
 
     def look_for_kinds(self, trace: "Trace") -> bool:
         """No cycle of steps was found while observing: plan the kinds of steps that recur in any order, if any do."""
-        starts = self._recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
+        starts = self.recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
         if starts:
             self._start_search(trace)
         return starts
@@ -177,7 +180,7 @@ class Steps:
 
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
-        more = bool(self._recorded.names - self._planned - self._refused)
+        more = bool(self.recorded.names - self._planned - self._refused)
         self._watched = int(more)
         return more
 
@@ -185,7 +188,7 @@ class Steps:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
         if self.search is not None or self.waiting is not None:
             return set()
-        recorded = self._recorded
+        recorded = self.recorded
         if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different
         fresh = {name for name in recorded.recurring - self._planned - self._refused if recorded.is_shown(name)}
@@ -195,15 +198,13 @@ class Steps:
     @property
     def recur(self) -> bool:
         """Whether half of the recorded steps, or more, are of kinds that were seen twice."""
-        return 2 * self._recorded.num_recurring >= max(1, self._recorded.count)
-
-    def recurring(self) -> set[bytes]:
-        """Names of the kinds in the record that were seen twice, there or before."""
-        return self._recorded.recurring
+        return 2 * self.recorded.num_recurring >= max(1, self.recorded.count)
 
     def search_for_more(self) -> bool:
         """Plan the kinds of steps that recur, and that the plan in force does not know; whether there are any."""
-        fresh, recorded = self._fresh(), self._recorded
+        if self._is_out_of_order and self.search is None and not self._effort.is_spent:
+            self._planned.clear()
+        fresh, recorded = self._fresh(), self.recorded
         again = 0 < self._search_again_at <= recorded.count and self.search is None
         if self._cycle is not None or not (fresh or (again and not self._effort.is_spent)):
             return False
@@ -224,9 +225,9 @@ class Steps:
 
     def _first_needed(self, fresh: set[bytes]) -> int:
         """The step of the record from which on it shows what plans of these kinds need, beside those in force."""
-        is_counted = self._recording.num_steps == self._recorded.count + 1  # each of its steps, since it began
+        is_counted = self._recording.num_steps == self.recorded.count + 1  # each of its steps, since it began
         told = self.tapes is not None and is_counted
-        return max(0, self._recorded.first_of(fresh) - _STEPS_BEFORE) if told else 0
+        return max(0, self.recorded.first_of(fresh) - _STEPS_BEFORE) if told else 0
 
     @property
     def _ring_tells(self) -> bool:
@@ -242,7 +243,7 @@ class Steps:
             self._pause -= _SOONER if is_unknown else 1
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._watched = 1
-                self._recorded.expect_last()
+                self.recorded.expect_last()
                 self._begin_record()
             return
         self._watched += 1
@@ -250,23 +251,23 @@ class Steps:
             self._watched, self._pause = 0, self._next_pause
             self._next_pause *= 2
             self._state.forget_record()
-            self._recorded.forget()
+            self.recorded.forget()
         elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
             self._begin_record()
 
     def _begin_record(self) -> None:
         self._recording.begin_at_step()
-        self._recorded.forget()
+        self.recorded.forget()
 
     def _start_search(self, trace: "Trace", only: set[bytes] | None = None) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
-        wanted = self.recurring() - self._refused
+        wanted = self.recorded.recurring - self._refused
         search = KindSearch(self.tapes, wanted, self._made, self._effort, in_turn=True)
         search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
         if only is None and not self._recording.left_out:
-            search.record, search.may_wait = self._recorded.num_records, self._patience > 0
+            search.record, search.may_wait = self.recorded.num_records, self._patience > 0
         self.search = search
         search.start(trace)
 

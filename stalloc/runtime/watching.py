@@ -139,8 +139,7 @@ class Watching:
     def _start_planning(self) -> None:
         if not self._recording.marks and not self._looking.may_find():
             return
-        if self._recording.marks and not self._steps.recurring():
-            self._doubt_steps()
+        if self._recording.marks and not self._steps.recorded.recurring and not self._recur_in_part():
             return
         found = self._looking.find(self._status.settings)
         if found is None:
@@ -204,13 +203,18 @@ class Watching:
             self._state.record.check_at = self._state.record.num_sizable + _POLL_REQUESTS
         return False
 
-    def _doubt_steps(self) -> None:
-        """No marked step recurs: see whether a thread is to blame, or take what is held as held for good."""
-        if self._recording.num_steps in _DOUBT_STEPS and not self._status.settings.keep_recording:
-            if self._recording.leave_out_threads():
-                self._steps.forget()
-        else:
+    def _recur_in_part(self) -> bool:
+        """No marked step recurs: whether they do without requests of any size.
+
+        If not, see whether a thread is to blame, or take what is held as held for good.
+        """
+        if self._recording.num_steps not in _DOUBT_STEPS or self._status.settings.keep_recording:
             self._settle()
+        elif self._steps.recorded.leave_out_strays():
+            return True
+        elif self._recording.leave_out_threads():
+            self._steps.forget()
+        return False
 
     def _settle(self) -> None:
         if self._recording.num_steps >= _SETTLE_STEPS:

@@ -1,0 +1,39 @@
+"""What the plan in force did not serve of a program's steps.
+
+Contract: it is counted from mark to mark, and from the first mark after a plan came into force.
+"""
+
+from stalloc.core.state import DeviceState
+
+_ASTRAY = 16  # one request of a known step in so many, where the cycle in force expected another one
+_MOST_ASTRAY, _IN_ORDER = 4, 8  # such steps, beyond one in so many that came in order
+
+
+class StepMisses:
+    """Those of one device."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
+        self._astray = 0
+
+    def of_step(self, num_plans: int) -> tuple[int, float]:
+        """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
+        counts = self._state.record.hits, self._state.record.misses + self._state.record.conflicts
+        fresh = self._plans == num_plans
+        hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
+        self._counts, self._plans = counts, num_plans
+        return missed, missed / max(hits + missed, 1)
+
+    def begin_cycle(self) -> None:
+        """Another cycle of steps is followed, or none."""
+        self._astray = 0
+
+    def note_known(self, share: float) -> None:
+        """The step that just ended is one of the cycle that is followed; such a share of it was not served."""
+        self._astray = max(0, self._astray + (_IN_ORDER if share * _ASTRAY > 1 else -1))
+
+    @property
+    def are_out_of_order(self) -> bool:
+        """Whether the steps of the cycle often come when it expects others."""
+        return self._astray >= _MOST_ASTRAY * _IN_ORDER

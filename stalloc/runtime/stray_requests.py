@@ -1,0 +1,97 @@
+"""Requests of any size, as for labels of any number, which keep a program's steps from being equal.
+
+Contract: they are left out of steps only if no step recurred with them and most do without, and of none that equals the
+one before. They are few, and of sizes that the step has in common with no other one. The heap serves them, as all that
+no plan knows of.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from stalloc.columns import Column
+from stalloc.core.constants import MAX_STREAMS
+from stalloc.core.state import DeviceState
+from stalloc.runtime.recording import Recording
+
+STRAY = int(np.iinfo(np.int64).min)  # noted as the thread of such a request in the record; no thread is called so
+
+_MOST = 8  # one request of a step in so many, at most
+_RECENT = 16  # steps like no other, with which the next one is compared
+_MAX_KINDS = 64  # that are remembered
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A recorded step, of the events [begin, end)."""
+
+    begin: int
+    end: int
+    keys: Column  #: (n,) sizes and streams of its requests
+
+    def without_others(self, keys: Column) -> Column | None:
+        """(n,) bool: those of its requests that are among others; None if more are not than may be strays."""
+        if abs(len(keys) - len(self.keys)) * _MOST > len(self.keys):
+            return None
+        kept = np.isin(self.keys, keys)
+        return kept if len(kept) and (len(kept) - np.count_nonzero(kept)) * _MOST <= len(kept) else None
+
+
+class StrayRequests:
+    """Those of the steps in one device's record."""
+
+    def __init__(self, state: DeviceState, recording: Recording) -> None:
+        self._state, self._recording = state, recording
+        self._kinds: deque[Column] = deque(maxlen=_MAX_KINDS)  # requests of each without its strays, by size and stream
+        self._recent: deque[_Step] = deque(maxlen=_RECENT)
+        self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
+
+    def forget_record(self) -> None:
+        """The record begins anew; kinds of steps stay known."""
+        self._recent.clear()
+
+    def leave_out(self) -> bool:
+        """No recorded step recurs: leave strays out from here on if most steps recur without; whether they do."""
+        steps = [*itertools.pairwise(self._recording.step_events)]
+        found = [one for begin, end in steps for one in self._found(begin, end)]
+        if 2 * len(found) <= len(steps):
+            self._kinds.clear()
+            self._recent.clear()
+            return False
+        self._recording.left_out.add(STRAY)
+        self._note(found)
+        return True
+
+    def look(self, begin: int, end: int) -> None:
+        """A step was recorded, as the events [begin, end): see what strays it has, where these are left out."""
+        if STRAY in self._recording.left_out:
+            self._note(self._found(begin, end))
+
+    def _note(self, found: list[tuple[_Step, Column]]) -> None:
+        for step, kept in found:
+            self._state.note_asker(step.begin, step.end, ~kept, STRAY)
+
+    def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
+        """The step of these events, if it is like another one but for strays, and that one if it was like none so far.
+
+        With each of them which of its requests (n,) are no strays.
+        """
+        size, stream = self._recording.requests(begin, end)
+        step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last
+        self._last = step.keys
+        if np.array_equal(step.keys, last):
+            return []
+        for kind in self._kinds:
+            kept = step.without_others(kind)
+            if kept is not None and np.array_equal(step.keys[kept], kind):
+                return [(step, kept)]
+        for other in self._recent:
+            kept, others = step.without_others(other.keys), other.without_others(step.keys)
+            if kept is not None and others is not None and np.array_equal(step.keys[kept], other.keys[others]):
+                self._kinds.append(step.keys[kept])
+                self._recent.remove(other)
+                return [(other, others), (step, kept)]
+        self._recent.append(step)
+        return []
