@@ -229,6 +229,19 @@ def test_what_lasts_in_the_way_of_a_plan_costs_its_own_bytes_and_no_more() -> No
     assert record.reserved_peak.total <= 1.2 * record.total.allocated_peak  # a second arena would be 1.6 times
 
 
+def test_a_request_that_was_refused_is_no_reason_to_hold_more() -> None:
+    """A batch is too large, and the program goes on with a smaller one; its memory moves from stream to stream."""
+    controller = make_controller(1000 * MIB, Settings(plan=False))
+    state = controller.state
+    assert state.malloc(2000 * MIB, 0) == 0
+    for stream in (0, 1, 0, 1):
+        blocks = [int(state.malloc(100 * MIB, stream)) for _ in range(2)]
+        assert all(blocks)
+        for address in blocks:
+            state.free(address)
+    assert state.record.reserved_bytes <= 204 * MIB
+
+
 def test_what_is_left_of_a_place_that_gave_up_pages_can_be_had_too() -> None:
     """A place of 40 MiB gives up a part to another stream, which asks for more later."""
     settings = Settings(plan_wait_seconds=1e6, max_effort=math.inf, arena="pages")

@@ -24,6 +24,7 @@ class Allowance:
         self._state, self._record = state, state.record
         self._parts = self._least = _TIGHT
         self._moved_bytes = self._peak_bytes = 0
+        self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
 
     @property
@@ -32,10 +33,13 @@ class Allowance:
         return self._peak_with(0)
 
     def _peak_with(self, size_bytes: int) -> int:
-        total = self._record.total
+        total, (asked_bytes, num_allocs, num_ooms) = self._record.total, self._asked
+        was_served = total.num_allocs > num_allocs and self._record.num_ooms == num_ooms
+        peaks = asked_bytes if was_served else 0, total.allocated_peak, self._state.allocated_peak_bytes
+        self._peak_bytes = max(self._peak_bytes, *peaks)
         now = total.allocated_bytes + self._record.deferred_bytes + size_bytes
-        self._peak_bytes = max(self._peak_bytes, now, total.allocated_peak, self._state.allocated_peak_bytes)
-        return self._peak_bytes
+        self._asked = now, total.num_allocs, self._record.num_ooms
+        return max(self._peak_bytes, now)
 
     def held_bytes(self, size_bytes: int) -> int:
         """What may be held in all for a request of so many bytes."""
