@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numba import cfunc
 from programs.core_machine import Intervals, Machine, Ring, hammer
+from programs.step_program import Program
 
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED
@@ -159,6 +160,16 @@ def test_threads_that_take_turns_are_one_program() -> None:
     assert several.controller.status.phase is Phase.PLANNED
     assert several.state.record.num_strands == 0
     assert several.run(1, several.sides[:1])[1] == 0
+
+
+def test_another_thread_that_makes_the_steps_from_now_on_is_not_beside_the_first() -> None:
+    """As where hooks of a backward pass step optimizers, in a thread of torch's, and then the program itself does."""
+    program, other = Program(), ThreadPoolExecutor(max_workers=1)
+    for _ in range(20):
+        other.submit(program.step, lambda: program.train(2000)).result()
+    for _ in range(6):
+        program.step(lambda: program.train(3000))
+    assert [program.step(lambda: program.train(3000)) for _ in range(4)] == [(37, 0)] * 4
 
 
 def test_work_is_of_the_thread_whose_blocks_it_frees() -> None:

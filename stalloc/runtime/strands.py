@@ -4,6 +4,7 @@ Contract: threads are told apart only where the steps between all marks do not r
 side. While their plans are in force a mark says where the strand of its thread goes on, and nothing about the others.
 """
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -78,7 +79,7 @@ class Strands:
         if not self._may_be:
             return False
         self._note_mark()
-        planned, several = self._status.phase is Phase.PLANNED, len(set(self._last_threads)) > 1
+        planned, several = self._status.phase is Phase.PLANNED, self._take_turns
         if planned and several and not self.are_apart and not self._gives_up and self._misses(_LEAST_SERVED):
             self.are_apart = True  # the plan in force takes them for one
             if not self._state.record.recording:
@@ -95,6 +96,12 @@ class Strands:
         if self.are_served:
             self._begin_step()
         return self.are_apart
+
+    @property
+    def _take_turns(self) -> bool:
+        """Whether several threads set the last marks, and one went on after another: none has left it to the next."""
+        changes = sum(one != other for one, other in itertools.pairwise(self._last_threads))
+        return changes >= len(set(self._last_threads)) > 1
 
     def _note_mark(self) -> None:
         record = self._state.record
