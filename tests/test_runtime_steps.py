@@ -242,16 +242,18 @@ def test_requests_of_any_size_keep_no_step_from_being_planned(kinds: int, place:
     assert sum(hits for hits, _ in served) > 0.97 * 12 * length
 
 
-def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() -> None:
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned(num_requests: int) -> None:
     """It asks in between and frees what steps made; what it asks for itself is served from the heap."""
     program = Program()
     rng = np.random.default_rng(1)
     kept: list[int] = []
 
     def disturb() -> None:
-        kept.append(program.allocate(int(rng.integers(513, 8 * MIB))))
-        if len(kept) > 3:
-            program.free(kept.pop(0))
+        for _ in range(num_requests):
+            kept.append(program.allocate(int(rng.integers(513, 8 * MIB))))
+            if len(kept) > 3:
+                program.free(kept.pop(0))
 
     with ThreadPoolExecutor(max_workers=1) as other:
 
@@ -259,11 +261,22 @@ def test_a_thread_that_allocates_at_random_keeps_no_step_from_being_planned() ->
             """In the other thread, in the middle of a step."""
             other.submit(disturb).result()
 
+        def train_with_labels() -> None:
+            labels = program.allocate(int(rng.integers(513, 8 * MIB)))
+            program.train(3000)
+            program.free(labels)
+
         for _ in range(9):
             program.step(beside, lambda: program.train(2000), beside)
         served = [program.step(beside, lambda: program.train(2000), beside) for _ in range(20)]
+        assert program.controller.status.phase is Phase.PLANNED
+        assert sum(hits for hits, _ in served) > 0.6 * 20 * 37  # what is lent to the other takes places of the plan
+        # another step, in which the program itself asks for something of any size too
+        for _ in range(40):
+            program.step(beside, train_with_labels, beside)
+        served = [program.step(beside, train_with_labels, beside) for _ in range(10)]
     assert program.controller.status.phase is Phase.PLANNED
-    assert sum(hits for hits, _ in served) > 0.6 * 20 * 37  # what is lent to the other takes places of the plan
+    assert sum(hits for hits, _ in served) > 0.6 * 10 * 37
 
 
 def test_a_step_that_is_broken_off_and_begun_anew_displaces_next_to_nothing() -> None:

@@ -71,7 +71,15 @@ class StrayRequests:
 
     def _note(self, found: list[tuple[_Step, Column]]) -> None:
         for step, kept in found:
-            self._state.note_asker(step.begin, step.end, ~kept, STRAY)
+            self._leave_out(step.begin, step.end, ~kept)
+
+    def _leave_out(self, begin: int, end: int, chosen: Column) -> None:
+        """Leave out some requests of those of the events [begin, end) that are not left out so far."""
+        _, _, asker = self._state.recorded_requests(begin, end)
+        rows = np.flatnonzero(~np.isin(asker, list(self._recording.left_out)))
+        strays = np.zeros(len(asker), bool)
+        strays[rows[chosen]] = True
+        self._state.note_asker(begin, end, strays, STRAY)
 
     def _found(self, begin: int, end: int) -> list[tuple[_Step, Column]]:
         """The step of these events, if it is like another one but for strays, and that one if it was like none so far.
