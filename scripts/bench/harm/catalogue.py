@@ -34,7 +34,8 @@ class Program:
 
 _OWN = {
     "lasting": "snapshots ema_copy best_weights leaking_list hooks_keep_activations replay_buffer predictions_kept",
-    "lengths": "three_lengths random_lengths odd_evaluation last_batch curriculum buckets multi_scale",
+    "lengths": "three_lengths random_lengths odd_evaluation last_batch curriculum buckets multi_scale "
+    "labels_of_any_number",
     "failures": "forward_raises out_of_memory_retry empty_cache bad_gradients",
     "changing": "growing_model optimizer_swapped frozen_then_thawed pruned adapters sweep federated "
     "blocks_chosen continual",
@@ -43,7 +44,7 @@ _OWN = {
     "streams": "pinned_loader large_prefetch weights_streamed captured_step two_threads two_gpus busy_neighbour "
     "data_parallel",
     "gradients": "mixed_precision double_backward recomputed sparse_embeddings inner_loop recurrent convolutions "
-    "fourier",
+    "fourier stepped_in_hooks",
     "methods": "accumulation_changes experts_by_data generation_between actor_and_critic backward_raises second_order "
     "gradients_by_sample resized_progressively recomputed_at_times averaged_weights distilled",
     "recipes": "recomputing_toggled feature_hooks offloaded_by_hand ragged_accumulation refilled_buffer",

@@ -1,7 +1,7 @@
 """Training with less usual ways to gradients: python gradients.py NAME [STEPS]."""
 
 import torch
-from models import ConvNet, images, new_training, tokens, train_step
+from models import ConvNet, Transformer, images, new_training, tokens, train_step
 from steps import end_of_step, program, run
 from torch import nn
 from torch.nn import functional as F
@@ -131,6 +131,30 @@ def fourier(num_steps: int) -> None:
         x.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        end_of_step()
+
+
+@program(60)
+def stepped_in_hooks(num_steps: int) -> None:
+    """Each weight is updated as soon as its gradient is there; later the gradients of two batches are added first."""
+    model = Transformer(width=384, num_blocks=6).cuda()
+    each = {weight: torch.optim.Adam([weight], foreach=False) for weight in model.parameters()}
+
+    def update(weight: nn.Parameter) -> None:
+        each[weight].step()
+        each[weight].zero_grad()
+
+    hooks = [weight.register_post_accumulate_grad_hook(update) for weight in each]
+    for step in range(num_steps):
+        if step == num_steps // 3:
+            for hook in hooks:
+                hook.remove()
+        is_added = step >= num_steps // 3
+        for _ in range(2 if is_added else 1):
+            batch = tokens(6, 192)
+            model(batch, batch).backward()
+        for weight in each if is_added else ():
+            update(weight)
         end_of_step()
 
 

@@ -100,5 +100,29 @@ def multi_scale(num_steps: int) -> None:
         end_of_step()
 
 
+@program(60)
+def labels_of_any_number(num_steps: int) -> None:
+    """Every batch of one length has labels of any number, which a side stream copies one step ahead."""
+    rng = random.Random(9)
+    model, optimizer = new_training()
+    side = torch.cuda.Stream()
+
+    def fetch() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.stream(side):
+            labels = torch.empty(rng.randrange(1 << 12, 1 << 19), 4).pin_memory()
+            return tokens(8, 192), labels.cuda(non_blocking=True)
+
+    coming = fetch()
+    for _ in range(num_steps):
+        torch.cuda.current_stream().wait_stream(side)
+        batch, labels = coming
+        coming = fetch()
+        loss = model(batch).logsumexp(-1).mean() + labels.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_of_step()
+
+
 if __name__ == "__main__":
     run()
