@@ -30,13 +30,19 @@ class _Step:
     begin: int
     end: int
     keys: Column  #: (n,) sizes and streams of its requests
+    distinct: frozenset[int]  #: the same
 
-    def without_others(self, keys: Column) -> Column | None:
-        """(n,) bool: those of its requests that are among others; None if more are not than may be strays."""
-        if abs(len(keys) - len(self.keys)) * _MOST > len(self.keys):
+    def without_others(self, other: "_Step") -> Column | None:
+        """(n,) bool: its requests of which another one has the like; None if there are more others than may be strays."""
+        most = len(self.keys) // _MOST
+        if abs(len(other.keys) - len(self.keys)) > most or len(self.distinct - other.distinct) > most:
             return None
-        kept = np.isin(self.keys, keys)
-        return kept if len(kept) and (len(kept) - np.count_nonzero(kept)) * _MOST <= len(kept) else None
+        kept = np.isin(self.keys, other.keys)
+        return kept if 0 < len(kept) <= np.count_nonzero(kept) + most else None
+
+
+def _step(begin: int, end: int, keys: Column) -> _Step:
+    return _Step(begin, end, keys, frozenset(keys.tolist()))
 
 
 class StrayRequests:
@@ -44,7 +50,7 @@ class StrayRequests:
 
     def __init__(self, state: DeviceState, recording: Recording) -> None:
         self._state, self._recording = state, recording
-        self._kinds: deque[Column] = deque(maxlen=_MAX_KINDS)  # requests of each without its strays, by size and stream
+        self._kinds: deque[_Step] = deque(maxlen=_MAX_KINDS)  # a step of each, without its strays
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
         self._last: Column = np.empty(0, np.int64)  # the requests of the last step that was looked at
 
@@ -87,18 +93,18 @@ class StrayRequests:
         With each of them which of its requests (n,) are no strays.
         """
         size, stream = self._recording.requests(begin, end)
-        step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last
+        step, last = _step(begin, end, size * MAX_STREAMS + stream), self._last
         self._last = step.keys
         if np.array_equal(step.keys, last):
             return []
         for kind in self._kinds:
             kept = step.without_others(kind)
-            if kept is not None and np.array_equal(step.keys[kept], kind):
+            if kept is not None and np.array_equal(step.keys[kept], kind.keys):
                 return [(step, kept)]
         for other in self._recent:
-            kept, others = step.without_others(other.keys), other.without_others(step.keys)
+            kept, others = step.without_others(other), other.without_others(step)
             if kept is not None and others is not None and np.array_equal(step.keys[kept], other.keys[others]):
-                self._kinds.append(step.keys[kept])
+                self._kinds.append(_step(begin, end, step.keys[kept]))
                 self._recent.remove(other)
                 return [(other, others), (step, kept)]
         self._recent.append(step)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
 
-_DOUBT_STEPS = 6, 12, 24, 48  # marked steps without one that recurs, after which threads are told apart
+_DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps without one that recurs, after which it is asked what keeps them from it
+_THREADS_DOUBTED = 6  # of these, before which threads are not told apart
 _MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
 _POLL_REQUESTS = 64  # from one look at a search that is not over to the next
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
@@ -208,11 +209,12 @@ class Watching:
 
         If not, see whether a thread is to blame, or take what is held as held for good.
         """
-        if self._recording.num_steps not in _DOUBT_STEPS or self._status.settings.keep_recording:
+        num_steps = self._recording.num_steps
+        if num_steps not in _DOUBT_STEPS or self._status.settings.keep_recording:
             self._settle()
         elif self._steps.recorded.leave_out_strays():
             return True
-        elif self._recording.leave_out_threads():
+        elif num_steps >= _THREADS_DOUBTED and self._recording.leave_out_threads():
             self._steps.forget()
         return False
 
