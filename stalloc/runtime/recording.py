@@ -160,20 +160,19 @@ class Recording:
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
         """Sizes and streams of what was asked for among the events [begin, end), threads apart that are left out."""
-        size, stream, thread = self._state.recorded_requests(begin, end)
-        if not self.left_out:
-            return size, stream
-        kept = ~np.isin(thread, list(self.left_out))
-        return size[kept], stream[kept]
+        size, stream, _ = self._regular_requests(begin, end)
+        return size, stream
+
+    def _regular_requests(self, begin: int, end: int) -> tuple[Column, Column, Column]:
+        """The same, with who asked."""
+        size, stream, asker = self._state.recorded_requests(begin, end)
+        kept = ~np.isin(asker, list(self.left_out)) if self.left_out else slice(None)
+        return size[kept], stream[kept], asker[kept]
 
     def leave_out_threads(self) -> bool:
-        """Leave out threads from here on, if the recorded steps recur without them only; whether there are any.
-
-        The record begins anew then, at this mark of a step.
-        """
-        steps = [self._state.recorded_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
-        steps = [(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps]
-        found = irregular_threads(steps) - self.left_out
+        """Leave out threads, in a record that begins anew at this mark, if steps recur only so; whether there are any."""
+        steps = [self._regular_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
+        found = irregular_threads([(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps])
         if found:
             self.left_out |= found
             self.begin_at_step()
