@@ -170,7 +170,7 @@ class Recording:
         return size[kept], stream[kept], asker[kept]
 
     def leave_out_threads(self) -> bool:
-        """Leave out threads, in a record that begins anew at this mark, if steps recur only so; whether there are any."""
+        """Leave out threads, in a record that begins anew here, if steps recur only so; whether there are any."""
         steps = [self._regular_requests(begin, end) for begin, end in itertools.pairwise(self.step_events)]
         found = irregular_threads([(size, stream, np.maximum(asker, _WORK)) for size, stream, asker in steps])
         if found:

@@ -33,7 +33,7 @@ class _Step:
     distinct: frozenset[int]  #: the same
 
     def without_others(self, other: "_Step") -> Column | None:
-        """(n,) bool: its requests of which another one has the like; None if more others are left than may be strays."""
+        """(n,) bool: its requests of which another has the like; None if more others are left than may be strays."""
         most = len(self.keys) // _MOST
         if abs(len(other.keys) - len(self.keys)) > most or len(self.distinct - other.distinct) > most:
             return None
