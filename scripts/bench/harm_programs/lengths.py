@@ -121,7 +121,7 @@ def labels_of_any_number(num_steps: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        end_of_step()
+        end_of_step("step")
 
 
 if __name__ == "__main__":
