@@ -83,6 +83,8 @@ class StrayRequests:
         """Leave out some requests of those of the events [begin, end) that are not left out so far."""
         _, _, asker = self._state.recorded_requests(begin, end)
         rows = np.flatnonzero(~np.isin(asker, list(self._recording.left_out)))
+        if len(rows) != len(chosen):
+            return  # the record began anew since that step
         strays = np.zeros(len(asker), bool)
         strays[rows[chosen]] = True
         self._state.note_asker(begin, end, strays, STRAY)
