@@ -1,5 +1,6 @@
 """Loops in CuPy, which sets no marks: found, planned, served, or left to the heap."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -85,3 +86,41 @@ print(json.dumps([report.phase, report.note, STATE.record.num_events, STATE.reco
     assert "before the record's table was full" in note
     assert events <= 5000
     assert exact == 0
+
+
+def test_a_short_loop_is_served_after_its_first_few_steps(run_checks: Any) -> None:
+    """It asks for eight arrays a step: as many steps again would go by if more of them had to be seen."""
+    result = run_checks(
+        PROLOGUE
+        + """
+x, hits = cp.ones(MIB), []
+for _ in range(20):
+    y = cp.sqrt(cp.exp(x * 2) + 1) / 3 - x
+    z = cp.concatenate((y, x)).reshape(2, -1).sum(axis=0)
+    hits.append(stalloc.statistics()[0].run_hits)
+print(json.dumps(hits))
+"""
+    )
+    by_step = [after - before for before, after in itertools.pairwise(result)]
+    assert by_step[7] == by_step[-1] > 0, "the ninth step is served from the plan"
+
+
+def test_arrays_that_were_all_kept_so_far_are_no_step_that_could_be_planned(run_checks: Any) -> None:
+    """Made alike in a loop, they repeat; a plan of what was never freed would hold nothing."""
+    phase, note, hits = run_checks(
+        PROLOGUE
+        + """
+x = cp.ones(MIB)
+for step in range(40):
+    parts = [x * i for i in range(12)]
+    total = sum(parts[1:], parts[0])
+    if step % 10 == 9:
+        del parts
+        cp.zeros(3 * MIB).sum()
+    total.max()
+report = stalloc.statistics()[0]
+print(json.dumps([report.phase, report.note, report.run_hits]))
+"""
+    )
+    assert phase == "running on the plan", note
+    assert hits > 0

@@ -164,9 +164,10 @@ def test_threads_that_take_turns_are_one_program() -> None:
 
 def test_another_thread_that_makes_the_steps_from_now_on_is_not_beside_the_first() -> None:
     """As where hooks of a backward pass step optimizers, in a thread of torch's, and then the program itself does."""
-    program, other = Program(), ThreadPoolExecutor(max_workers=1)
-    for _ in range(20):
-        other.submit(program.step, lambda: program.train(2000)).result()
+    program = Program()
+    with ThreadPoolExecutor(max_workers=1) as other:
+        for _ in range(20):
+            other.submit(program.step, lambda: program.train(2000)).result()
     for _ in range(6):
         program.step(lambda: program.train(3000))
     assert [program.step(lambda: program.train(3000)) for _ in range(4)] == [(37, 0)] * 4

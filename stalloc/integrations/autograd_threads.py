@@ -7,6 +7,7 @@ backward passes are over ends with its own code.
 """
 
 import atexit
+import contextlib
 import time
 from pathlib import Path
 
@@ -33,11 +34,9 @@ def _wait() -> None:
 def _states() -> dict[str, str]:
     """Of each thread: whether it sleeps, and how often it has stopped; nothing where the system does not say."""
     found = {}
-    try:
-        for task in Path("/proc/self/task").iterdir():
-            lines = (task / "status").read_text().splitlines()
+    for status in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # that thread has just ended
+            lines = status.read_text().splitlines()
             if lines[0].startswith(f"Name:\t{_NAME}"):
-                found[task.name] = " ".join(line for line in lines if line.startswith(("State", "voluntary")))
-    except OSError:
-        return {}  # no such folder, or a thread has just ended
+                found[status.parent.name] = " ".join(line for line in lines if line.startswith(("State", "voluntary")))
     return found

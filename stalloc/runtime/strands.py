@@ -99,7 +99,7 @@ class Strands:
 
     @property
     def _take_turns(self) -> bool:
-        """Whether several threads set the last marks, and one went on after another: none has left it to the next."""
+        """Whether several threads set the last marks in turn; not where one has left it to the next."""
         changes = sum(one != other for one, other in itertools.pairwise(self._last_threads))
         return changes >= len(set(self._last_threads)) > 1
 

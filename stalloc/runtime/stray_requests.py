@@ -8,6 +8,7 @@ no plan knows of.
 import itertools
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +31,11 @@ class _Step:
     begin: int
     end: int
     keys: Column  #: (n,) sizes and streams of its requests
-    distinct: frozenset[int]  #: the same
+
+    @cached_property
+    def distinct(self) -> frozenset[int]:
+        """The same."""
+        return frozenset(self.keys.tolist())
 
     def without_others(self, other: "_Step") -> Column | None:
         """(n,) bool: its requests of which another has the like; None if more others are left than may be strays."""
@@ -39,10 +44,6 @@ class _Step:
             return None
         kept = np.isin(self.keys, other.keys)
         return kept if 0 < len(kept) <= np.count_nonzero(kept) + most else None
-
-
-def _step(begin: int, end: int, keys: Column) -> _Step:
-    return _Step(begin, end, keys, frozenset(keys.tolist()))
 
 
 class StrayRequests:
@@ -95,7 +96,7 @@ class StrayRequests:
         With each of them which of its requests (n,) are no strays.
         """
         size, stream = self._recording.requests(begin, end)
-        step, last = _step(begin, end, size * MAX_STREAMS + stream), self._last
+        step, last = _Step(begin, end, size * MAX_STREAMS + stream), self._last
         self._last = step.keys
         if np.array_equal(step.keys, last):
             return []
@@ -106,7 +107,7 @@ class StrayRequests:
         for other in self._recent:
             kept, others = step.without_others(other), other.without_others(step)
             if kept is not None and others is not None and np.array_equal(step.keys[kept], other.keys[others]):
-                self._kinds.append(_step(begin, end, step.keys[kept]))
+                self._kinds.append(_Step(begin, end, step.keys[kept]))
                 self._recent.remove(other)
                 return [(other, others), (step, kept)]
         self._recent.append(step)
