@@ -27,6 +27,7 @@ class ArenaTape:
     begins: tuple[int, ...] = ()  #: where the ring of each kind of step begins; empty: one ring, after the prologue
     num_turns: int = 1  #: of which each has a ring for every kind, and which steps take; those of one turn lie together
     strands: tuple[tuple[int, int], ...] = ()  #: threads that follow tapes of their own, and how many rings each has
+    ahead: Words | None = None  #: (k,) bytes by which more is to live at most than when each entry is asked for
     gives: Words | None = None  #: (g,) entries whose memory passes to another stream, after an event and a wait
 
     @property

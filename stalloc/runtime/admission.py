@@ -13,6 +13,8 @@ import numpy as np
 from stalloc.columns import distinct
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import ALIGNMENT, MAX_REQUEST, MAX_STREAMS
+from stalloc.core.record_types import Words
+from stalloc.core.regions import rounded
 from stalloc.errors import PlanError
 from stalloc.planner import Plan, Verdict, validate, validate_kinds
 from stalloc.runtime.segment_sizes import round_up
@@ -51,8 +53,24 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
         num_prologue=num_prologue,
         begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
         num_turns=num_turns,
+        ahead=np.concatenate([bytes_ahead(plan)[first:] for plan, first in zip(plans, firsts, strict=True)]),
         gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )
+
+
+def bytes_ahead(plan: Plan) -> Words:
+    """(k,) bytes by which more of the ring lives at its peak than when each entry of the tape is asked for."""
+    ring = np.arange(len(plan.tape_size)) >= plan.num_prologue
+    size = np.where(ring & (plan.tape_offset >= 0), rounded(plan.tape_size), 0)
+    order = np.argsort(plan.tape_end, kind="stable")
+    begun, ended = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (size, size[order]))
+    ends = plan.tape_end[order]
+    over, after_wrap = (
+        np.searchsorted(ends, plan.tape_start + shift, side="right") for shift in (0, plan.ring_end - plan.ring_start)
+    )
+    live = begun[:-1] - ended[over] + (ended[-1] - ended[after_wrap])  # of this pass, and of the one before
+    peak = int((live + size)[ring].max(initial=0))
+    return peak - live
 
 
 def _judged(plan: Plan) -> Verdict:

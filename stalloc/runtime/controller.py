@@ -23,6 +23,7 @@ from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.serving import Refusal, Serving
 from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
+from stalloc.runtime.standing_aside import StandingAside
 from stalloc.runtime.status import Status
 from stalloc.runtime.steps import Steps
 from stalloc.runtime.strands import Strands
@@ -64,6 +65,7 @@ class Controller:
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, planner
         )
+        self._aside = StandingAside(self.status, self.arenas, self.recording)
         self.observe()
 
     def help(self, request: int, argument: int) -> bool:
@@ -79,7 +81,8 @@ class Controller:
                 return False
             if reason == constants.NEED_PAGES:
                 self.memory.free_deferred()
-                back(self.arenas, detail)
+                if not self._aside.begins():
+                    back(self.arenas, detail)
             elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == constants.CHECK:
@@ -93,7 +96,8 @@ class Controller:
         return True
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
-        if self.memory.free_deferred() or self.lasting.ends_here(expects_marks=self.watching.expects_marks):
+        expects_marks = self.watching.expects_marks
+        if self.memory.free_deferred() or self.lasting.ends_here(expects_marks=expects_marks) or self._aside.begins():
             return True  # the core asks again, if it needs to
         if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
@@ -162,6 +166,7 @@ class Controller:
                 try:
                     if not self.strands.end_step(self.serving.serve_strands):
                         self._heed(self.serving.end_step())
+                        self._aside.end()
                         self.watching.follow_cycle(self.serving.full_device)
                 except Exception as error:  # whatever it is, the program must not see it: it only marked a step
                     if is_interruption(error):
