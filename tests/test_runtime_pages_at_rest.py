@@ -1,10 +1,12 @@
 """Pages of a program that repeats come to rest, with a plan or without one: each move waits for the device."""
 
+import math
+
 import numpy as np
 from programs.core_machine import MIB
 
 from stalloc.replay.offline import make_controller
-from stalloc.runtime.runtime_settings import Settings
+from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.trace import MARK_STEP
 
 NUM_REQUESTS, NUM_LIVE = 120, 20
@@ -39,3 +41,44 @@ def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
     assert min(moves[:10]) > 0
     assert max(moves[-20:]) == 0
     assert held < 1.05
+
+
+def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone() -> None:
+    """Steps end in the middle of a backward pass; later after it, and what the first hand on is never there again."""
+    rng = np.random.default_rng(0)
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller.watching.expects_marks = True
+    state, paging = controller.state, controller.memory.paging
+    outputs, gradients = (rng.uniform(1, 10, (2, 16, 4)) * MIB).astype(int).tolist()
+
+    def use(size: int, times: int) -> None:
+        for address in [int(state.malloc(size, 0)) for _ in range(times)]:
+            state.free(address)
+
+    def step(*, updates_in_backward: bool) -> int:
+        moves, kept = paging.num_moves, []
+        layers = [[int(state.malloc(size, 0)) for size in sizes] for sizes in outputs]
+        for number, (layer, sizes) in enumerate(zip(layers[::-1], gradients, strict=True)):
+            for size in sizes:
+                kept.append((size, int(state.malloc(size, 0))))
+                if updates_in_backward:
+                    use(size, times=3)
+                    state.free(kept.pop()[1])
+            if updates_in_backward and number == 0:
+                controller.mark(MARK_STEP, "")
+            for address in layer:
+                state.free(address)
+        if not updates_in_backward:
+            controller.mark(MARK_STEP, "")
+        for size, address in kept:
+            use(size, times=2)
+            state.free(address)
+        return paging.num_moves - moves
+
+    for _ in range(12):
+        step(updates_in_backward=True)
+    moves = [step(updates_in_backward=False) for _ in range(40)]
+    print(moves)
+    assert moves[10] > 0
+    assert max(moves[-10:]) == 0
+    assert controller.status.phase is Phase.PLANNED

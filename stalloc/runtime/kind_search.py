@@ -43,6 +43,7 @@ class KindSearch:
     of_ring: set[bytes] = field(default_factory=set)  # their names
     in_time: set[bytes] = field(default_factory=set)  # kinds that were put off before, and are not any more
     record: int | None = None  # the number of the record; None: no cycle of steps is looked for
+    pages_move: bool = False  # in every step of the plans in force: a cycle that needs less takes their place
     may_wait: bool = False  # for another step, which may show how long what a cycle makes lives
     done: threading.Event = field(default_factory=threading.Event)
     tapes: "Tapes | None" = None
@@ -83,7 +84,7 @@ class KindSearch:
         try:
             with self.effort.counted():
                 self.search(trace)
-                if self.lacks_places and self.record is not None:
+                if (self.lacks_places or self.pages_move) and self.record is not None:
                     self._look_for_cycle(trace, self.record)
         except Exception:  # these kinds are not planned then; the program must not see it
             self.admitted = None
@@ -129,12 +130,14 @@ class KindSearch:
         from stalloc.runtime.step_cycle import Cycle, find_cycle
 
         tapes = self.tapes or self.before
-        found = find_cycle(trace, tapes) if tapes is not None else None
+        found = find_cycle(trace, tapes, of_any_places=self.pages_move) if tapes is not None else None
         tape = found.tape if found is not None else None
         if found is None or tape is None or len(tape.size) * _IN_CYCLE > self.effort.left_seconds:
             return
         self.awaits_cycle = self.may_wait and not tape.planned.all()
-        self.cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
+        cycle = Cycle.planned(found, record) if not self.awaits_cycle else None
+        if cycle is not None and tapes is not None and (self.lacks_places or cycle.arena_bytes < tapes.peak_bytes):
+            self.cycle = cycle
 
     def _most_frequent(self, kinds: "list[StepKind]") -> "list[StepKind]":
         """As many as there is time for."""

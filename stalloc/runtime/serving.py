@@ -184,7 +184,7 @@ class Serving:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # in whichever period of its ring
         if self._status.phase not in (Phase.PLANNED, Phase.PLANNING) or settings.keep_recording:
             return refusal
-        if steps.search_for_more():
+        if steps.search_for_more(pages_move=self._memory.paging.allowance.never_rests):
             steps.await_search(settings.plan_wait_seconds)
             before = self._status.num_plans
             refusal = self.serve_ready_kinds()

@@ -14,6 +14,7 @@ from stalloc.runtime.status import Status
 
 _LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
 _MORE_BYTES, _MORE_SHIFT = 4 << 20, 8  # more than was expected, and 1 / 2 ** shift of that
+_AHEAD_SHIFT = 3  # 1 / 2 ** shift of what it will need is still to come
 _MOST_IN_A_ROW = 64  # steps in which it stood aside, with none in between that it served
 
 
@@ -25,6 +26,7 @@ class StandingAside:
         self._in_a_row = 0
         self._place = self._followed = 0  # at the last mark: entries from where the ring begins, and of tapes ever
         self._expected_bytes = 0  # by then, to be allocated at most
+        self._num_plans = 0  # put in force by then
 
     def begins(self) -> bool:
         """A request needs pages: whether the plan stands aside from now on, so that there may be some."""
@@ -33,7 +35,7 @@ class StandingAside:
             return False
         if record.has_handovers or record.num_strands or record.private_kind or not self._recording.step_times_ns:
             return False
-        if not (self._is_another() and (self._is_lost or self._needs_more())):
+        if self._num_plans != self._status.num_plans or not (self._is_another() and self._matters()):
             return False
         with self._status.effort.counted():
             if not move(self._arenas):
@@ -65,9 +67,16 @@ class StandingAside:
         lost = record.step_misses - record.step_unplanned
         return bool(lost >= _LEFT_OUT and lost > record.hits - record.hits_before)
 
-    def _needs_more(self) -> bool:
-        """Whether this step will need more than was expected when it began, should the rest of it be as planned."""
-        return self._needed_bytes > self._expected_bytes + max(_MORE_BYTES, self._expected_bytes >> _MORE_SHIFT)
+    def _matters(self) -> bool:
+        """Whether the step will need much more than now, should the rest of it be as planned, and more than expected.
+
+        Where most of it is not as planned, it is enough that half of what is held is allocated.
+        """
+        needed, expected, record = self._needed_bytes, self._expected_bytes, self._state.record
+        if self._is_lost and 2 * record.total.allocated_bytes > record.reserved_bytes:
+            return True
+        is_more = needed > expected + max(_MORE_BYTES, expected >> _MORE_SHIFT)
+        return is_more and needed - int(record.total.allocated_bytes) > needed >> _AHEAD_SHIFT
 
     @property
     def _needed_bytes(self) -> int:
@@ -84,4 +93,4 @@ class StandingAside:
         else:
             self._in_a_row = 0
         self._place, self._followed = self._place_now, self._followed_ever
-        self._expected_bytes = self._needed_bytes
+        self._expected_bytes, self._num_plans = self._needed_bytes, self._status.num_plans

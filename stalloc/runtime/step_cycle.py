@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
 
-_LEAST_STEPS = 16  # in which the order repeats
+LEAST_STEPS = 16  # in which the order repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,17 @@ class Cycle:
         job.done.set()
         return cls(found, job, record)
 
+    @property
+    def arena_bytes(self) -> int:
+        """What its plan needs; 0 if there is none."""
+        return self.job.admitted.arena_bytes if self.job.admitted is not None else 0
 
-def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
-    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds."""
+
+def find_cycle(trace: "Trace", tapes: "Tapes", *, of_any_places: bool = False) -> Found | None:
+    """The cycle that the steps of a record make, if its ring has places for twice as much as the plans of kinds.
+
+    With `of_any_places` it need not, if there is a place for everything.
+    """
     from stalloc.lifespans.periods import find_step_period, sequence_rows
     from stalloc.lifespans.tape import fold
 
@@ -50,9 +58,11 @@ def find_cycle(trace: "Trace", tapes: "Tapes") -> Found | None:
     if period is None or period.first + period.covered < len(sizable):
         return None
     marks = np.searchsorted(trace.start[sizable], trace.mark_event[trace.mark_kind == MARK_STEP])
-    if int((marks >= period.first).sum()) <= _LEAST_STEPS:
+    if int((marks >= period.first).sum()) <= LEAST_STEPS:
         return None
     tape = fold(trace, with_prologue=False, period=period)
-    if tape is None or 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
+    if tape is None or (of_any_places and tape.planned.all()):
+        return Found(trace, tape, sizable) if tape is not None else None
+    if 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
         return None
     return Found(trace, tape, sizable)

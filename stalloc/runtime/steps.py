@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
+from stalloc.runtime.cycle_watch import CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.step_cycle import LEAST_STEPS
 from stalloc.runtime.step_misses import StepMisses
 from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP
@@ -24,7 +26,6 @@ from stalloc.trace import MARK_STEP
 if TYPE_CHECKING:
     from stalloc.lifespans.tape import Tape
     from stalloc.planner import Layout
-    from stalloc.runtime.step_cycle import Cycle
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
     from stalloc.trace.record import Column
@@ -34,7 +35,6 @@ _WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes 
 _SOONER = 8  # steps of a pause that one counts for which the plan does not know
 _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
-_PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
 _STEPS_BEFORE = 4  # before the first of a kind that is to be planned, which show what is handed on to it
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 
@@ -55,16 +55,14 @@ class Steps:
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
-        self._search_again_at = 0  # recorded steps, after which a cycle of them may show; 0: none is looked for
-        self._patience = _PATIENCE
-        self._cycle: Cycle | None = None  # a plan of one, which takes the place of those of kinds
+        self.cycles = CycleWatch(self.recorded)
         self._watched = self._pause = 0  # steps of this watch, and until the next one
         self._next_pause = _WATCH_STEPS
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self.waiting, self._watched = None, None, None, 0
-        self._search_again_at, self._patience, self._cycle = 0, _PATIENCE, None
+        self.cycles.forget()
         self.places.forget()
         self._planned.clear()
         self._misses.begin_cycle()
@@ -103,23 +101,12 @@ class Steps:
             return None
         self.search = None
         self._waited_for |= {name: self.recorded.times_seen(name) for name in search.put_off}
-        if search.lacks_places:
-            self._search_again_at = 2 * self.recorded.count
-        if search.awaits_cycle:
-            self._search_again_at, self._patience = self.recorded.count + 1, self._patience - 1
-            return None
-        if search.cycle is not None and search.cycle.record == self.recorded.num_records:
-            self._cycle = search.cycle
+        if self.cycles.ends(search):
             return None
         if search.admitted is None:
             self._refused |= search.looked_for - search.put_off - self._planned
             return None
         return search
-
-    def take_cycle(self) -> "Cycle | None":
-        """The plan of a cycle of steps that is to take the place of those in force, once."""
-        cycle, self._cycle = self._cycle, None
-        return cycle
 
     def wait_for_arena(self, search: KindSearch) -> None:
         """Its plans are to be put in force at the first request of a step, when less may live in the arena."""
@@ -200,13 +187,17 @@ class Steps:
         """Whether half of the recorded steps, or more, are of kinds that were seen twice."""
         return 2 * self.recorded.num_recurring >= max(1, self.recorded.count)
 
-    def search_for_more(self) -> bool:
-        """Plan the kinds of steps that recur, and that the plan in force does not know; whether there are any."""
+    def search_for_more(self, *, pages_move: bool) -> bool:
+        """Plan the kinds of steps that recur, and that the plan in force does not know; whether there are any.
+
+        Or a cycle of those that it knows, as where `pages_move` in every step.
+        """
         if self._is_out_of_order and self.search is None and not self._effort.is_spent:
             self._planned.clear()
         fresh, recorded = self._fresh(), self.recorded
-        again = 0 < self._search_again_at <= recorded.count and self.search is None
-        if self._cycle is not None or not (fresh or (again and not self._effort.is_spent)):
+        pages_move = pages_move and self.tapes is not None and recorded.count > LEAST_STEPS
+        again = self.cycles.is_due(pages_move=pages_move) and self.search is None
+        if self.cycles.is_found or not (fresh or (again and not self._effort.is_spent)):
             return False
         # the plan of a ring says nothing of its single steps: what it was found in has to tell, or the record, or they
         # have to be over
@@ -217,10 +208,9 @@ class Steps:
         if not is_over and not is_told:
             return False
         first = 0 if again else self._first_needed(fresh)
-        if first == 0:
-            self._search_again_at = 0
         with self._effort.counted():
-            self._start_search(self._recording.regular_trace(first), fresh if first else None)
+            trace = self._recording.regular_trace(first)
+            self._start_search(trace, fresh if first else None, pages_move=pages_move and again)
         return True
 
     def _first_needed(self, fresh: set[bytes]) -> int:
@@ -259,7 +249,7 @@ class Steps:
         self._recording.begin_at_step()
         self.recorded.forget()
 
-    def _start_search(self, trace: "Trace", only: set[bytes] | None = None) -> None:
+    def _start_search(self, trace: "Trace", only: set[bytes] | None = None, *, pages_move: bool = False) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
         wanted = self.recorded.recurring - self._refused
         search = KindSearch(self.tapes, wanted, self._made, self._effort, in_turn=True)
@@ -267,7 +257,8 @@ class Steps:
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
         if only is None and not self._recording.left_out:
-            search.record, search.may_wait = self.recorded.num_records, self._patience > 0
+            search.record, search.pages_move = self.recorded.num_records, pages_move
+            search.may_wait = self.cycles.note_search(pages_move=pages_move)
         self.search = search
         search.start(trace)
 
@@ -292,6 +283,7 @@ class Steps:
         kinds = search.tapes.kinds
         names = [name_of(kind.size, kind.stream) for kind in kinds]
         lengths = [len(kind.size) for kind in kinds]
+        self.cycles.begin_plans()
         self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.ends_turn)
         self.tapes, self._watched, self._next_pause = search.tapes, 1, _WATCH_STEPS
         if self._state.record.num_events:

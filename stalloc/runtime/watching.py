@@ -169,7 +169,7 @@ class Watching:
 
     def follow_cycle(self, full_device: FullDevice) -> None:
         """At a mark: if the steps in force were found to make a cycle, serve it from the next request on."""
-        cycle, state = self._steps.take_cycle(), self._state
+        cycle, state = self._steps.cycles.take(), self._state
         tape = cycle.job.admitted if cycle is not None else None
         if cycle is None or tape is None or self._status.phase is not Phase.PLANNED or state.record.has_handovers:
             return
@@ -177,6 +177,8 @@ class Watching:
             self._arenas.drop_tape()
             cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.tape.ring_length
             self._follow(cycle.found, cycle.job, cursor)
+            self._recording.begin_at_step()  # kinds that came before it are over
+            self._steps.recorded.forget()
 
     def is_patient(self, full_device: FullDevice) -> bool:
         """Whether the plan stays although much is not served from it: one for what the program does is being made."""
