@@ -46,6 +46,8 @@ def move(arenas: "Arenas") -> bool:
         return False
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
     strands, learnt = state.arena.strand_cursors(), state.arena.tape.lifespans
+    names = ("history_count", "last_miss", "miss_run") if not strands else ()  # where the program is remains as sure
+    followed = {name: int(getattr(record, name)) for name in names}
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
@@ -55,7 +57,7 @@ def move(arenas: "Arenas") -> bool:
     state.arena.begin_step(begin, end, cursor)
     for index, place in enumerate(strands):
         state.arena.begin_strand_step(index, *place)
-    state.write(ask_after_misses=ask_after)
+    state.write(ask_after_misses=ask_after, **followed)
     return True
 
 

@@ -13,7 +13,7 @@ from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
 
 _LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
-_MORE_BYTES, _MORE_SHIFT = 4 << 20, 8  # more than was expected, and 1 / 2 ** shift of that
+_MORE_BYTES, _MORE_SHIFT = 8 << 20, 5  # more than was expected, and 1 / 2 ** shift of that
 _AHEAD_SHIFT = 3  # 1 / 2 ** shift of what it will need is still to come
 _MOST_IN_A_ROW = 64  # steps in which it stood aside, with none in between that it served
 
@@ -25,7 +25,7 @@ class StandingAside:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
         self._place = self._followed = 0  # at the last mark: entries from where the ring begins, and of tapes ever
-        self._expected_bytes = 0  # by then, to be allocated at most
+        self._allocated_bytes = 0  # then
         self._num_plans = 0  # put in force by then
 
     def begins(self) -> bool:
@@ -72,19 +72,16 @@ class StandingAside:
 
         Where most of it is not as planned, it is enough that half of what is held is allocated.
         """
-        needed, expected, record = self._needed_bytes, self._expected_bytes, self._state.record
-        if self._is_lost and 2 * record.total.allocated_bytes > record.reserved_bytes:
+        record, tape = self._state.record, self._arenas.tape
+        allocated_bytes = int(record.total.allocated_bytes)
+        if self._is_lost and 2 * allocated_bytes > record.reserved_bytes:
             return True
-        is_more = needed > expected + max(_MORE_BYTES, expected >> _MORE_SHIFT)
-        return is_more and needed - int(record.total.allocated_bytes) > needed >> _AHEAD_SHIFT
-
-    @property
-    def _needed_bytes(self) -> int:
-        """What the step will have allocated at most, should the rest of it be as planned; 0: nobody knows."""
-        tape, record = self._arenas.tape, self._state.record
-        if tape is None or tape.ahead is None or record.cursor >= len(tape.ahead):
-            return 0
-        return int(record.total.allocated_bytes + tape.ahead[record.cursor])
+        began = record.ring_start + self._place
+        if tape is None or tape.ahead is None or max(began, record.cursor) >= len(tape.ahead):
+            return False
+        ahead_bytes, expected_bytes = int(tape.ahead[record.cursor]), self._allocated_bytes + int(tape.ahead[began])
+        is_more = allocated_bytes + ahead_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT)
+        return is_more and ahead_bytes << _AHEAD_SHIFT > allocated_bytes + ahead_bytes
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""
@@ -93,4 +90,5 @@ class StandingAside:
         else:
             self._in_a_row = 0
         self._place, self._followed = self._place_now, self._followed_ever
-        self._expected_bytes, self._num_plans = self._needed_bytes, self._status.num_plans
+        self._allocated_bytes = int(self._state.record.total.allocated_bytes)
+        self._num_plans = self._status.num_plans
