@@ -7,7 +7,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from stalloc.core.state import DeviceState
+from stalloc.lifespans.repetition import longest_runs
 from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.stray_requests import StrayRequests
@@ -34,6 +37,7 @@ class RecordedSteps:
         self._strays = StrayRequests(state, recording)
         self._times_seen: dict[bytes, int] = {}
         self._of_kind: dict[bytes, _Recorded] = {}  # what the record shows of each kind
+        self._order: list[int] = []  # whole steps before the first of the kind of each step in the record
         self.count = 0  #: whole steps in the record
         self.num_records = 0  #: that were begun
         self.last: bytes | None = None  #: the name of the step that just ended, if it is in the record
@@ -42,9 +46,8 @@ class RecordedSteps:
 
     def forget(self) -> None:
         """The record begins anew."""
-        self._of_kind.clear()
+        self._begin_to_count()
         self._strays.forget_record()
-        self.count = 0
         self.num_records += 1
 
     def expect_last(self) -> None:
@@ -65,8 +68,15 @@ class RecordedSteps:
         self.last = followed or self._name(*step)
         self._count(self.last)
 
+    def _begin_to_count(self) -> None:
+        self._of_kind.clear()
+        self._order.clear()
+        self.count = 0
+
     def _count(self, name: bytes) -> None:
-        self._of_kind.setdefault(name, _Recorded(self.count)).count += 1
+        kind = self._of_kind.setdefault(name, _Recorded(self.count))
+        kind.count += 1
+        self._order.append(kind.first)
         self.count += 1
         self._times_seen[name] = self._times_seen.get(name, 0) + 1
 
@@ -74,8 +84,7 @@ class RecordedSteps:
         """No recorded step recurs: leave out requests of any size if most steps recur without them; whether they do."""
         if not self._strays.leave_out():
             return False
-        self._of_kind.clear()
-        self.count = 0
+        self._begin_to_count()
         for step in itertools.pairwise(self._recording.step_events):
             self._count(self._name(*step))
         return True
@@ -130,6 +139,11 @@ class RecordedSteps:
     def recurring(self) -> set[bytes]:
         """Names of the kinds in the record that were seen twice, there or before."""
         return {name for name in self._of_kind if self.times_seen(name) > 1}
+
+    @property
+    def make_a_cycle(self) -> bool:
+        """Whether any steps of the record, in a row, are of the same kinds in the same order as those after them."""
+        return next(iter(longest_runs(np.array(self._order, np.int64), 2, 1)), None) is not None
 
     @property
     def num_recurring(self) -> int:

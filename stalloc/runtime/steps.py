@@ -145,10 +145,18 @@ class Steps:
         if self.search is not None:
             self.search.done.wait(seconds)
 
+    @property
+    def may_be_planned(self) -> bool:
+        """Whether the record may show a cycle of steps, or kinds of steps that recur in any order."""
+        return self.recorded.make_a_cycle or self._recur_in_any_order
+
+    @property
+    def _recur_in_any_order(self) -> bool:
+        return self.recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
+
     def look_for_kinds(self, trace: "Trace") -> bool:
         """No cycle of steps was found while observing: plan the kinds of steps that recur in any order, if any do."""
-        starts = self.recorded.count + 1 >= _MIN_STEPS and bool(self._fresh())
-        if starts:
+        if starts := self._recur_in_any_order:
             self._start_search(trace)
         return starts
 

@@ -117,12 +117,18 @@ class Strands:
         """
         marks = Counter(self._recording.mark_threads)
         threads = [thread for thread, count in marks.items() if count >= _MARKS]
+        if not 1 < len(threads) <= MAX_STRANDS:
+            return
         most, search = max(marks.values(), default=0), self._steps.search
         one_step = self._steps.recur and most < _PATIENCE  # else there would be a plan by now
         makes_plan = search is not None and (search.admitted is not None or not search.done.is_set())
         one_step |= makes_plan and most < 2 * _PATIENCE
-        several = 1 < len(threads) <= MAX_STRANDS and (self.are_apart or not one_step)
-        if not several or self.search is not None or self._gives_up or self._status.effort.is_spent:
+        if (
+            (one_step and not self.are_apart)
+            or self.search is not None
+            or self._gives_up
+            or self._status.effort.is_spent
+        ):
             return
         if len(self._recording.mark_threads) < self._search_at:
             return

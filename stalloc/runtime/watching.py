@@ -142,6 +142,9 @@ class Watching:
             return
         if self._recording.marks and not self._steps.recorded.recurring and not self._recur_in_part():
             return
+        if self._recording.marks and not self._steps.may_be_planned:
+            self._settle()
+            return
         found = self._looking.find(self._status.settings)
         if found is None:
             return
