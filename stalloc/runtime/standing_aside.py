@@ -14,7 +14,8 @@ from stalloc.runtime.status import Status
 
 _LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
 _MORE_BYTES, _MORE_SHIFT = 8 << 20, 5  # more than was expected, and 1 / 2 ** shift of that
-_AHEAD_SHIFT = 3  # 1 / 2 ** shift of what it will need is still to come
+_EIGHTH = 8  # one part in so many of it is still to come; all but that of what was held before is needed
+_FULL = 4  # all but one part in so many of what is held is allocated
 _MOST_IN_A_ROW = 64  # steps in which it stood aside, with none in between that it served
 
 
@@ -50,7 +51,8 @@ class StandingAside:
         length = record.ring_end - record.ring_start
         left_out = (self._place_now - self._place - (self._followed_ever - self._followed)) % length
         least = max(_LEFT_OUT, length // _RING_SHARE)
-        return record.step_count > 0 and (least <= left_out <= length - least or self._state.num_displaced >= least)
+        is_another = least <= left_out <= length - least or self._state.num_displaced >= least
+        return record.step_count > 0 and is_another
 
     @property
     def _place_now(self) -> int:
@@ -68,20 +70,27 @@ class StandingAside:
         return bool(lost >= _LEFT_OUT and lost > record.hits - record.hits_before)
 
     def _matters(self) -> bool:
-        """Whether the step will need much more than now, should the rest of it be as planned, and more than expected.
+        """Whether little is left of what is held and most of the pass not as planned, or the step needs more memory."""
+        record = self._state.record
+        little_is_left = _FULL * record.total.allocated_bytes > (_FULL - 1) * record.reserved_bytes
+        if little_is_left and self._is_lost:
+            return True
+        return (little_is_left or self._place_now >= _LEFT_OUT) and self._needs_more()
 
-        Where most of it is not as planned, it is enough that half of what is held is allocated.
+    def _needs_more(self) -> bool:
+        """Whether the step will need much more than now, should the rest of it be as planned.
+
+        And more than was expected when it began, and nearly as much as any before.
         """
         record, tape = self._state.record, self._arenas.tape
-        allocated_bytes = int(record.total.allocated_bytes)
-        if self._is_lost and 2 * allocated_bytes > record.reserved_bytes:
-            return True
         began = record.ring_start + self._place
         if tape is None or tape.ahead is None or max(began, record.cursor) >= len(tape.ahead):
-            return False
+            return False  # nobody knows
         ahead_bytes, expected_bytes = int(tape.ahead[record.cursor]), self._allocated_bytes + int(tape.ahead[began])
-        is_more = allocated_bytes + ahead_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT)
-        return is_more and ahead_bytes << _AHEAD_SHIFT > allocated_bytes + ahead_bytes
+        needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
+        held_bytes = self._arenas.memory.paging.allowance.held_bytes(0)
+        is_more = needed_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT)
+        return is_more and _EIGHTH * ahead_bytes > needed_bytes and needed_bytes > held_bytes - held_bytes // _EIGHTH
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""
