@@ -63,13 +63,15 @@ def find_step_period(
     min_share: float = _MIN_SHARE,
     ignore_tiny: bool = True,
     minimum_size: int | None = None,
+    at_end: bool = False,
 ) -> Period | None:
     """The period of one step, in the sequence of `sequence_rows(trace, minimum_size)`; None when none is confirmed.
 
     `minimum_size` defaults to 513 bytes with `ignore_tiny`, else to 0. With step marks, whole steps are compared and
     the shortest cycle of steps that repeats is the period; without, the longest stretch that repeats and over which
     memory returns to its level; it has to cover `min_share` of the sequence, for the parameters of an optimizer repeat
-    too. Repetitions shorter than `min_length` requests are passed over.
+    too. Repetitions shorter than `min_length` requests are passed over. Of steps that are marked the cycle that covers
+    most is chosen, `at_end` the one of those that the last of them is a part of.
     """
     if minimum_size is None:
         minimum_size = TINY_BYTES + 1 if ignore_tiny else 0
@@ -77,7 +79,7 @@ def find_step_period(
     keys = sequence_keys(trace, rows)
     marks = distinct(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks):
-        return _period_of_marked_steps(trace, rows, keys, marks, min_repeats, min_length)
+        return _period_of_marked_steps(trace, rows, keys, marks, min_repeats, min_length, at_end)
     for period in longest_runs(keys, min_repeats, min_length):
         if period.covered >= min_share * len(keys) and _returns_to_its_level(trace, rows, period):
             return period
@@ -85,7 +87,7 @@ def find_step_period(
 
 
 def _period_of_marked_steps(
-    trace: Trace, rows: Column, keys: Column, marks: Column, min_repeats: int, min_length: int
+    trace: Trace, rows: Column, keys: Column, marks: Column, min_repeats: int, min_length: int, at_end: bool
 ) -> Period | None:
     bounds = np.searchsorted(trace.start[rows], marks)  # position in the sequence at which each step begins
     contents: dict[bytes, int] = {}
@@ -93,7 +95,7 @@ def _period_of_marked_steps(
         [contents.setdefault(keys[begin:end].tobytes(), len(contents)) for begin, end in itertools.pairwise(bounds)],
         np.int64,
     )
-    for cycle in longest_runs(steps, min_repeats, 1):
+    for cycle in (runs_at_end if at_end else longest_runs)(steps, min_repeats, 1):
         first, length = int(bounds[cycle.first]), int(bounds[cycle.first + cycle.length] - bounds[cycle.first])
         if length < min_length:
             continue

@@ -53,7 +53,7 @@ def find_cycle(trace: "Trace", tapes: "Tapes", *, of_any_places: bool = False) -
     from stalloc.lifespans.tape import fold
 
     longest = max(len(kind.size) for kind in tapes.kinds)
-    period = find_step_period(trace, min_length=longest + 1)
+    period = find_step_period(trace, min_length=longest + 1, at_end=True)
     sizable = sequence_rows(trace, TINY + 1)
     if period is None or period.first + period.covered < len(sizable):
         return None
