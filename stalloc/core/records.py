@@ -151,7 +151,8 @@ class State(Record):
     askers: int  # table of Asker
     task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
     stands_aside: int  # Python, 1: the heap serves what the plan has, too, as its arena has no memory
-    line_padding: Annotated[Words, 2]  # what follows keeps its place in its line
+    left_out: int  # entries, ever, that the cursor passed over for one close by
+    line_padding: int  # what follows keeps its place in its line
 
     # the tape and the cells, set when a plan is installed
     num_entries: int  # of the tape

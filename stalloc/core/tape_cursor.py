@@ -204,6 +204,8 @@ def _search(state, key):
     position = _realign(state, key)
     if position >= 0:
         note_move(state, cursor, position)
+    if cursor < position <= cursor + WINDOW:
+        state.left_out += position - cursor
     begins = position >= 0 and _passes_start(state, position)
     if 0 <= position < state.cursor:  # a way back, or around: the clock goes on
         go_to(state, state.ring_start, state.ring_end, position)

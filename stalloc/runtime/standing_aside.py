@@ -25,7 +25,9 @@ class StandingAside:
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        self._place = self._followed = 0  # at the last mark: entries from where the ring begins, and of tapes ever
+        self._place = self._left_out = (
+            0  # at the last mark: entries from where the ring begins; that were left out ever
+        )
         self._allocated_bytes = 0  # then
         self._num_plans = 0  # put in force by then
 
@@ -48,19 +50,13 @@ class StandingAside:
     def _is_another(self) -> bool:
         """Whether much of what is planned for this step was not asked for, or others are where it was to be."""
         record = self._state.record
-        length = record.ring_end - record.ring_start
-        left_out = (self._place_now - self._place - (self._followed_ever - self._followed)) % length
-        least = max(_LEFT_OUT, length // _RING_SHARE)
-        is_another = least <= left_out <= length - least or self._state.num_displaced >= least
-        return record.step_count > 0 and is_another
+        least = max(_LEFT_OUT, (record.ring_end - record.ring_start) // _RING_SHARE)
+        is_another = record.left_out - self._left_out >= least or self._state.num_displaced >= least
+        return bool(record.step_count > 0 and is_another)
 
     @property
     def _place_now(self) -> int:
         return int(self._state.record.cursor - self._state.record.ring_start)
-
-    @property
-    def _followed_ever(self) -> int:
-        return int(self._state.record.hits + self._state.record.conflicts)
 
     @property
     def _is_lost(self) -> bool:
@@ -98,6 +94,6 @@ class StandingAside:
             self._state.write(stands_aside=0)
         else:
             self._in_a_row = 0
-        self._place, self._followed = self._place_now, self._followed_ever
+        self._place, self._left_out = self._place_now, int(self._state.record.left_out)
         self._allocated_bytes = int(self._state.record.total.allocated_bytes)
         self._num_plans = self._status.num_plans
