@@ -53,12 +53,12 @@ def admit(plans: Sequence[Plan], *, ring_only: bool, num_turns: int = 1) -> Aren
         num_prologue=num_prologue,
         begins=tuple((num_prologue + np.cumsum([0, *lengths[:-1]])).tolist()),
         num_turns=num_turns,
-        ahead=np.concatenate([bytes_ahead(plan)[first:] for plan, first in zip(plans, firsts, strict=True)]),
+        ahead=np.concatenate([_bytes_ahead(plan)[first:] for plan, first in zip(plans, firsts, strict=True)]),
         gives=distinct(earlier[earlier >= firsts[0]]) - firsts[0] if shared else None,
     )
 
 
-def bytes_ahead(plan: Plan) -> Words:
+def _bytes_ahead(plan: Plan) -> Words:
     """(k,) bytes by which more of the ring lives at its peak than when each entry of the tape is asked for."""
     ring = np.arange(len(plan.tape_size)) >= plan.num_prologue
     size = np.where(ring & (plan.tape_offset >= 0), rounded(plan.tape_size), 0)

@@ -25,11 +25,9 @@ class StandingAside:
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        self._place = self._left_out = (
-            0  # at the last mark: entries from where the ring begins; that were left out ever
-        )
-        self._allocated_bytes = 0  # then
-        self._num_plans = 0  # put in force by then
+        # at the last mark:
+        self._place = self._left_out = 0  # entries from where the ring begins; entries that were left out, ever
+        self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
 
     def begins(self) -> bool:
         """A request needs pages: whether the plan stands aside from now on, so that there may be some."""

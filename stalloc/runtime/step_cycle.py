@@ -61,8 +61,7 @@ def find_cycle(trace: "Trace", tapes: "Tapes", *, of_any_places: bool = False) -
     if int((marks >= period.first).sum()) <= LEAST_STEPS:
         return None
     tape = fold(trace, with_prologue=False, period=period)
-    if tape is None or (of_any_places and tape.planned.all()):
-        return Found(trace, tape, sizable) if tape is not None else None
-    if 2 * np.mean(~tape.planned) > np.mean(tapes.offset < 0):
+    if tape is None:
         return None
-    return Found(trace, tape, sizable)
+    has_more = 2 * np.mean(~tape.planned) <= np.mean(tapes.offset < 0)
+    return Found(trace, tape, sizable) if has_more or (of_any_places and tape.planned.all()) else None

@@ -264,9 +264,9 @@ class Steps:
         search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
         if self._ring_tells:
             search.ring, search.of_ring = self._recording.kept, {*self._planned}
-        if only is None and not self._recording.left_out:
-            search.record, search.pages_move = self.recorded.num_records, pages_move
-            search.may_wait = self.cycles.note_search(pages_move=pages_move)
+        if only is None:
+            search.may_wait, search.pages_move = self.cycles.note_search(pages_move=pages_move), pages_move
+            search.record = None if self._recording.left_out else self.recorded.num_records
         self.search = search
         search.start(trace)
 
