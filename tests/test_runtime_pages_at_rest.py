@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 from programs.core_machine import MIB
 
 from stalloc.replay.offline import make_controller
@@ -43,7 +44,8 @@ def test_a_little_more_is_held_where_pages_would_move_in_every_step() -> None:
     assert held < 1.05
 
 
-def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone() -> None:
+@pytest.mark.parametrize("num_before", [12, 45])
+def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(num_before: int) -> None:
     """Steps end in the middle of a backward pass; later after it, and what the first hand on is never there again."""
     rng = np.random.default_rng(0)
     controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
@@ -75,7 +77,7 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone()
             state.free(address)
         return paging.num_moves - moves
 
-    for _ in range(12):
+    for _ in range(num_before):
         step(updates_in_backward=True)
     moves = [step(updates_in_backward=False) for _ in range(40)]
     print(moves)

@@ -14,8 +14,8 @@ _PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a pl
 _PARTS = 256  # of the peak, in which is counted what is
 _TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
 _SELDOM = 32  # requests of a step for each page that moves, from which on they rest where no plan serves
-_UNREST = 16  # the same, before the plan is taken to be the cause
 _PATIENCE, _PLANNED_PATIENCE = 8, 4  # steps more in which they do not than in which they do, before more is allowed
+_UNREST = 16  # the same, before the plan is taken to be the cause
 
 
 class Allowance:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.kind_search import KindSearch
     from stalloc.runtime.step_cycle import Cycle
 
+LEAST_STEPS = 16  # in which the order repeats
 _PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
 
 

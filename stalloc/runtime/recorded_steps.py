@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
-from stalloc.lifespans.repetition import longest_runs
 from stalloc.runtime.kind_names import name_of
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.stray_requests import StrayRequests
@@ -143,6 +142,8 @@ class RecordedSteps:
     @property
     def make_a_cycle(self) -> bool:
         """Whether any steps of the record, in a row, are of the same kinds in the same order as those after them."""
+        from stalloc.lifespans.repetition import longest_runs
+
         return next(iter(longest_runs(np.array(self._order, np.int64), 2, 1)), None) is not None
 
     @property

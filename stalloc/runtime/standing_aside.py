@@ -1,9 +1,8 @@
-"""A step that leaves out what is planned, and needs more than any before it, is served by the heap to its end.
+"""A step that leaves out what is planned, and is about to need much memory, is served by the heap to its end.
 
 Contract: what matches the plan by chance would be scattered over the arena, and keep parts of pages from everything
 else. So the plan stands aside from there to the next mark: its arena moves to addresses without memory, and the heap
-has all that is free where it was. A plan that never fits well does so so many times in a row, and then serves what it
-can.
+has all that is free where it was. After many such steps in a row there is one in which it serves what it can.
 """
 
 from stalloc.runtime.arenas import Arenas

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.constants import TINY
+from stalloc.runtime.cycle_watch import LEAST_STEPS
 from stalloc.runtime.looking import Found
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.trace import MARK_STEP
@@ -17,8 +18,6 @@ from stalloc.trace import MARK_STEP
 if TYPE_CHECKING:
     from stalloc.runtime.tapes import Tapes
     from stalloc.trace import Trace
-
-LEAST_STEPS = 16  # in which the order repeats
 
 
 @dataclass(frozen=True, eq=False)

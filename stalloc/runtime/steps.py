@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.state import DeviceState
-from stalloc.runtime.cycle_watch import CycleWatch
+from stalloc.runtime.cycle_watch import LEAST_STEPS, CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
-from stalloc.runtime.step_cycle import LEAST_STEPS
 from stalloc.runtime.step_misses import StepMisses
 from stalloc.runtime.step_places import StepPlaces
 from stalloc.trace import MARK_STEP

@@ -119,7 +119,7 @@ class Strands:
         threads = [thread for thread, count in marks.items() if count >= _MARKS]
         if not 1 < len(threads) <= MAX_STRANDS:
             return
-        most, search = max(marks.values(), default=0), self._steps.search
+        most, search = max(marks.values()), self._steps.search
         one_step = self._steps.recur and most < _PATIENCE  # else there would be a plan by now
         makes_plan = search is not None and (search.admitted is not None or not search.done.is_set())
         one_step |= makes_plan and most < 2 * _PATIENCE
