@@ -77,6 +77,8 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(n
             state.free(address)
         return paging.num_moves - moves
 
+    step(updates_in_backward=True)
+    use(3 * MIB, times=2)  # a step that never comes again, so that the record goes on beside the plan
     for _ in range(num_before):
         step(updates_in_backward=True)
     moves = [step(updates_in_backward=False) for _ in range(40)]
