@@ -35,12 +35,11 @@ class Paged(Checked):
 
     def leave(self, wanted: int = MANY) -> tuple[list[tuple[int, int]], dict[int, int]]:
         """Take the memory of pages that are free in segments away: of which, and which segments begin elsewhere."""
-        ranges = self.state.heap.leave_pages(wanted)
-        shared, begins = self.state.heap.leave_shared_pages(wanted - sum(size for _, size in ranges))
+        ranges, begins = self.state.leave_pages(wanted)
         self.driver.synchronize()
-        for address, size in ranges + shared:
+        for address, size in ranges:
             self.pages.difference_update(range(address, address + size, GRANULE))
-        return shared, begins
+        return ranges, begins
 
     def check(self) -> None:
         """What lives has memory, and nothing is held that is not needed."""
@@ -98,15 +97,15 @@ def test_no_more_pages_are_taken_from_streams_than_are_asked_for(seed: int) -> N
     machine, program = start(60 + seed)
     machine.back()
     program.one_pass()
-    machine.dissolve()
+    shared = {base // GRANULE * GRANULE for base in machine.dissolve() if base % GRANULE}
     program.end()
-    machine.state.heap.leave_pages(MANY)
-    before = machine.state.record.reserved_bytes
-    page = int(machine.state.heap.segments()[0].max()) // GRANULE * GRANULE
-    shared, _ = machine.state.heap.leave_shared_pages(2 * GRANULE, (page, page + GRANULE))
-    assert len(shared) == 2
-    assert (page, GRANULE) not in shared
-    assert machine.state.record.reserved_bytes == before - 2 * GRANULE
+    machine.give_back_segments()
+    before, page = machine.state.record.reserved_bytes, max(shared)
+    wanted = before - (len(shared) - 2) * GRANULE  # all others, and two of them
+    ranges, _ = machine.state.leave_pages(wanted, between=(page, page + GRANULE))
+    assert machine.state.record.reserved_bytes == before - wanted
+    assert len(shared.intersection(address for address, _ in ranges)) == 2
+    assert (page, GRANULE) not in ranges
 
 
 @pytest.mark.parametrize("seed", range(4))

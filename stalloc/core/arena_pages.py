@@ -114,22 +114,22 @@ def _may_go(state, page, low, high):
 
 
 @inner()
-def _leave_run(state, first, end, wanted, low, high, count, begins, ends):
+def _leave_run(state, first, end, wanted, low, high, addresses, sizes, count):
     """Let pages of the idle cells [first, end) go that have memory, at most `wanted` bytes, none of [low, high).
 
-    How many ranges are written then, of which `count` were before, and how many bytes these are.
+    Writes ranges behind `count` that are written; how many there are then, and how many bytes these are.
     """
     page, last = -(-cell_at(state, first).offset // GRANULE), cell_at(state, end).offset // GRANULE
     left = 0
-    while page < last and left < wanted and count < len(begins):
+    while page < last and left < wanted and count < len(addresses):
         begin = page
         while page < last and left < wanted and _may_go(state, page, low, high):
             left += GRANULE
             page += 1
         if page > begin:
-            begins[count] = begin * GRANULE
-            ends[count] = page * GRANULE
-            _set_pages(state, begins[count], ends[count], False)
+            addresses[count] = state.arena + begin * GRANULE
+            sizes[count] = (page - begin) * GRANULE
+            _set_pages(state, begin * GRANULE, page * GRANULE, False)
             count += 1
         else:
             page += 1
@@ -148,59 +148,56 @@ def _needed_at(state, index, now):
 
 
 @inner()
-def _leave_idle_cells(state, wanted, until, low, high, begins, ends):
+def _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count):
     """Let pages of idle cells go that the plan does not need before `until` (tape time), at most `wanted` bytes.
 
-    None of the pages [low, high). How many ranges were written.
+    None of the pages [low, high). How many ranges are written then, and how many bytes are still wanted.
     """
-    count, index, num_cells, now = 0, 0, state.num_cells, tape_time(state)
-    while index < num_cells and wanted > 0 and count < len(begins):
+    index, num_cells, now = 0, state.num_cells, tape_time(state)
+    while index < num_cells and wanted > 0 and count < len(addresses):
         first = index
         while index < num_cells and _is_idle(state, index) and _needed_at(state, index, now) >= until:
             index += 1
         if index > first:
-            count, left = _leave_run(state, first, index, wanted, low, high, count, begins, ends)
+            count, left = _leave_run(state, first, index, wanted, low, high, addresses, sizes, count)
             wanted -= left
         index += 1
-    return count
+    return count, wanted
 
 
 @inner()
-def _leave_leases(state, wanted, count, begins, ends):
-    """The same of leases, where `count` ranges were written before; how many were written then."""
+def _leave_leases(state, wanted, addresses, sizes, count):
+    """The same of leases, any of them."""
     for number in range(1, state.segments_used):
         segment = segment_at(state, number)
         row = segment.first if segment.address != 0 and segment.cell_high != 0 else 0
-        while row != 0 and wanted > 0 and count < len(begins) and has_rows(state, 2):
+        while row != 0 and wanted > 0 and count < len(addresses) and has_rows(state, 2):
             begin, end = free_pages(state, row)
             size = min(end - begin, wanted)
             if size > 0:
                 row = unmap_part(state, row, begin, size)
-                begins[count] = begin - state.arena
-                ends[count] = begin - state.arena + size
-                _set_pages(state, begins[count], ends[count], False)
+                addresses[count] = begin
+                sizes[count] = size
+                _set_pages(state, begin - state.arena, begin - state.arena + size, False)
                 count += 1
                 wanted -= size
             row = block_at(state, row).next
-    return count
+    return count, wanted
 
 
-@njit(**BORROWING)
-def leave_arena_pages(device, wanted, anything, low, high, begins, ends):
-    """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges. For Python.
+@inner()
+def leave_arena_pages(state, wanted, low, high, addresses, sizes, count):
+    """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges are written then.
 
-    Those that the plan does not need in the next quarter of a pass, unless `anything` will do, and none that hold bytes
-    [low, high), which are about to be used. Writes where the ranges begin and end, bytes from where the arena begins,
-    as many as the columns hold.
+    First those that the plan does not need in the next quarter of a pass, and none that hold bytes [low, high) of the
+    arena, which are about to be used. `count` ranges are written before.
     """
-    state = locked(device)
-    count = 0
-    if state.arena_pages != 0:
-        revoke_all(state)
-        until = 0 if anything else tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
-        count = _leave_idle_cells(state, wanted, until, low // GRANULE, -(-high // GRANULE), begins, ends)
-        for i in range(count):
-            wanted -= ends[i] - begins[i]
-        count = _leave_leases(state, wanted, count, begins, ends)
-    unlock(state)
+    if wanted <= 0 or state.arena_pages == 0:
+        return count
+    revoke_all(state)
+    low, high = low // GRANULE, -(-high // GRANULE)
+    until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
+    count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
+    count, wanted = _leave_leases(state, wanted, addresses, sizes, count)
+    count, wanted = _leave_idle_cells(state, wanted, 0, low, high, addresses, sizes, count)
     return count

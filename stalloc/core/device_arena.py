@@ -17,7 +17,7 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.device_heap import DeviceHeap
-from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
+from stalloc.core.device_tables import MAX_KEPT, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region, moved_into
 from stalloc.core.tape_tables import TapeTables, make_tables
@@ -143,24 +143,13 @@ class DeviceArena:
         """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""
         if self.tape is None or self._tables.record.mode != MODE_REPLAY or position >= len(self.tape.entries):
             return 0, 0
-        entries = self.tape.entries
-        if entries["offset"][position] < 0:
-            return 0, 0
-        offset = int(entries["offset"][position])
-        return offset, offset + (int(entries["key"][position]) >> STREAM_BITS)
+        entry = self.tape.entries[position]
+        offset = int(entry["offset"])
+        return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
 
     def use_pages(self, begin: int, end: int) -> None:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""
         arena_pages.use_arena_pages(self._tables.address, begin, end)
-
-    def leave_pages(self, wanted_bytes: int, place: tuple[int, int], *, anything: bool) -> list[tuple[int, int]]:
-        """Serve no more from so many bytes of idle pages of the arena, if there are: their (begin, bytes).
-
-        Those that the plan does not need soon, unless `anything` will do, and none of a place that is to get memory.
-        """
-        begins, ends = np.empty((2, MAX_RANGES), np.int64)
-        count = arena_pages.leave_arena_pages(self._tables.address, wanted_bytes, anything, *place, begins, ends)
-        return [(begin, end - begin) for begin, end in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
 
     def begin_step(self, begin: int, end: int, position: int) -> None:
         """The program marks a step: follow the tape [begin, end) from a position on, whatever was followed before.

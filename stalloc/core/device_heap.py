@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from stalloc.core import growth, pages, pools, segments, shared_pages, splices
-from stalloc.core.constants import GRANULE
+from stalloc.core import growth, pages, pools, segments, splices
 from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region
@@ -66,29 +65,6 @@ class DeviceHeap:
     def use_pages(self, address: int, size_bytes: int) -> bool:
         """Serve from pages of a segment that have memory now; False if the tables are full."""
         return bool(pages.use_pages(self._tables.address, address, size_bytes))
-
-    def leave_pages(self, wanted_bytes: int, between: tuple[int, int] = (0, 0)) -> list[tuple[int, int]]:
-        """Serve no more from so many bytes of free pages, if there are: their (address, bytes).
-
-        What is free `between` two addresses stays as it is: memory is to come there.
-        """
-        addresses, sizes = np.empty((2, MAX_RANGES), np.int64)
-        count = growth.leave_pages(self._tables.address, wanted_bytes, *between, addresses, sizes)
-        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True))
-
-    def leave_shared_pages(
-        self, wanted_bytes: int, between: tuple[int, int] = (0, 0)
-    ) -> tuple[list[tuple[int, int]], dict[int, int]]:
-        """The same of pages that are free in several segments, each of which is one segment's from then on.
-
-        And where segments begin now (0: they are gone), by where they began.
-        """
-        addresses, before, after = np.empty((3, MAX_RANGES), np.int64)
-        count, moved = shared_pages.leave_shared_pages(
-            self._tables.address, wanted_bytes, *between, addresses, before, after
-        )
-        begins = dict(zip(before[:moved].tolist(), after[:moved].tolist(), strict=True))
-        return [(address, GRANULE) for address in addresses[:count].tolist()], begins
 
     def find_splice(self, pool: int, size_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """What a splice for a request of a pool best begins and ends with: address and bytes of each, 0 bytes: none."""

@@ -121,14 +121,12 @@ def _pages_beside(state, row, low, high):
     return begin, end
 
 
-@njit(**BORROWING)
-def leave_pages(device, wanted, low, high, addresses, sizes):
-    """Serve no more from free pages of segments, at most `wanted` bytes of them; how many ranges. For Python.
+@inner()
+def leave_free_pages(state, wanted, low, high, addresses, sizes):
+    """Serve no more from free pages of segments, at most `wanted` bytes of them; how many ranges are written.
 
-    Writes the ranges, at most as many as the columns hold: their memory can be unmapped once the device is done with
-    them. What is free in [low, high) is left as it is: memory is to come there.
+    What is free in [low, high) is left as it is.
     """
-    state = locked(device)
     count = 0
     for number in range(state.segments_used - 1, 0, -1):
         row = segment_at(state, number).first if _may_leave(state, number) else 0
@@ -151,5 +149,4 @@ def leave_pages(device, wanted, low, high, addresses, sizes):
                 count += 1
                 unmap_free(state, row, begin, size)
             row = previous
-    unlock(state)
     return count

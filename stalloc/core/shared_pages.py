@@ -1,16 +1,15 @@
 """Pages that several segments have a part of: an arena that streams shared is cut where its cells are, not its pages.
 
-Contract: the lock is held, except where Python calls. What has no memory is whole pages of one segment. A page that is
+Contract: the lock is held. What has no memory is whole pages of one segment. A page that is
 free in all of the segments that have a part of it ceases to be served, and is the first one's from then on, so that no
 byte goes from one stream to another before the device is done with it; the others begin behind it, or are gone.
 """
 
-from stalloc.compiled import BORROWING, inner, njit
+from stalloc.compiled import inner
 from stalloc.core.cells import has_page
 from stalloc.core.constants import ACTION_SEGMENT_UNMAP, BLOCK_FREE, BLOCK_UNMAPPED, GRANULE, POOL_USED
 from stalloc.core.counters import count_joined
 from stalloc.core.event_log import record
-from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.pages import count_pages, cut_out, has_rows, join
 from stalloc.core.records import block_at, cell_at, pool_at, segment_at
 from stalloc.core.segments import release_block_row, release_segment_row
@@ -134,15 +133,13 @@ def part_at_pages(state, regions):
     return regions
 
 
-@njit(**BORROWING)
-def leave_shared_pages(device, wanted, low, high, addresses, before, after):
-    """Serve no more from pages that are free in several segments, at most `wanted` bytes of them. For Python.
+@inner()
+def leave_shared_pages(state, wanted, low, high, addresses, sizes, count, before, after):
+    """Serve no more from pages that are free in several segments, at most `wanted` bytes of them, none in [low, high).
 
-    Writes the pages, none of which is in [low, high), and which segments begin elsewhere now; how many of both. The
-    memory of the pages can be unmapped once the device is done with them.
+    Writes the pages behind `count` ranges that are written, and which segments begin elsewhere now; how many of both.
     """
-    state = locked(device)
-    count = moved = 0
+    moved = 0
     for number in range(1, state.segments_used):
         page = segment_at(state, number).address & -GRANULE
         if page == segment_at(state, number).address or wanted <= 0 or (low < page + GRANULE and page < high):
@@ -152,8 +149,8 @@ def leave_shared_pages(device, wanted, low, high, addresses, before, after):
             continue
         moved = _give_to_first(state, page, first, before, after, moved)
         addresses[count] = page
+        sizes[count] = GRANULE
         count += 1
         wanted -= GRANULE
         state.num_segment_frees += 1
-    unlock(state)
     return count, moved

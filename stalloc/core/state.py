@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stalloc.core import counters, event_log, step_log, stream_table
+from stalloc.core import counters, event_log, leaving, step_log, stream_table
 from stalloc.core.constants import (
     ACTION_ALLOC,
     BLOCK_DEFERRED,
@@ -18,7 +18,7 @@ from stalloc.core.constants import (
 )
 from stalloc.core.device_arena import DeviceArena
 from stalloc.core.device_heap import DeviceHeap
-from stalloc.core.device_tables import DeviceTables
+from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.host_memory import forget_pages
 from stalloc.core.record_types import Words
 from stalloc.core.requests import free_entry, malloc_entry
@@ -26,6 +26,7 @@ from stalloc.core.requests import free_entry, malloc_entry
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
 _FREE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
 
+_MAX_MOVED = 256  # segments that begin elsewhere when pages go
 _TEXT_BYTES = 4096  # room for what an out-of-memory error says
 
 
@@ -64,6 +65,27 @@ class DeviceState:
     def write(self, **fields: int) -> None:
         """Write several fields of the record at once, under the core's lock."""
         self.tables.write(fields)
+
+    def leave_pages(
+        self,
+        wanted_bytes: int,
+        *,
+        between: tuple[int, int] = (0, 0),
+        place: tuple[int, int] = (0, 0),
+        spared_bytes: int = 0,
+    ) -> tuple[list[tuple[int, int]], dict[int, int]]:
+        """Serve no more from so many bytes of free pages of segments, and then of idle ones of the arena, if there are.
+
+        The arena is spared some of them. What is free `between` two addresses stays as it is, and bytes `place` of the
+        arena: memory is to come there. Returns address and bytes of each range that is to be unmapped, and where
+        segments begin now (0: they are gone), by where they began.
+        """
+        (addresses, sizes), (before, after) = np.empty((2, MAX_RANGES), np.int64), np.empty((2, _MAX_MOVED), np.int64)
+        count, moved = leaving.leave_pages(
+            self.address, wanted_bytes, spared_bytes, *between, *place, addresses, sizes, before, after
+        )
+        begins = dict(zip(before[:moved].tolist(), after[:moved].tolist(), strict=True)) if moved else {}
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist(), strict=True)), begins
 
     def reset_peaks(self) -> None:
         """Let the peaks that the program asks for begin anew (torch.cuda.reset_peak_memory_stats)."""

@@ -115,6 +115,8 @@ class Pages:
         allocator = cupy.cuda.CFunctionAllocator(ctypes.addressof(properties), *entries(_driver()), properties)
         #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
         self.pool = cupy.cuda.MemoryPool(allocator.malloc)
+        self._unmapped: list[Any] = []  # pages that go to the next address, or back to the pool
+        self._others: dict[int, int] = {}  # addresses that a page has beside one, by its handle
         _probe(self)
 
     def reserve(self, size_bytes: int) -> "PageRange | None":
@@ -130,29 +132,45 @@ class Pages:
 
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
         """Map pages from an address on, which `held` has by address then; False, and none, if the device lacks them."""
+        end = address + count * PAGE_BYTES
+        for at in range(address, end, PAGE_BYTES):
+            if at in held:
+                continue
+            page = held[at] = self._unmapped.pop() if self._unmapped else self._new_page()
+            if page is None or not page.ptr or _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
+                break
+        else:
+            if _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
+                return True
+        self.unmap(address, count, held)
+        self.free_unmapped()
+        return False
+
+    def _new_page(self) -> Any:
+        """A page of the pool, None if the device has no more."""
         import cupy
 
-        end = address + count * PAGE_BYTES
         try:
             with cupy.cuda.Stream.null:  # CuPy's pool keeps what is free apart by stream
-                for at in range(address, end, PAGE_BYTES):
-                    if at in held:
-                        continue
-                    page = held[at] = self.pool.malloc(PAGE_BYTES)
-                    if not page.ptr or _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
-                        break
-                else:
-                    if _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
-                        return True
+                return self.pool.malloc(PAGE_BYTES)
         except cupy.cuda.memory.OutOfMemoryError:
-            pass
-        self.unmap(address, count, held)
+            return None
+
+    @property
+    def unmapped_bytes(self) -> int:
+        """Of pages that were unmapped and not given back yet: those move to the next addresses."""
+        return len(self._unmapped) * PAGE_BYTES
+
+    def free_unmapped(self) -> None:
+        """Give the pages that were unmapped, and what the pool has free, back to the device."""
+        self._unmapped.clear()
         self.pool.free_all_blocks()
-        return False
 
     def share(self, address: int, page: Any, held: dict[int, Any]) -> bool:
         """Map a page that has an address already to another one, which `held` has then; False if that failed."""
+        self._others[page.ptr] = self._others.get(page.ptr, 0) + 1  # first: interrupted, there are not less
         if _call("cuMemMap", address, PAGE_BYTES, 0, page.ptr, 0):
+            self._has_another(page)
             return False
         held[address] = page
         return _call("cuMemSetAccess", address, PAGE_BYTES, self._access, len(self._access)) == 0
@@ -166,8 +184,15 @@ class Pages:
             pages = [page for page in range(address, end, PAGE_BYTES) if page in held]
         for begin, size_bytes in page_runs(pages):
             _call("cuMemUnmap", begin, size_bytes)
-            for page in range(begin, begin + size_bytes, PAGE_BYTES):
-                del held[page]
+            unmapped = [held.pop(at) for at in range(begin, begin + size_bytes, PAGE_BYTES)]
+            self._unmapped += [page for page in unmapped if not self._has_another(page)] if self._others else unmapped
+
+    def _has_another(self, page: Any) -> bool:
+        """Whether a page that has one address less now still has one."""
+        others = self._others.pop(page.ptr, 0) if page is not None else 0
+        if others > 1:
+            self._others[page.ptr] = others - 1
+        return others > 0
 
 
 class PageRange:
@@ -222,12 +247,14 @@ class PageRange:
 def page_runs(pages: list[int]) -> list[tuple[int, int]]:
     """Pages by their addresses, ascending, as ranges: address and bytes of each."""
     found: list[tuple[int, int]] = []
+    begin = end = -1
     for page in pages:
-        if found and sum(found[-1]) == page:
-            found[-1] = found[-1][0], found[-1][1] + PAGE_BYTES
-        else:
-            found.append((page, PAGE_BYTES))
-    return found
+        if page != end:
+            if begin < end:
+                found.append((begin, end - begin))
+            begin = page
+        end = page + PAGE_BYTES
+    return [*found, (begin, end - begin)] if begin < end else found
 
 
 def _access(device: int) -> Any:
@@ -257,4 +284,4 @@ def _probe(pages: Pages) -> None:
         if read.raw != wanted.raw:
             raise MemoryError(f"mapped pages of device {pages.device} do not keep what is written to them")
     memory.close()
-    pages.pool.free_all_blocks()
+    pages.free_unmapped()

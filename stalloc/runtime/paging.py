@@ -5,7 +5,6 @@ move first. Memory is mapped before the core serves from it, and unmapped after 
 done with it; never while a graph is captured. `match` repairs what an interruption left half done.
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from stalloc.core.constants import GRANULE
@@ -17,6 +16,7 @@ from stalloc.runtime.splicing import Splices
 if TYPE_CHECKING:
     from stalloc.runtime.memory import DeviceMemory
 
+Ranges = list[tuple[int, int]]  # address and bytes of each
 _ALL = 1 << 60
 _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
@@ -63,7 +63,7 @@ class Paging:
         """Serve a request from what other pages have left over; False if that is not enough either."""
         if self._state.record.private_kind:
             return False
-        self._leave(_ALL)
+        self._leave(_ALL, spared_bytes=_ALL)
         return self._splices.make(pool, size_bytes)
 
     def _add_pages(self, address: int, size_bytes: int) -> bool:
@@ -104,7 +104,7 @@ class Paging:
         if self._state.record.private_kind:
             return
         self._splices.end()
-        while self._leave(_ALL):
+        while self._leave(_ALL, spared_bytes=_ALL):
             pass
         for base in self._state.heap.remove_empty_ranges():
             del self._memory.segments[base]
@@ -154,8 +154,11 @@ class Paging:
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
+        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
+        if peak <= sure_bytes - (sure_bytes >> shift):
+            return False
         device_bytes = self.device_bytes
-        return self.allowance.peak_bytes > device_bytes - (device_bytes >> shift)
+        return peak > device_bytes - (device_bytes >> shift)
 
     def _make_room(
         self, size_bytes: int, requested: int, *, between: tuple[int, int] = (0, 0), place: tuple[int, int] = (0, 0)
@@ -174,47 +177,38 @@ class Paging:
         if excess > 0:
             self.num_moves += 1
             self.allowance.note_move(round_up(excess))
-            excess -= self._leave(round_up(excess), between)
-        if place[1]:  # the pages that a plan needs again soon move only where it holds more than that
-            excess -= self.allowance.peak_bytes >> _PLANNED_SHIFT
-        if excess > 0:  # what is displaced gets pages of what displaced it
-            excess -= self._unmap_arena(round_up(excess), place, anything=False)
-            if excess > 0:
-                self._unmap_arena(round_up(excess), place, anything=True)
+            # the pages that a plan needs again soon move only where it holds more than that
+            spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0
+            self._leave(excess, between=between, place=place, spared_bytes=spared_bytes)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
         self._state.record.num_retries += 1
         self._state.write(memory_is_short=1)
         self._memory.wait_for_deferred()
-        self._leave(_ALL, between)
+        self._leave(_ALL, between=between, spared_bytes=_ALL)
         lacking = size_bytes - self._source.free_bytes()
         if lacking > 0:
-            self._unmap_arena(round_up(lacking), place, anything=True)
+            self._leave(lacking, between=between, place=place)
         self._memory.lacking_bytes = max(self._memory.lacking_bytes, size_bytes)
         return self._source.free_bytes() >= size_bytes
 
-    def _leave(self, size_bytes: int, between: tuple[int, int] = (0, 0)) -> int:
-        """Unmap so many bytes of free pages of segments, none `between` two addresses; how many there were."""
-        ranges, segments = self._state.heap.leave_pages(size_bytes, between), self._memory.segments
-        left_bytes = size_bytes - sum(size for _, size in ranges)
-        if left_bytes > 0:
-            shared, begins = self._state.heap.leave_shared_pages(left_bytes, between)
-            for before, now in begins.items():
-                memory = segments.pop(before)
-                if now:
-                    segments[now] = memory
-            ranges += shared
+    def _leave(
+        self,
+        size_bytes: int,
+        *,
+        between: tuple[int, int] = (0, 0),
+        place: tuple[int, int] = (0, 0),
+        spared_bytes: int = 0,
+    ) -> bool:
+        """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
+        ranges, begins = self._state.leave_pages(size_bytes, between=between, place=place, spared_bytes=spared_bytes)
+        for before, now in begins.items():
+            memory = self._memory.segments.pop(before)
+            if now:
+                self._memory.segments[now] = memory
         self._unmap(ranges)
-        return sum(size for _, size in ranges)
-
-    def _unmap_arena(self, size_bytes: int, place: tuple[int, int], *, anything: bool) -> int:
-        """Unmap so many bytes of idle pages of the arena, those not needed soon, or `anything`; how many there were."""
-        if self._arena is None:
-            return 0
-        ranges = self._state.arena.leave_pages(size_bytes, place, anything=anything)
-        self._unmap([(self._arena.ptr + begin, size) for begin, size in ranges])
-        return sum(size for _, size in ranges)
+        return bool(ranges)
 
     def _has_room(self, size_bytes: int) -> bool:
         """Whether the device has so many bytes; asking it takes long, so it is not asked each time."""
@@ -234,9 +228,8 @@ class Paging:
             self._memory.poison.taken(address, size_bytes)
         return done
 
-    def _unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Unmap what the core has ceased to serve from: (address, bytes) of each range."""
-        ranges = list(ranges)
+    def _unmap(self, ranges: Ranges) -> None:
+        """Unmap what the core has ceased to serve from."""
         if not ranges:
             return
         with self._source.at_device(capturing=False):

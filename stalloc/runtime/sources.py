@@ -116,7 +116,7 @@ class PoolSource:
 
     def free_bytes(self) -> int:
         """What can still be taken, within the limit."""
-        spare = self.pool.free_bytes() if self.paged else 0
+        spare = self.pool.free_bytes() + self._pages.unmapped_bytes if self.paged and self._pages is not None else 0
         free, limit = self._device.memory_info()[0] + spare, self.limit_bytes
         return min(free, limit - self.pool.total_bytes() + spare) if limit else free
 
@@ -139,23 +139,27 @@ class PoolSource:
             with self.at_device(capturing=False):
                 self._pool.set_limit(size=size_bytes)
 
-    @contextlib.contextmanager
-    def at_device(self, *, capturing: bool) -> Iterator[None]:
+    def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
         """With this device as the current one and, while a graph is captured, with calls that it would forbid."""
         import cupy
 
-        relaxed = relaxed_capture() if capturing else contextlib.nullcontext()
-        with cupy.cuda.Device(self._device.index), relaxed:
-            yield
+        at_device = cupy.cuda.Device(self._device.index)
+        return _relaxed(at_device) if capturing else at_device
 
     def collect(self) -> None:
         """Give what is not referred to any more back to the device."""
         if self._pool is not None:
             with self.at_device(capturing=False):
-                self._pool.free_all_blocks()
+                (self._pool.free_all_blocks if self._pages is None else self._pages.free_unmapped)()
 
     def forked(self) -> None:
         """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
         self._inherited += [self._pool, self._pages, self.ranges]
         self.ranges = []
         self._pool = self._pages = None
+
+
+@contextlib.contextmanager
+def _relaxed(at_device: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with at_device, relaxed_capture():
+        yield
