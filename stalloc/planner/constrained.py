@@ -7,6 +7,7 @@ constraints waste for certain. Correct for any input that `check_places` admits;
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stalloc.columns import Column, distinct
 from stalloc.planner.budget import Budget
@@ -15,11 +16,12 @@ from stalloc.planner.hole_filling import fit
 from stalloc.planner.portfolio import HOLES_LIMIT, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
 from stalloc.planner.two_layers import skyline
+from stalloc.trace.record import MAX_BYTES
 
 #: pairs of requests that restarts may compare, and how many restarts there are at most
 PAIRS, RESTARTS = 40_000_000, 60
-#: epochs whose waste is looked at
-EPOCHS_LOOKED_AT = 64
+#: epochs whose waste is looked at, and how many requests, in so many of them, at a time
+EPOCHS_LOOKED_AT, CELLS = 64, 1 << 20
 
 
 class Stays(NamedTuple):
@@ -63,7 +65,8 @@ def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
 def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
     """Place n requests; sizes are multiples of the granule. `bound` is the maximum load.
 
-    What the constraints waste is looked for only if the first packing is above the bound, and above what is aimed at.
+    What the constraints waste is looked for only if the first packing is above the bound, and what was repaired of it
+    above what is aimed at.
     """
     proven, enough = bound, max(bound, budget.aim_bytes)
     count, blocked = len(size), _blocked(given)
@@ -90,7 +93,8 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     if not live.end2.any():
         offset, method = _above(live, size, given, blocked, enough, budget)
         best = int((offset + size).max(initial=0)), offset
-        if best[0] > max(enough, fixed_top):
+        is_aimed = enough > bound
+        if best[0] > max(enough, fixed_top) and not is_aimed:
             proven = max(bound, _wasted(live, size, given))
             enough = max(enough, proven)
         high = free[(offset + size)[free] > enough]
@@ -100,6 +104,9 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
             repaired = fitted(high[np.argsort(-size[high], kind="stable")], False, kept)
             if repaired[0] < best[0]:
                 best, method = repaired, f"{method}, repaired"
+        if best[0] > max(enough, fixed_top) and is_aimed:
+            proven = max(bound, _wasted(live, size, given))
+            enough = max(enough, proven)
     keys = {
         "size": size,
         "alignment, then size": given.alignment.astype(np.float64) * 2.0**62 + size,
@@ -168,38 +175,43 @@ def _wasted(live: Stays, size: Column, given: Constraints) -> int:
 
     Not for what wraps: that and what a prologue leaves are never live together, so their waste does not add up.
     """
-    free, top = given.fixed < 0, given.fixed + size
+    free, placed = np.flatnonzero(given.fixed < 0), np.flatnonzero(given.fixed >= 0)
     low, high = (given.forbidden[:, 0] + given.granule - 1) & -given.granule, given.forbidden[:, 1] & -given.granule
+    always = np.flatnonzero(low < high)
+    lows = np.concatenate([given.fixed[placed], low[always]])
+    highs = np.concatenate([(given.fixed + size)[placed], high[always]])
+    begins = np.concatenate([live.start[placed], np.zeros(len(always), np.int64)])
+    ends = np.concatenate([live.end[placed], np.full(len(always), live.num_epochs)])
+    order = np.argsort(lows, kind="stable")
+    lows, highs, begins, ends, is_placed = lows[order], highs[order], begins[order], ends[order], order < len(placed)
     load = load_curve(live.start, live.end, size, live.num_epochs)
+    fullest = np.argsort(-load, kind="stable")[:EPOCHS_LOOKED_AT, None]
     proven = 0
-    for epoch in np.argsort(-load, kind="stable")[:EPOCHS_LOOKED_AT].tolist():
-        here = (live.start <= epoch) & (epoch < live.end)
-        rows = np.flatnonzero(here & free)
-        placed = np.flatnonzero(here & ~free)
-        taken = sorted(
-            [*zip(given.fixed[placed].tolist(), top[placed].tolist(), strict=True)]
-            + [(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
-        )
-        proven = max(proven, _height(taken, int(size[rows].sum()), int(size[rows].min()) if len(rows) else 0))
-        proven = max(proven, int(top[placed].max(initial=0)))
-        for grain in distinct(given.alignment[rows]).tolist():
+    for some in np.array_split(fullest, -(-fullest.size * len(size) // CELLS)):
+        here = (live.start[free] <= some) & (some < live.end[free])
+        taken = (begins <= some) & (some < ends)
+        needed = here @ size[free]
+        smallest = np.where(here, size[free], MAX_BYTES).min(axis=1, initial=MAX_BYTES)
+        proven = max(proven, int(_heights(lows, highs, taken, needed, smallest).max(initial=0)))
+        proven = max(proven, int(np.where(taken & is_placed, highs, 0).max(initial=0)))
+        for grain in distinct(given.alignment[free]).tolist():
             # no two of these share a cell of that many bytes; only the topmost one's last cell may end beyond the peak
-            cells = size[rows][given.alignment[rows] >= grain]
+            cells = np.where(here & (given.alignment[free] >= grain), size[free], 0)
             rounded = (cells + (grain - 1)) & -grain
-            proven = max(proven, int(rounded.sum() - (rounded - cells).max(initial=0)))
+            proven = max(proven, int((rounded.sum(axis=1) - (rounded - cells).max(axis=1, initial=0)).max(initial=0)))
     return proven
 
 
-def _height(taken: list[tuple[int, int]], needed: int, smallest: int) -> int:
-    """How high the gaps between what is taken reach until they hold `needed` bytes; gaps below `smallest` hold none."""
-    if needed <= 0:
-        return 0
-    at = 0
-    for low, high in taken:
-        gap = low - at
-        if gap >= smallest:
-            if gap >= needed:
-                return at + needed
-            needed -= gap
-        at = max(at, high)
-    return at + needed
+def _heights(lows: Column, highs: Column, taken: NDArray[np.bool_], needed: Column, smallest: Column) -> Column:
+    """(e,) how high the gaps between what is `taken` (e, t) reach until they hold the bytes `needed` (e,); 0 for none.
+
+    `lows` and `highs` (t,) are ascending; a gap below `smallest` (e,) holds nothing.
+    """
+    above = np.maximum.accumulate(np.where(taken, highs, 0), axis=1)
+    above = np.concatenate([np.zeros((len(needed), 1), np.int64), above], axis=1)  # from where each gap begins
+    gap = np.where(taken, lows - above[:, :-1], 0)
+    held = np.cumsum(np.where(gap >= smallest[:, None], gap, 0), axis=1)
+    held = np.concatenate([np.zeros((len(needed), 1), np.int64), held], axis=1)  # by the gaps before each one
+    last = (held[:, 1:] < needed[:, None]).sum(axis=1)  # the gap in which all is held; behind the others: the open end
+    rows = np.arange(len(needed))
+    return np.where(needed > 0, above[rows, last] + needed - held[rows, last], 0)

@@ -5,9 +5,11 @@ address. A plan that it accepts is safe to follow: every entry, however short it
 no two requests that are live together share a byte. It takes time in proportion to the plan, whoever wrote it.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.stream_check import check_handovers, check_streams
@@ -39,24 +41,33 @@ def validate(plan: Plan, trace: Lifespans | None = None, *, handovers: bool = Fa
     """
     if trace is not None and (wrong := _unlike(plan, trace)):
         return Verdict(False, "trace-mismatch", wrong)
-    checks: list[Callable[[Plan], Verdict]] = [
-        _rows_in_range,
-        _constraints,
-        lambda plan: _judge(plan, uses_of_rows(plan), "request", bound=plan.kind != "program"),
-    ]
+    checks: list[Callable[[Plan], Verdict]] = []
     if plan.kind == "program":
         checks = [
             _tape_in_range,
             _tape_form,
             lambda plan: _judge(plan, uses_of_tape(plan), "tape entry", bound=True),
             check_handovers if handovers else check_streams,
-            *checks,
+        ]
+    if _rows_are_tape(plan):
+        checks += [_constraints]
+    else:
+        checks += [
+            _rows_in_range,
+            _constraints,
+            lambda plan: _judge(plan, uses_of_rows(plan), "request", bound=plan.kind != "program"),
         ]
     for check in (*checks, _proven):
         verdict = check(plan)
         if not verdict.ok:
             return verdict
     return Verdict(True)
+
+
+def _rows_are_tape(plan: Plan) -> bool:
+    """Whether the rows of a "program" plan are its tape itself: what lives in a recording, lives in the first pass."""
+    names = "offset", "size", "start", "end", "stream"
+    return plan.kind == "program" and all(getattr(plan, name) is getattr(plan, f"tape_{name}") for name in names)
 
 
 def _rows_in_range(plan: Plan) -> Verdict:
@@ -72,7 +83,8 @@ def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
     """Each entry by itself, planned or not and however short its lifespan: what builds an arena goes by all of them."""
     if plan.alignment < 1 or plan.alignment & (plan.alignment - 1):
         return Verdict(False, "bad-constraint", f"the alignment is {plan.alignment}, no power of two")
-    for row, (start, end, offset, size, stream) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for row in _doubtful(plan, columns):
+        start, end, offset, size, stream = (int(column[row]) for column in columns)
         if not 0 <= size <= _MAX_BYTES:
             return Verdict(False, "bad-size", f"{what} {row} has {size} bytes")
         if end < start:
@@ -93,6 +105,17 @@ def _in_range(plan: Plan, what: str, columns: tuple[Any, ...]) -> Verdict:
     return Verdict(True)
 
 
+def _doubtful(plan: Plan, columns: tuple[Any, ...]) -> list[int]:
+    """The entries that are not surely right, to be looked at one by one: all if sums could be too large for words."""
+    start, end, offset, size, stream = columns
+    if plan.alignment > _MAX_BYTES or not 0 <= plan.peak_bytes <= _MAX_BYTES:
+        return [*range(len(size))]
+    good = (size >= 0) & (size <= _MAX_BYTES) & (end >= start) & (stream >= 0) & (stream < _MAX_STREAMS)
+    rounded = (np.minimum(size, _MAX_BYTES) + (plan.alignment - 1)) & -plan.alignment
+    inside = (offset >= 0) & (offset & (plan.alignment - 1) == 0) & (offset <= plan.peak_bytes - rounded)
+    return np.flatnonzero(~(good & (inside | (offset == -1)))).tolist()
+
+
 def _constraints(plan: Plan) -> Verdict:
     """What was asked for beside the lifespans: alignments, places and forbidden ranges."""
     for row, (offset, alignment) in enumerate(zip(plan.offset.tolist(), plan.row_alignment.tolist(), strict=False)):
@@ -110,6 +133,8 @@ def _constraints(plan: Plan) -> Verdict:
 
 def _forbidden(plan: Plan) -> Verdict:
     """Whether any request uses bytes that it must not."""
+    if not len(plan.forbidden_low):
+        return Verdict(True)
     ranges = zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True)
     uses = (use for use in uses_of_rows(plan) if use.start < use.end and use.low < use.high)
     spaces = sorted([*((low, high, -1) for low, high in ranges if low < high), *((u.low, u.high, u.row) for u in uses)])
@@ -189,8 +214,8 @@ def _tape_form(plan: Plan) -> Verdict:
 
 def _judge(plan: Plan, uses: list[Use], what: str, *, bound: bool) -> Verdict:
     """All uses together, then the stated bound against the load."""
-    lived = [use for use in uses if use.low < use.high and use.start < use.end]
-    pair = _first_overlap(lived)
+    changes = _in_time([use for use in uses if use.low < use.high and use.start < use.end])
+    pair = _first_overlap(changes)
     if pair is not None:
         one, two = sorted(pair, key=lambda use: use.row)
         both = "requests" if what == "request" else "tape entries"
@@ -201,27 +226,27 @@ def _judge(plan: Plan, uses: list[Use], what: str, *, bound: bool) -> Verdict:
             "overlap",
             f"{both} {one.row} and {two.row} share bytes [{low}, {high}) during events [{start}, {end})",
         )
-    load = _maximum_load(lived, plan.alignment)
-    if bound and load != plan.lower_bound_bytes:
+    if bound and (load := _maximum_load(changes, plan.alignment)) != plan.lower_bound_bytes:
         return Verdict(
             False, "wrong-lower-bound", f"the plan states {plan.lower_bound_bytes}, the maximum load is {load}"
         )
     return Verdict(True)
 
 
-def _in_time(uses: Iterable[Use]) -> list[tuple[int, bool, Use]]:
-    """Ends and starts in order of time, ends first: lifespans are half open."""
-    ends = [(use.end, False, use) for use in uses]
-    return sorted(ends + [(use.start, True, use) for _, _, use in ends], key=lambda change: change[:2])
+def _in_time(uses: Sequence[Use]) -> list[tuple[bool, Use]]:
+    """Ends (False) and starts in order of time, ends first: lifespans are half open."""
+    changes = [(use.end, False, number) for number, use in enumerate(uses)]
+    changes += [(use.start, True, number) for number, use in enumerate(uses)]
+    return [(begins, uses[number]) for _, begins, number in sorted(changes)]
 
 
-def _first_overlap(uses: list[Use]) -> tuple[Use, Use] | None:
+def _first_overlap(changes: Iterable[tuple[bool, Use]]) -> tuple[Use, Use] | None:
     """Two uses that are live together and share bytes; None if there are none.
 
     What is live is kept sorted by address. As long as no two overlap, a newcomer can only clash with its neighbours.
     """
     live: list[tuple[int, int, Use]] = []
-    for _, begins, use in _in_time(uses):
+    for begins, use in changes:
         key = (use.low, use.high, use)
         at = bisect_left(live, key)
         if not begins:
@@ -230,14 +255,17 @@ def _first_overlap(uses: list[Use]) -> tuple[Use, Use] | None:
         for neighbour in live[max(at - 1, 0) : at + 1]:
             if neighbour[0] < use.high and use.low < neighbour[1]:
                 return neighbour[2], use
-        insort(live, key)
+        live.insert(at, key)
     return None
 
 
-def _maximum_load(uses: list[Use], alignment: int) -> int:
+def _maximum_load(changes: Iterable[tuple[bool, Use]], alignment: int) -> int:
     load = highest = 0
-    for _, begins, use in _in_time(uses):
+    for begins, use in changes:
         rounded = -(-(use.high - use.low) // alignment) * alignment
-        load += rounded if begins else -rounded
-        highest = max(highest, load)
+        if begins:
+            load += rounded
+            highest = max(highest, load)
+        else:
+            load -= rounded
     return highest

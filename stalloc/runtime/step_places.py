@@ -97,18 +97,14 @@ class StepPlaces:
         """The position next to the cursor; the one after the last where there is none near."""
         length, at = end - begin, cursor - begin
         after = bisect.bisect_left(self._positions, at) % len(self._positions)
-        around = {index: self._apart(index, at, length) for index in ((after - 1) % len(self._positions), after)}
-        nearest = min(around, key=around.__getitem__)
-        if around[nearest] > _NEAR:
+        behind, ahead = (at - self._positions[after - 1]) % length, (self._positions[after] - at) % length
+        nearest = after if ahead < behind else (after - 1) % len(self._positions)
+        if min(behind, ahead) > _NEAR:
             nearest = (self._current + 1) % len(self._positions)
             self._state.arena.begin_step(begin, end, begin + self._positions[nearest])
-        elif around[nearest] == 0:
+        elif min(behind, ahead) == 0:
             self._state.arena.begin_step(begin, end, cursor)
         self._current = nearest
-
-    def _apart(self, index: int, at: int, length: int) -> int:
-        ahead = (self._positions[index] - at) % length
-        return min(ahead, length - ahead)
 
     def name_of_followed(self) -> bytes | None:
         """The name of the step that just ended, if it asked for what its tape has and nothing else; None: not known."""

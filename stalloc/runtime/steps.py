@@ -180,9 +180,9 @@ class Steps:
 
     def _fresh(self) -> set[bytes]:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
-        if self.search is not None or self.waiting is not None:
-            return set()
         recorded = self.recorded
+        if self.search is not None or self.waiting is not None or not recorded.count:
+            return set()
         if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different
         fresh = {name for name in recorded.recurring - self._planned - self._refused if recorded.is_shown(name)}

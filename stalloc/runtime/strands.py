@@ -4,7 +4,7 @@ Contract: threads are told apart only where the steps between all marks do not r
 side. While their plans are in force a mark says where the strand of its thread goes on, and nothing about the others.
 """
 
-import itertools
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -100,8 +100,8 @@ class Strands:
     @property
     def _take_turns(self) -> bool:
         """Whether several threads set the last marks in turn; not where one has left it to the next."""
-        changes = sum(one != other for one, other in itertools.pairwise(self._last_threads))
-        return changes >= len(set(self._last_threads)) > 1
+        num_threads = len(set(self._last_threads))
+        return num_threads > 1 and num_threads <= sum(map(operator.ne, self._last_threads, self._last_threads[1:]))
 
     def _note_mark(self) -> None:
         record = self._state.record
