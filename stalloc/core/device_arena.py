@@ -139,13 +139,20 @@ class DeviceArena:
         self.pages = np.zeros(arena_bytes // GRANULE // 64 + 1, np.int64)
         arena_pages.serve_pages(self._tables.address, address, arena_bytes, self.pages.ctypes.data, anew)
 
-    def planned_place(self, position: int) -> tuple[int, int]:
-        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""
-        if self.tape is None or self._tables.record.mode != MODE_REPLAY or position >= len(self.tape.entries):
-            return 0, 0
+    def planned_place(self, position: int) -> tuple[int, int, int]:
+        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere.
+
+        And where the highest place of the step that is followed ends.
+        """
+        record = self._tables.record
+        if self.tape is None or record.mode != MODE_REPLAY or position >= len(self.tape.entries):
+            return 0, 0, 0
         entry = self.tape.entries[position]
         offset = int(entry["offset"])
-        return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
+        if offset < 0:
+            return 0, 0, 0
+        highest_end = self.tape.highest_end(record.ring_start, record.ring_end)
+        return offset, offset + (int(entry["key"]) >> STREAM_BITS), highest_end
 
     def use_pages(self, begin: int, end: int) -> None:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Ranges = list[tuple[int, int]]  # address and bytes of each
 _ALL = 1 << 60
+_AHEAD_BYTES = 32 << 20  # of the arena that get memory with a place before them
 _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
@@ -50,7 +51,7 @@ class Paging:
                 if not self._add_range(pool, size_bytes):
                     return False
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
-            if not self._make_room(sum(size for _, size in ranges), size_bytes, between=place):
+            if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
                 if self._splices.end():
                     continue
                 return self._splice(pool, size_bytes)
@@ -87,15 +88,25 @@ class Paging:
         del self._memory.segments[memory.ptr]
         return False
 
-    def back(self, begin: int, end: int) -> None:
-        """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it."""
-        memory, place = self._arena, (begin, end)
-        begin, end = memory.ptr + begin, memory.ptr + end
-        lacking = memory.lacking(begin, end)
-        if not lacking or not self._make_room(sum(size for _, size in lacking), end - begin, place=place):
+    def back(self, begin: int, end: int, highest_end: int) -> None:
+        """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it.
+
+        And some of what follows, up to the highest byte that the step needs, as far as nothing else has a use for it.
+        """
+        memory, last = self._arena, round_up(end)
+        lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
+        if not lacking:
             return
-        for address, size_bytes in lacking:
-            if not self._map(memory, address, size_bytes):
+        ahead: Ranges = []
+        if not self._state.record.num_strands and not self._leaves_less_than(_BRIM_SHIFT):
+            ahead = memory.lacking(memory.ptr + last, memory.ptr + min(highest_end, last + _AHEAD_BYTES))
+        allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), _bytes_of(ahead)
+        if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
+            return
+        for address, size_bytes in lacking + ahead:
+            if address >= memory.ptr + last:
+                size_bytes = min(size_bytes, (allowed_bytes - self._state.record.reserved_bytes) & -GRANULE)
+            if size_bytes <= 0 or not self._map(memory, address, size_bytes):
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
 
@@ -161,25 +172,32 @@ class Paging:
         return peak > device_bytes - (device_bytes >> shift)
 
     def _make_room(
-        self, size_bytes: int, requested: int, *, between: tuple[int, int] = (0, 0), place: tuple[int, int] = (0, 0)
+        self,
+        size_bytes: int,
+        allowed_bytes: int,
+        *,
+        between: tuple[int, int] = (0, 0),
+        place: tuple[int, int] = (0, 0),
+        ahead_bytes: int = 0,
     ) -> bool:
-        """Have so many bytes to be mapped, for a request; whether there are.
+        """Have so many bytes to be mapped, while no more is held than is allowed, if that can be; whether there are.
 
-        What is free `between` stays, and what the `place` has, bytes of the arena.
+        What is free `between` stays, and what the `place` has, bytes of the arena. `ahead_bytes` more are taken from
+        segments, but from no planned place.
         """
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
-        excess = self._state.record.reserved_bytes + size_bytes - self.allowance.held_bytes(requested)
+        excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._arena is None and self.fills_half():
             excess -= _HALF_BYTES  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
             excess = 0
-        if excess > 0:
+        if excess + ahead_bytes > 0:
             self.num_moves += 1
-            self.allowance.note_move(round_up(excess))
+            self.allowance.note_move(round_up(max(excess, 1)))
             # the pages that a plan needs again soon move only where it holds more than that
-            spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0
-            self._leave(excess, between=between, place=place, spared_bytes=spared_bytes)
+            spared_bytes = ahead_bytes + (self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0)
+            self._leave(excess + ahead_bytes, between=between, place=place, spared_bytes=spared_bytes)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
@@ -238,3 +256,7 @@ class Paging:
                 if self._memory.poison is not None:
                     self._memory.poison.returned(address, size_bytes)
                 self.range_of(address).unmap(address, size_bytes)
+
+
+def _bytes_of(ranges: Ranges) -> int:
+    return sum(size for _, size in ranges)
