@@ -74,16 +74,16 @@ said |= {"used": used(), "counted": pages.pool.total_bytes() // MIB}
 said |= {"too_much": memory.map(memory.ptr + 200 * MIB, 1000 * MIB), "still": used()}
 said["lacking"] = [(at - memory.ptr) // MIB for at, _ in memory.lacking(memory.ptr, memory.ptr + 200 * MIB)]
 memory.unmap(memory.ptr + 20 * MIB, 40 * MIB)
-said |= {"kept": pages.pool.free_bytes() // MIB, "more": memory.map(memory.ptr + 300 * MIB, 40 * MIB), "same": used()}
+said |= {"kept": pages.unmapped_bytes // MIB, "more": memory.map(memory.ptr + 300 * MIB, 40 * MIB), "same": used()}
 pages.pool.set_limit(size=110 * MIB)
 said |= {"limited": memory.map(memory.ptr + 20 * MIB, 20 * MIB), "word": word.value, "other": virtual.used_bytes(0)}
 other, before = pages.reserve(4 * MIB), used()
 said |= {"shared": other.share(other.ptr, memory, memory.ptr + 9 * MIB), "shared_more": used() - before}
 memory.close()
-pages.pool.free_all_blocks()
+pages.free_unmapped()
 said["shared_left"] = used()
 other.close()
-pages.pool.free_all_blocks()
+pages.free_unmapped()
 said["gone"] = used()
 print(json.dumps(said))
 """

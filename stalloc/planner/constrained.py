@@ -65,8 +65,7 @@ def stays(start: Column, end: Column, ring: tuple[int, int] | None) -> Stays:
 def place_constrained(live: Stays, size: Column, given: Constraints, bound: int, budget: Budget) -> Constrained:
     """Place n requests; sizes are multiples of the granule. `bound` is the maximum load.
 
-    What the constraints waste is looked for only if the first packing is above the bound, and what was repaired of it
-    above what is aimed at.
+    What the constraints waste is looked for only if the first packing is above the bound, and above what is aimed at.
     """
     proven, enough = bound, max(bound, budget.aim_bytes)
     count, blocked = len(size), _blocked(given)
@@ -93,8 +92,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
     if not live.end2.any():
         offset, method = _above(live, size, given, blocked, enough, budget)
         best = int((offset + size).max(initial=0)), offset
-        is_aimed = enough > bound
-        if best[0] > max(enough, fixed_top) and not is_aimed:
+        if best[0] > max(enough, fixed_top):
             proven = max(bound, _wasted(live, size, given))
             enough = max(enough, proven)
         high = free[(offset + size)[free] > enough]
@@ -104,9 +102,6 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
             repaired = fitted(high[np.argsort(-size[high], kind="stable")], False, kept)
             if repaired[0] < best[0]:
                 best, method = repaired, f"{method}, repaired"
-        if best[0] > max(enough, fixed_top) and is_aimed:
-            proven = max(bound, _wasted(live, size, given))
-            enough = max(enough, proven)
     keys = {
         "size": size,
         "alignment, then size": given.alignment.astype(np.float64) * 2.0**62 + size,

@@ -220,6 +220,7 @@ class Paging:
         spared_bytes: int = 0,
     ) -> bool:
         """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
+        spared_bytes = spared_bytes if self._arena is not None else _ALL  # a parent's is left alone
         ranges, begins = self._state.leave_pages(size_bytes, between=between, place=place, spared_bytes=spared_bytes)
         for before, now in begins.items():
             memory = self._memory.segments.pop(before)
