@@ -21,7 +21,8 @@ from stalloc.core.event_log import record
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
-from stalloc.core.records import block_at, cell_at, segment_at, word_at
+from stalloc.core.records import block_at, cell_at, entry_at, segment_at, word_at
+from stalloc.core.strand_cursors import switch_to
 
 
 @inner()
@@ -186,18 +187,54 @@ def _leave_leases(state, wanted, addresses, sizes, count):
 
 
 @inner()
-def leave_arena_pages(state, wanted, low, high, addresses, sizes, count):
+def leave_arena_pages(state, wanted, ahead, low, high, addresses, sizes, count):
     """Serve no more from idle pages of the arena, at most `wanted` bytes of them; how many ranges are written then.
 
-    First those that the plan does not need in the next quarter of a pass, and none that hold bytes [low, high) of the
-    arena, which are about to be used. `count` ranges are written before.
+    First those that the plan does not need in the next quarter of a pass; no others for the last bytes, which are
+    `ahead` of need; and none that hold bytes [low, high) of the arena, which are about to be used. `count` ranges are
+    written before.
     """
     if wanted <= 0 or state.arena_pages == 0:
         return count
     revoke_all(state)
     low, high = low // GRANULE, -(-high // GRANULE)
-    until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
-    count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
-    count, wanted = _leave_leases(state, wanted, addresses, sizes, count)
+    last = state.strand
+    for index in range(max(1, state.num_strands)):  # each by its own clock
+        if state.num_strands > 0:
+            switch_to(state, index)
+        until = tape_time(state) + ((state.ring_end - state.ring_start) >> 2)
+        count, wanted = _leave_idle_cells(state, wanted, until, low, high, addresses, sizes, count)
+    if state.num_strands > 0:
+        switch_to(state, last)
+    count, wanted = _leave_leases(state, wanted - ahead, addresses, sizes, count)
     count, wanted = _leave_idle_cells(state, wanted, 0, low, high, addresses, sizes, count)
+    return count
+
+
+@njit(**BORROWING)
+def lacking_ahead(device, position, begins):
+    """Write where pages begin that have no memory, and that the plan needs soon after an entry; how many. For Python.
+
+    In the order in which it needs them, in the next eighth of a pass, and at most as many as the column holds; none of
+    the entry's own.
+    """
+    state = locked(device)
+    count = 0
+    if state.arena_pages != 0 and position < state.num_entries:
+        own = entry_at(state, position)
+        low, high = own.offset // GRANULE, -(-(own.offset + (own.key >> STREAM_BITS)) // GRANULE)
+        end = min(state.ring_end, position + 1 + ((state.ring_end - state.ring_start) >> 3))
+        for number in range(position + 1, end):
+            entry = entry_at(state, number)
+            page = entry.offset // GRANULE
+            last = (entry.offset + (entry.key >> STREAM_BITS) - 1) // GRANULE
+            while entry.offset >= 0 and page <= last and count < len(begins):
+                known = has_page(state, page) or low <= page < high
+                for index in range(count):
+                    known = known or begins[index] == page * GRANULE
+                if not known:
+                    begins[count] = page * GRANULE
+                    count += 1
+                page += 1
+    unlock(state)
     return count

@@ -23,6 +23,8 @@ from stalloc.core.regions import Region, moved_into
 from stalloc.core.tape_tables import TapeTables, make_tables
 from stalloc.device.ordering import Ordering
 
+_MOST_AHEAD = 16  # pages that get memory before they are asked for
+
 
 class DeviceArena:
     """The tape in place, if there is one, and the memory that it is served from."""
@@ -139,20 +141,19 @@ class DeviceArena:
         self.pages = np.zeros(arena_bytes // GRANULE // 64 + 1, np.int64)
         arena_pages.serve_pages(self._tables.address, address, arena_bytes, self.pages.ctypes.data, anew)
 
-    def planned_place(self, position: int) -> tuple[int, int, int]:
-        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere.
-
-        And where the highest place of the step that is followed ends.
-        """
-        record = self._tables.record
-        if self.tape is None or record.mode != MODE_REPLAY or position >= len(self.tape.entries):
-            return 0, 0, 0
+    def planned_place(self, position: int) -> tuple[int, int]:
+        """Where an entry of the tape has its place: bytes [begin, end) from where the arena begins; 0, 0: nowhere."""
+        if self.tape is None or self._tables.record.mode != MODE_REPLAY or position >= len(self.tape.entries):
+            return 0, 0
         entry = self.tape.entries[position]
         offset = int(entry["offset"])
-        if offset < 0:
-            return 0, 0, 0
-        highest_end = self.tape.highest_end(record.ring_start, record.ring_end)
-        return offset, offset + (int(entry["key"]) >> STREAM_BITS), highest_end
+        return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
+
+    def lacking_ahead(self, position: int) -> list[tuple[int, int]]:
+        """Pages without memory that the plan needs soon after an entry, in that order: (begin, bytes) of each."""
+        begins = np.empty(_MOST_AHEAD, np.int64)
+        count = arena_pages.lacking_ahead(self._tables.address, position, begins)
+        return [(begin, GRANULE) for begin in begins[:count].tolist()]
 
     def use_pages(self, begin: int, end: int) -> None:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""

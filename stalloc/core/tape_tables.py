@@ -57,18 +57,6 @@ class TapeTables:
         address, begins = self._rings
         return address + bisect_left(begins, begin) // self.num_kinds * self.num_kinds * self.rings.dtype.itemsize
 
-    def highest_end(self, begin: int, end: int) -> int:
-        """Where the highest place of the entries [begin, end) ends, in bytes from where the arena begins."""
-        if (begin, end) not in self._highest_ends:
-            entries = self.entries[begin:end]
-            ends = entries["offset"] + (entries["key"] >> STREAM_BITS)
-            self._highest_ends[begin, end] = int(ends[entries["offset"] >= 0].max(initial=0))
-        return self._highest_ends[begin, end]
-
-    @cached_property
-    def _highest_ends(self) -> dict[tuple[int, int], int]:
-        return {}
-
     @cached_property
     def _rings(self) -> tuple[int, list[int]]:
         """Where the rings are, and the entries that they begin at."""

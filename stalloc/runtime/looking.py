@@ -97,7 +97,7 @@ class Looking:
 
     def is_due(self, settings: Settings, *, expects_marks: bool) -> bool:
         """Whether to look now."""
-        state, marks, num_steps = self._state, self._recording.marks, self._recording.num_steps
+        state, marks, num_steps = self._state, self._recording.marks, len(self._recording.step_events)
         if num_steps > _EAGER_MARKS and state.record.num_sizable < self._look_at:
             return False
         self._look_at = state.record.num_sizable * 5 // 4

@@ -72,4 +72,4 @@ def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, an
 def back(arenas: "Arenas", position: int) -> None:
     """Map what the place of a tape's entry lacks, if there is memory for it."""
     if arenas.arena is not None and arenas.memory.source.paged:
-        arenas.memory.paging.back(*arenas.state.arena.planned_place(position))
+        arenas.memory.paging.back(position)

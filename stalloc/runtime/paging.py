@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Ranges = list[tuple[int, int]]  # address and bytes of each
 _ALL = 1 << 60
-_AHEAD_BYTES = 32 << 20  # of the arena that get memory with a place before them
 _RANGE_SHARE = 2  # of the device, that a range is as long as: its gaps stay, and what lies at the end of each is wasted
 _FULL_SHIFT = 2  # a peak above 1 - 1 / 2 ** shift of the device's memory fills it
 _BRIM_SHIFT = 3  # the same, for pages to stay where they are until it is full
@@ -88,27 +87,25 @@ class Paging:
         del self._memory.segments[memory.ptr]
         return False
 
-    def back(self, begin: int, end: int, highest_end: int) -> None:
-        """Map what lacks of the bytes [begin, end) of the arena, if there is memory for it.
+    def back(self, position: int) -> None:
+        """Map what the place of an entry of the tape lacks, if there is memory for it.
 
-        And some of what follows, up to the highest byte that the step needs, as far as nothing else has a use for it.
+        And what the plan needs soon after it, as far as nothing else needs that memory.
         """
-        memory, last = self._arena, round_up(end)
+        memory, (begin, end) = self._arena, self._state.arena.planned_place(position)
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
-        ahead: Ranges = []
-        if not self._state.record.num_strands and not self._leaves_less_than(_BRIM_SHIFT):
-            ahead = memory.lacking(memory.ptr + last, memory.ptr + min(highest_end, last + _AHEAD_BYTES))
+        ahead = [] if self._leaves_less_than(_BRIM_SHIFT) else self._state.arena.lacking_ahead(position)
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), _bytes_of(ahead)
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
-        for address, size_bytes in lacking + ahead:
-            if address >= memory.ptr + last:
-                size_bytes = min(size_bytes, (allowed_bytes - self._state.record.reserved_bytes) & -GRANULE)
-            if size_bytes <= 0 or not self._map(memory, address, size_bytes):
+        needed = [(address - memory.ptr, size_bytes) for address, size_bytes in lacking]
+        spare_bytes = allowed_bytes - self._state.record.reserved_bytes - _bytes_of(needed)
+        for at, size_bytes in needed + ahead[: max(0, spare_bytes) // GRANULE]:
+            if not self._map(memory, memory.ptr + at, size_bytes):
                 return
-            self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
+            self._state.arena.use_pages(at, at + size_bytes)
 
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
@@ -182,8 +179,8 @@ class Paging:
     ) -> bool:
         """Have so many bytes to be mapped, while no more is held than is allowed, if that can be; whether there are.
 
-        What is free `between` stays, and what the `place` has, bytes of the arena. `ahead_bytes` more are taken from
-        segments, but from no planned place.
+        What is free `between` stays, and what the `place` has, bytes of the arena. `ahead_bytes` more are taken where
+        nothing needs them soon.
         """
         if self._state.record.private_kind:
             return self._has_room(size_bytes)
@@ -196,8 +193,8 @@ class Paging:
             self.num_moves += 1
             self.allowance.note_move(round_up(max(excess, 1)))
             # the pages that a plan needs again soon move only where it holds more than that
-            spared_bytes = ahead_bytes + (self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0)
-            self._leave(excess + ahead_bytes, between=between, place=place, spared_bytes=spared_bytes)
+            spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0
+            self._leave(excess, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes)
         if self._has_room(size_bytes):
             return True
         self._sure_bytes = 0
@@ -218,10 +215,13 @@ class Paging:
         between: tuple[int, int] = (0, 0),
         place: tuple[int, int] = (0, 0),
         spared_bytes: int = 0,
+        ahead_bytes: int = 0,
     ) -> bool:
         """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
         spared_bytes = spared_bytes if self._arena is not None else _ALL  # a parent's is left alone
-        ranges, begins = self._state.leave_pages(size_bytes, between=between, place=place, spared_bytes=spared_bytes)
+        ranges, begins = self._state.leave_pages(
+            size_bytes, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes
+        )
         for before, now in begins.items():
             memory = self._memory.segments.pop(before)
             if now:

@@ -106,7 +106,7 @@ class RecordedSteps:
         if self._last_asked == self._missed:
             self._missed = 0, 0
             return True
-        early_size, early_stream = self._recording.requests(0, self._recording.step_events[0])
+        early_size, early_stream = self._recording.requests_before_marks()
         tail = slice(len(early_size) - len(size), None)
         if not len(size) or len(early_size) < len(size):
             return False

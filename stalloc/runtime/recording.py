@@ -47,11 +47,13 @@ class Recording:
     def __init__(self, device: Device, state: DeviceState) -> None:
         self._device, self._state = device, state
         self.marks: list[tuple[int, int, str]] = []  #: event index, kind of mark, name
-        self.mark_threads: list[int] = []  #: who set those of steps among them
+        self.step_events: list[int] = []  #: events before each mark of a step
+        self.mark_threads: list[int] = []  #: who set it
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
         self.left_out: set[int] = set()  #: threads whose requests are no part of the steps
+        self._before_marks: tuple[Column, Column] | None = None
         self._allocs_before = -1  # requests before the last mark of a step, -1: there was none
         self._reserved_start = 0
         self.call_sites: CallSites | None = None  #: where they are noted
@@ -67,17 +69,13 @@ class Recording:
 
     def begin_beside(self) -> None:
         """Begin anew while a plan is in force that was found without marks."""
-        self.marks.clear()
-        self.mark_threads.clear()
-        self._forget_events()
+        self._forget(begins=False)
         self._reserved_start = self._state.record.reserved_bytes
         self._state.record_anew()
 
     def begin_at_step(self) -> None:
         """Begin anew at the mark of a step."""
-        self.marks[:] = [(0, MARK_STEP, "")]
-        self.mark_threads[:] = [threading.get_ident()]
-        self._forget_events()
+        self._forget(begins=True)
         self._state.record_anew()
 
     def go_on(self, settings: "Settings") -> None:
@@ -85,10 +83,8 @@ class Recording:
         if self._state.record.recording:
             return
         if not self._state.record.num_events:
-            self.marks[:] = [(0, MARK_STEP, "")] if self.marks else []
-            self.mark_threads[:] = [threading.get_ident()] if self.marks else []
+            self._forget(begins=bool(self.marks))
             self._reserved_start = self._state.record.reserved_bytes
-            self._forget_events()
         self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
         self._state.write(recording=1)
 
@@ -98,7 +94,12 @@ class Recording:
         if settings.keep_recording:
             self._state.keep_last(settings.keep_events, exact_times=settings.exact_times)
 
-    def _forget_events(self) -> None:
+    def _forget(self, *, begins: bool) -> None:
+        """Know of no events, and of no marks, or of one of a step with which the record `begins`."""
+        self.marks[:] = [(0, MARK_STEP, "")] if begins else []
+        self.step_events[:] = [0] if begins else []
+        self.mark_threads[:] = [threading.get_ident()] if begins else []
+        self._before_marks = None
         self._refusals.clear()
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
 
@@ -121,6 +122,7 @@ class Recording:
         if self._state.record.recording or not self.marks:
             self.marks.append((self._state.record.num_events, kind, name))
             if kind == MARK_STEP:
+                self.step_events.append(self.marks[-1][0])
                 self.mark_threads.append(threading.get_ident())
 
     @property
@@ -139,29 +141,24 @@ class Recording:
         """Whether events are missing, at the end or, of a ring, at the beginning."""
         return not self._state.record.recording or self._state.first_event > 0
 
-    @property
-    def num_steps(self) -> int:
-        """Marks of steps in the record."""
-        return len(self.step_events)
-
-    @property
-    def step_events(self) -> list[int]:
-        """Events before each mark of a step."""
-        return [event for event, kind, _ in self.marks if kind == MARK_STEP]
-
     def _marks_from(self, begin: int) -> list[tuple[int, int, str]]:
         """The marks of a record that begins at an event."""
         return [(event - begin, kind, name) for event, kind, name in self.marks if event >= begin]
 
     def last_step(self) -> tuple[int, int] | None:
         """Events [begin, end) between the last two marks of steps; None if there are not two."""
-        bounds = [*itertools.islice((event for event, kind, _ in self.marks[::-1] if kind == MARK_STEP), 2)]
-        return (bounds[1], bounds[0]) if len(bounds) == 2 else None
+        return (self.step_events[-2], self.step_events[-1]) if len(self.step_events) > 1 else None
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
         """Sizes and streams of what was asked for among the events [begin, end), threads apart that are left out."""
         size, stream, _ = self._regular_requests(begin, end)
         return size, stream
+
+    def requests_before_marks(self) -> tuple[Column, Column]:
+        """The same of all events before the first mark of a step."""
+        if self._before_marks is None:
+            self._before_marks = self.requests(0, self.step_events[0])
+        return self._before_marks
 
     def _regular_requests(self, begin: int, end: int) -> tuple[Column, Column, Column]:
         """The same, with who asked."""

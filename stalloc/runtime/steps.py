@@ -222,7 +222,7 @@ class Steps:
 
     def _first_needed(self, fresh: set[bytes]) -> int:
         """The step of the record from which on it shows what plans of these kinds need, beside those in force."""
-        is_counted = self._recording.num_steps == self.recorded.count + 1  # each of its steps, since it began
+        is_counted = len(self._recording.step_events) == self.recorded.count + 1  # each of its steps, since it began
         told = self.tapes is not None and is_counted
         return max(0, self.recorded.first_of(fresh) - _STEPS_BEFORE) if told else 0
 

@@ -214,7 +214,7 @@ class Watching:
 
         If not, see whether a thread is to blame, or take what is held as held for good.
         """
-        num_steps = self._recording.num_steps
+        num_steps = len(self._recording.step_events)
         if num_steps not in _DOUBT_STEPS or self._status.settings.keep_recording:
             self._settle()
         elif self._steps.recorded.leave_out_strays():
@@ -224,7 +224,7 @@ class Watching:
         return False
 
     def _settle(self) -> None:
-        if self._recording.num_steps >= _SETTLE_STEPS:
+        if len(self._recording.step_events) >= _SETTLE_STEPS:
             self._tidying.settle()
 
     def plan(self, job: PlanJob, cursor: int) -> None:
