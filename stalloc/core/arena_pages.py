@@ -22,6 +22,7 @@ from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.leases import revoke_all
 from stalloc.core.pages import free_pages, has_rows, unmap_part
 from stalloc.core.records import block_at, cell_at, entry_at, segment_at, word_at
+from stalloc.core.step_log import goes_as_planned
 from stalloc.core.strand_cursors import switch_to
 
 
@@ -216,11 +217,11 @@ def lacking_ahead(device, position, begins):
     """Write where pages begin that have no memory, and that the plan needs soon after an entry; how many. For Python.
 
     In the order in which it needs them, in the next eighth of a pass, and at most as many as the column holds; none of
-    the entry's own.
+    the entry's own, and none at all in a pass that does not go as planned, whose pages others need.
     """
     state = locked(device)
     count = 0
-    if state.arena_pages != 0 and position < state.num_entries:
+    if state.arena_pages != 0 and position < state.num_entries and goes_as_planned(state):
         own = entry_at(state, position)
         low, high = own.offset // GRANULE, -(-(own.offset + (own.key >> STREAM_BITS)) // GRANULE)
         end = min(state.ring_end, position + 1 + ((state.ring_end - state.ring_start) >> 3))

@@ -13,6 +13,7 @@ from stalloc.core.records import step_at
 _BAD_SHARE = 4  # a pass is bad if more than one request in so many was not served though it has a place
 _RECOVERY_SHARE = 64  # a pass in which one request in so many was displaced is followed by one that recovers
 _RECOVERY_EVERY = 64  # passes
+_HARDLY = 4  # requests
 _ASTRAY = 8  # requests of a pass that are on no tape, or were displaced
 _MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 
@@ -33,6 +34,12 @@ def _write_row(state, hits):
 def num_displaced(state):
     """Requests of this pass over the plan that have a place and were served elsewhere."""
     return state.conflicts - state.conflicts_before - state.step_unplanned
+
+
+@inner()
+def goes_as_planned(state):
+    """Whether hardly anything was asked for in this pass that is not planned, or found its place taken."""
+    return max(state.step_misses - state.step_unplanned, num_displaced(state)) < _HARDLY
 
 
 @inner()
