@@ -86,3 +86,50 @@ def test_pages_rest_once_a_kind_of_step_that_keeps_much_for_others_comes_alone(n
     assert moves[10] > 0
     assert max(moves[-10:]) == 0
     assert controller.status.phase is Phase.PLANNED
+
+
+@pytest.mark.parametrize(("seed", "most_moves"), [(0, 21), (1, 56), (4, 35)])
+def test_what_a_plan_had_to_hold_once_does_not_move_away_again(seed: int, most_moves: int) -> None:
+    """Steps of two kinds; two tensors are kept now and then, and lie where others have their places."""
+    rng = np.random.default_rng(seed)
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller.watching.expects_marks = True
+    state, paging = controller.state, controller.memory.paging
+    outputs, gradients = ((rng.uniform(1, most, 16) * MIB).astype(int).tolist() for most in (12, 10))
+    batch_bytes, kept, moves = 27 * MIB // 8, [], []
+
+    def malloc(size: int) -> int:
+        return int(state.malloc(size, 0))
+
+    def differentiate() -> None:
+        layers = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            before = malloc(gradient)
+            layers.append(malloc(output))
+            state.free(before)
+        for output, gradient in zip(layers[::-1], gradients[::-1], strict=True):
+            after = malloc(gradient)
+            state.free(output)
+            state.free(after)
+
+    for number in range(120):
+        before, batch, change = paging.num_moves, malloc(batch_bytes), malloc(batch_bytes)
+        for _ in range(3 if number % 5 else 7):
+            slope = malloc(batch_bytes)
+            differentiate()
+            changed = malloc(batch_bytes)
+            state.free(change)
+            state.free(slope)
+            change = changed
+        differentiate()
+        if number % 20 == 10:
+            replaced, kept = kept, [malloc(batch_bytes), malloc(batch_bytes)]
+            for address in replaced:
+                state.free(address)
+        state.free(batch)
+        state.free(change)
+        controller.mark(MARK_STEP, "")
+        moves.append(paging.num_moves - before)
+    print(moves)
+    assert controller.status.phase is Phase.PLANNED
+    assert sum(moves[60:]) <= most_moves

@@ -3,7 +3,8 @@
 Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
 fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
-program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more.
+program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more. What had to
+be held once while a plan served, as nothing free could move, may be held from then on, up to little more.
 """
 
 from stalloc.core.constants import GRANULE, MODE_REPLAY
@@ -12,6 +13,7 @@ from stalloc.core.state import DeviceState
 _SPARE_BYTES = 4 << 20  # that is always allowed
 _PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
 _PARTS = 256  # of the peak, in which is counted what is
+_HELD_PARTS = 164  # of which one more is left to a plan that has held it: 1 % with what planned places may take
 _TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and where pages never rest
 _SELDOM = 32  # requests of a step for each page that moves, from which on they rest where no plan serves
 _PATIENCE, _PLANNED_PATIENCE = 8, 4  # steps more in which they do not than in which they do, before more is allowed
@@ -27,6 +29,7 @@ class Allowance:
         self._moved_bytes = self._peak_bytes = 0
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
+        self._held_bytes = 0  # at most, since the plan in force was
 
     @property
     def peak_bytes(self) -> int:
@@ -45,10 +48,16 @@ class Allowance:
     def held_bytes(self, size_bytes: int) -> int:
         """What may be held in all for a request of so many bytes."""
         peak = self._peak_with(size_bytes)
-        spare = max(_SPARE_BYTES, self._parts * (peak // _PARTS))
-        if self._is_planned:
-            spare = min(spare, peak // _PARTS + _PLANNED_BYTES)
-        return peak + spare
+        allowed = peak + max(_SPARE_BYTES, self._parts * (peak // _PARTS))
+        if not self._is_planned:
+            return allowed
+        most = peak + _PLANNED_BYTES
+        return max(min(allowed, most + peak // _PARTS), min(self._held_bytes, most + peak // _HELD_PARTS))
+
+    def note_growth(self) -> None:
+        """More is held, since nothing that was free could move: as long as the plan serves, no less is allowed."""
+        if self._is_planned and self._step_began:
+            self._held_bytes = max(self._held_bytes, self._record.reserved_bytes)
 
     @property
     def _is_planned(self) -> bool:
@@ -65,7 +74,7 @@ class Allowance:
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""
-        self._parts, self._restless = self._least, 0
+        self._parts, self._restless, self._held_bytes = self._least, 0, 0
 
     def note_move(self, size_bytes: int) -> None:
         """So many bytes of pages move for a request."""

@@ -55,6 +55,7 @@ class Paging:
                     continue
                 return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
+                self.allowance.note_growth()
                 return True
             self._sure_bytes = 0
         return False
@@ -106,6 +107,7 @@ class Paging:
             if not self._map(memory, memory.ptr + at, size_bytes):
                 return
             self._state.arena.use_pages(at, at + size_bytes)
+            self.allowance.note_growth()
 
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
@@ -189,9 +191,10 @@ class Paging:
             excess -= _HALF_BYTES  # pages that move leave holes, which a step that needs more may have no use for
         if excess > 0 and self._leaves_less_than(_BRIM_SHIFT):
             excess = 0
-        if excess + ahead_bytes > 0:
+        if excess > 0:
             self.num_moves += 1
-            self.allowance.note_move(round_up(max(excess, 1)))
+            self.allowance.note_move(round_up(excess))
+        if excess + ahead_bytes > 0:
             # the pages that a plan needs again soon move only where it holds more than that
             spared_bytes = self.allowance.peak_bytes >> _PLANNED_SHIFT if place[1] else 0
             self._leave(excess, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes)
