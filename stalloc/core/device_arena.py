@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+from numba import types
 
 from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strand_cursors
 from stalloc.core.arena_tape import ArenaTape, check
@@ -24,6 +25,11 @@ from stalloc.core.tape_tables import TapeTables, make_tables
 from stalloc.device.ordering import Ordering
 
 _MOST_AHEAD = 16  # pages that get memory before they are asked for
+
+
+def load_for_moves() -> None:
+    """Load the compiled code by which an arena is given up: it takes too long in the middle of a step."""
+    arena_segments.dissolve_arena.compile((types.int64, types.int64[::1]))
 
 
 class DeviceArena:
@@ -178,7 +184,8 @@ class DeviceArena:
     def strand_cursors(self) -> list[tuple[int, int, int]]:
         """Where each strand is: the tape [begin, end) that it follows, and the entry that it expects."""
         rows = np.zeros((self._tables.record.num_strands, 3), np.int64)
-        strand_cursors.cursors(self._tables.address, rows)
+        if len(rows):
+            strand_cursors.cursors(self._tables.address, rows)
         return [(begin, end, cursor) for begin, end, cursor in rows.tolist()]
 
     def drop_tape(self) -> None:

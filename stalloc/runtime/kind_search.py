@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.device_arena import load_for_moves
 from stalloc.core.host_memory import trim
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of
@@ -113,6 +114,7 @@ class KindSearch:
             kinds.sort(key=lambda kind: -kind.times_seen)
             self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, in_turn=self.in_turn)
             self.admitted = admit(self.tapes.plans, ring_only=True, num_turns=self.tapes.num_turns)
+            load_for_moves()
 
     def _name(self, kind: "StepKind") -> bytes:
         return name_of(kind.size, kind.stream)

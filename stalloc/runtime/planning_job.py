@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.device_arena import load_for_moves
 from stalloc.device.ordering import ordering
 from stalloc.runtime.admission import admit
 from stalloc.runtime.effort import Effort
@@ -80,6 +81,7 @@ class PlanJob:
             if other.peak_bytes < plan.peak_bytes:
                 plan, self.tape = other, longer
         self.plan, self.admitted = plan, admit([plan], ring_only=True)
+        load_for_moves()
 
 
 def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
