@@ -155,11 +155,10 @@ class DeviceArena:
         offset = int(entry["offset"])
         return (offset, offset + (int(entry["key"]) >> STREAM_BITS)) if offset >= 0 else (0, 0)
 
-    def lacking_ahead(self, position: int) -> list[tuple[int, int]]:
-        """Pages without memory that the plan needs soon after an entry, in that order: (begin, bytes) of each."""
+    def lacking_ahead(self, position: int) -> list[int]:
+        """Where pages without memory begin that the plan needs soon after an entry, in that order."""
         begins = np.empty(_MOST_AHEAD, np.int64)
-        count = arena_pages.lacking_ahead(self._tables.address, position, begins)
-        return [(begin, GRANULE) for begin in begins[:count].tolist()]
+        return begins[: arena_pages.lacking_ahead(self._tables.address, position, begins)].tolist()
 
     def use_pages(self, begin: int, end: int) -> None:
         """The pages [begin, end), bytes from where the arena begins, have memory now."""

@@ -136,8 +136,12 @@ class Pages:
         for at in range(address, end, PAGE_BYTES):
             if at in held:
                 continue
-            page = held[at] = self._unmapped.pop() if self._unmapped else self._new_page()
-            if page is None or not page.ptr or _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
+            page = self._unmapped.pop() if self._unmapped else self._new_page()
+            if page is None or not page.ptr:
+                break
+            held[at] = page  # what is mapped is held, wherever this is interrupted
+            if _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
+                del held[at]  # the driver unmaps no range of which a part is not mapped
                 break
         else:
             if _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
@@ -189,7 +193,7 @@ class Pages:
 
     def _has_another(self, page: Any) -> bool:
         """Whether a page that has one address less now still has one."""
-        others = self._others.pop(page.ptr, 0) if page is not None else 0
+        others = self._others.pop(page.ptr, 0)
         if others > 1:
             self._others[page.ptr] = others - 1
         return others > 0

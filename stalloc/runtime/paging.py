@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalloc.core.constants import GRANULE
 from stalloc.core.snapshot import segments
+from stalloc.device.mapped_pages import page_runs
 from stalloc.runtime.allowance import Allowance
 from stalloc.runtime.segment_sizes import round_up
 from stalloc.runtime.splicing import Splices
@@ -98,16 +99,16 @@ class Paging:
         if not lacking:
             return
         ahead = [] if self._leaves_less_than(_BRIM_SHIFT) else self._state.arena.lacking_ahead(position)
-        allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), _bytes_of(ahead)
+        allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
-        needed = [(address - memory.ptr, size_bytes) for address, size_bytes in lacking]
-        spare_bytes = allowed_bytes - self._state.record.reserved_bytes - _bytes_of(needed)
-        for at, size_bytes in needed + ahead[: max(0, spare_bytes) // GRANULE]:
-            if not self._map(memory, memory.ptr + at, size_bytes):
+        spare_bytes = allowed_bytes - self._state.record.reserved_bytes - _bytes_of(lacking)
+        soon = [memory.ptr + at for at in ahead[: max(0, spare_bytes) // GRANULE]]
+        for address, size_bytes in lacking + page_runs(sorted(soon)):
+            if not self._map(memory, address, size_bytes):
                 return
-            self._state.arena.use_pages(at, at + size_bytes)
-            self.allowance.note_growth()
+            self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
+        self.allowance.note_growth()
 
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
