@@ -56,12 +56,17 @@ class Allowance:
 
     def note_growth(self) -> None:
         """More is held, since nothing that was free could move: as long as the plan serves, no less is allowed."""
-        if self._is_planned and self._step_began:
+        if self._is_planned and self.is_marked:
             self._held_bytes = max(self._held_bytes, self._record.reserved_bytes)
 
     @property
     def _is_planned(self) -> bool:
         return bool(self._record.mode == MODE_REPLAY)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the program marks steps."""
+        return self._step_began > 0
 
     @property
     def never_rests(self) -> bool:

@@ -98,7 +98,8 @@ class Paging:
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
             return
-        ahead = [] if self._leaves_less_than(_BRIM_SHIFT) else self._state.arena.lacking_ahead(position)
+        may_come = self.allowance.is_marked and not self._leaves_less_than(_BRIM_SHIFT)
+        ahead = self._state.arena.lacking_ahead(position) if may_come else []
         allowed_bytes, ahead_bytes = self.allowance.held_bytes(end - begin), len(ahead) * GRANULE
         if not self._make_room(_bytes_of(lacking), allowed_bytes, place=(begin, end), ahead_bytes=ahead_bytes):
             return
