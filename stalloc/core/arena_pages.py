@@ -25,6 +25,8 @@ from stalloc.core.records import block_at, cell_at, entry_at, segment_at, word_a
 from stalloc.core.step_log import goes_as_planned
 from stalloc.core.strand_cursors import switch_to
 
+_MOST_LOOKS = 4096  # at pages, for those that lack memory: the lock is held meanwhile
+
 
 @inner()
 def lacks_only_pages(state, low, high):
@@ -225,7 +227,8 @@ def lacking_ahead(device, position, begins):
         own = entry_at(state, position)
         low, high = own.offset // GRANULE, -(-(own.offset + (own.key >> STREAM_BITS)) // GRANULE)
         end = min(state.ring_end, position + 1 + ((state.ring_end - state.ring_start) >> 3))
-        for number in range(position + 1, end):
+        number, looks = position + 1, 0
+        while number < end and count < len(begins) and looks < _MOST_LOOKS:
             entry = entry_at(state, number)
             page = entry.offset // GRANULE
             last = (entry.offset + (entry.key >> STREAM_BITS) - 1) // GRANULE
@@ -237,5 +240,7 @@ def lacking_ahead(device, position, begins):
                     begins[count] = page * GRANULE
                     count += 1
                 page += 1
+                looks += 1
+            number += 1
     unlock(state)
     return count

@@ -28,7 +28,7 @@ _MOST_AHEAD = 16  # pages that get memory before they are asked for
 
 
 def load_for_moves() -> None:
-    """Load the compiled code by which an arena is given up: it takes too long in the middle of a step."""
+    """Load the compiled code by which an arena is given up: that takes too long in the middle of a step."""
     arena_segments.dissolve_arena.compile((types.int64, types.int64[::1]))
 
 

@@ -1,8 +1,8 @@
 """Pages that several segments have a part of: an arena that streams shared is cut where its cells are, not its pages.
 
-Contract: the lock is held. What has no memory is whole pages of one segment. A page that is
-free in all of the segments that have a part of it ceases to be served, and is the first one's from then on, so that no
-byte goes from one stream to another before the device is done with it; the others begin behind it, or are gone.
+Contract: the lock is held. What has no memory is whole pages of one segment. A page that is free in all of the segments
+that have a part of it ceases to be served, and is the first one's from then on, so that no byte goes from one stream to
+another before the device is done with it; the others begin behind it, or are gone.
 """
 
 from stalloc.compiled import inner

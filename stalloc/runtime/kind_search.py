@@ -92,6 +92,7 @@ class KindSearch:
         finally:
             self.done.set()
             trim()
+        load_for_moves()
 
     def search(self, trace: "Trace") -> None:
         """Plan the kinds of steps that recur together with those that are known."""
@@ -114,7 +115,6 @@ class KindSearch:
             kinds.sort(key=lambda kind: -kind.times_seen)
             self.tapes = plan_steps(kinds[:_MAX_KINDS], self.made, trace.device, in_turn=self.in_turn)
             self.admitted = admit(self.tapes.plans, ring_only=True, num_turns=self.tapes.num_turns)
-            load_for_moves()
 
     def _name(self, kind: "StepKind") -> bytes:
         return name_of(kind.size, kind.stream)

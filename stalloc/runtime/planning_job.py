@@ -67,6 +67,7 @@ class PlanJob:
                     observed.pack()
             finally:
                 self.done.set()
+        load_for_moves()
 
     def make(self, planner: "Planner | None") -> None:
         """Make the plan, in this thread. Raises what planning raises."""
@@ -81,7 +82,6 @@ class PlanJob:
             if other.peak_bytes < plan.peak_bytes:
                 plan, self.tape = other, longer
         self.plan, self.admitted = plan, admit([plan], ring_only=True)
-        load_for_moves()
 
 
 def _longer_rings(tape: "Tape") -> "Iterator[Tape]":
