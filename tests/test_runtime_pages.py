@@ -79,6 +79,9 @@ pages.pool.set_limit(size=110 * MIB)
 said |= {"limited": memory.map(memory.ptr + 20 * MIB, 20 * MIB), "word": word.value, "other": virtual.used_bytes(0)}
 other, before = pages.reserve(4 * MIB), used()
 said |= {"shared": other.share(other.ptr, memory, memory.ptr + 9 * MIB), "shared_more": used() - before}
+memory.unmap(memory.ptr + 8 * MIB, 2 * MIB)
+memory.map(memory.ptr + 400 * MIB, 2 * MIB)
+said["of_its_own"] = memory.page_identity(memory.ptr + 400 * MIB) != other.page_identity(other.ptr)
 memory.close()
 pages.free_unmapped()
 said["shared_left"] = used()
@@ -91,7 +94,7 @@ print(json.dumps(said))
     expected = {"empty": 0, "mapped": True, "used": 100, "counted": 100, "too_much": False, "still": 100}
     expected |= {"lacking": [0, 108], "kept": 40, "more": True, "same": 100, "limited": False, "word": 7}
     expected |= {"shared": True, "shared_more": 0, "shared_left": 2}
-    assert result == expected | {"other": 0, "gone": 0}
+    assert result == expected | {"other": 0, "of_its_own": True, "gone": 0}
 
 
 @CUPY
