@@ -79,12 +79,14 @@ class DeviceMemory:
         """Take at most this share of the device's memory (torch.cuda.set_per_process_memory_fraction)."""
         share_bytes = int(fraction * self.device.total_bytes)
         self.source.limit_bytes = min(share_bytes, self._budget_bytes) if self._budget_bytes else share_bytes
+        self.paging.forget_room()
 
     def keep_within(self, budget_bytes: int) -> None:
         """Take no more than a budget from the device, whatever share the program allows itself later."""
         self._budget_bytes = budget_bytes
         limit_bytes = self.source.limit_bytes
         self.source.limit_bytes = min(limit_bytes, budget_bytes) if limit_bytes else budget_bytes
+        self.paging.forget_room()
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether it is worth asking: CuPy's pool collects garbage, at length, before it says no."""

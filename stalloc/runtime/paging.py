@@ -152,6 +152,15 @@ class Paging:
         """What the program can have of the device."""
         return self._state.record.reserved_bytes + self._source.free_bytes()
 
+    @property
+    def _sure_device_bytes(self) -> int:
+        """The same, without asking the device: it has no less, unless somebody else took half of what it had."""
+        return self._state.record.reserved_bytes + self._sure_bytes
+
+    def forget_room(self) -> None:
+        """The program may have less of the device from now on."""
+        self._sure_bytes = 0
+
     def fills_device(self) -> bool:
         """Whether the program's peak is most of what the device has."""
         return self._leaves_less_than(_FULL_SHIFT)
@@ -162,11 +171,12 @@ class Paging:
 
     def fills_part(self, shift: int) -> bool:
         """Whether the program's peak is more than 1 / 2 ** shift of the device."""
-        return self.allowance.peak_bytes > self.device_bytes >> shift
+        peak = self.allowance.peak_bytes
+        return peak > self._sure_device_bytes >> shift and peak > self.device_bytes >> shift
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
-        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
+        peak, sure_bytes = self.allowance.peak_bytes, self._sure_device_bytes
         if peak <= sure_bytes - (sure_bytes >> shift):
             return False
         device_bytes = self.device_bytes
