@@ -5,6 +5,7 @@ move first. Memory is mapped before the core serves from it, and unmapped after 
 done with it; never while a graph is captured. `match` repairs what an interruption left half done.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stalloc.core.constants import GRANULE
@@ -152,11 +153,6 @@ class Paging:
         """What the program can have of the device."""
         return self._state.record.reserved_bytes + self._source.free_bytes()
 
-    @property
-    def _sure_device_bytes(self) -> int:
-        """The same, without asking the device: it has no less, unless somebody else took half of what it had."""
-        return self._state.record.reserved_bytes + self._sure_bytes
-
     def forget_room(self) -> None:
         """The program may have less of the device from now on."""
         self._sure_bytes = 0
@@ -171,16 +167,19 @@ class Paging:
 
     def fills_part(self, shift: int) -> bool:
         """Whether the program's peak is more than 1 / 2 ** shift of the device."""
-        peak = self.allowance.peak_bytes
-        return peak > self._sure_device_bytes >> shift and peak > self.device_bytes >> shift
+        return self._exceeds(lambda device_bytes: device_bytes >> shift)
 
     def _leaves_less_than(self, shift: int) -> bool:
         """Whether the program's peak leaves less than 1 / 2 ** shift of the device."""
-        peak, sure_bytes = self.allowance.peak_bytes, self._sure_device_bytes
-        if peak <= sure_bytes - (sure_bytes >> shift):
-            return False
-        device_bytes = self.device_bytes
-        return peak > device_bytes - (device_bytes >> shift)
+        return self._exceeds(lambda device_bytes: device_bytes - (device_bytes >> shift))
+
+    def _exceeds(self, part: Callable[[int], int]) -> bool:
+        """Whether the program's peak is more than a part of the device, which is asked only where it may be.
+
+        The device has no less than it can be taken to have, unless somebody else took half of what it had.
+        """
+        peak, sure_bytes = self.allowance.peak_bytes, self._state.record.reserved_bytes + self._sure_bytes
+        return peak > part(sure_bytes) and peak > part(self.device_bytes)
 
     def _make_room(
         self,

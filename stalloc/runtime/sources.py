@@ -150,7 +150,10 @@ class PoolSource:
         """Give what is not referred to any more back to the device."""
         if self._pool is not None:
             with self.at_device(capturing=False):
-                (self._pool.free_all_blocks if self._pages is None else self._pages.free_unmapped)()
+                if self._pages is not None:
+                    self._pages.free_unmapped()
+                else:
+                    self._pool.free_all_blocks()
 
     def forked(self) -> None:
         """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
