@@ -24,6 +24,7 @@ CLOCK, COARSE_CLOCK = 1, 6
 # State.mode: heap only; follow the tape without serving it; serve it
 MODE_HEAP, MODE_FOLLOW, MODE_REPLAY = 0, 1, 2
 AT_ANY_REQUEST = 2  # State.ask_at_boundary: at any request that may be planned
+ASIDE, ASIDE_IN_NEXT_PASS = 1, 2  # State.stands_aside: from somewhere in a pass on; from the begin of another
 MANY_DISPLACED = 8  # requests of a pass served elsewhere than where they have their place, at which Python is asked
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step

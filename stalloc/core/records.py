@@ -150,7 +150,7 @@ class State(Record):
     strands: int  # table of Strand
     askers: int  # table of Asker
     task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
-    stands_aside: int  # Python, 1: the heap serves what the plan has, too, as its arena has no memory
+    stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
     left_out: int  # entries, ever, that the cursor passed over for one close by
     line_padding: int  # what follows keeps its place in its line
 

@@ -55,7 +55,7 @@ from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pas
 from stalloc.core.leases import lend, revoke
 from stalloc.core.records import entry_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.step_log import end_step, is_astray, num_displaced
+from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
 from stalloc.core.tape_cursor import at_boundary, follow
@@ -142,7 +142,7 @@ def _serve_planned(state, key, requested, waiting):
     lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
     if state.may_fill == 1 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
         lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
-    lasts = lasts or state.stands_aside == 1
+    lasts = lasts or (state.stands_aside != 0 and stands_aside(state, position))
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
         has_place = entry.offset >= 0 and not lasts
         if has_place and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):

@@ -5,7 +5,7 @@ misses much in pass after pass is given up by the next request that asks Python.
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import CLOCK, MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.constants import ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
 from stalloc.core.far_jumps import note_end_of_pass
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
@@ -15,6 +15,7 @@ _RECOVERY_SHARE = 64  # a pass in which one request in so many was displaced is 
 _RECOVERY_EVERY = 64  # passes
 _HARDLY = 4  # requests
 _ASTRAY = 8  # requests of a pass that are on no tape, or were displaced
+_BACK, _BACK_SHIFT = 16, 4  # requests, and 1 / 2 ** shift of a pass, by which the program is seen to follow it again
 _MAX_BAD_PASSES = 8  # bad passes in a row after which the plan is given up
 
 
@@ -50,6 +51,17 @@ def is_astray(state):
 
 
 @inner()
+def stands_aside(state, position):
+    """Whether the heap serves what the plan has, an entry of it too: up to a pass that begins as planned."""
+    if state.stands_aside == ASIDE_IN_NEXT_PASS and goes_as_planned(state):
+        served = state.step_misses - _HARDLY  # by the heap
+        least = max(_BACK, (state.ring_end - state.ring_start) >> _BACK_SHIFT)
+        if least <= served <= position - state.ring_start <= state.step_misses + _HARDLY:
+            state.stands_aside = 0
+    return state.stands_aside != 0
+
+
+@inner()
 def _judge(state, hits):
     """Whether the pass was bad, and whether the next one recovers."""
     lost = state.step_misses - state.step_unplanned
@@ -77,6 +89,8 @@ def end_step(state):
     _write_row(state, hits)
     _judge(state, hits)
     note_end_of_pass(state)
+    if state.stands_aside == ASIDE:
+        state.stands_aside = ASIDE_IN_NEXT_PASS
     state.step_count += 1
     state.steps_ever += 1
     state.cells_released += 1  # when cells are needed next has changed

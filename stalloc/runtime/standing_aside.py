@@ -1,10 +1,12 @@
 """A step that leaves out what is planned, and is about to need much memory, is served by the heap to its end.
 
 Contract: what matches the plan by chance would be scattered over the arena, and keep parts of pages from everything
-else. So the plan stands aside from there to the next mark: its arena moves to addresses without memory, and the heap
-has all that is free where it was. After many such steps in a row there is one in which it serves what it can.
+else. So the plan stands aside from there to the next mark, or to a pass that begins as planned: its arena moves to
+addresses without memory, and the heap has all that is free where it was. After many such steps in a row there is one in
+which it serves what it can.
 """
 
+from stalloc.core.constants import ASIDE
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.paged_arena import move
 from stalloc.runtime.recording import Recording
@@ -24,6 +26,7 @@ class StandingAside:
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
+        self._stood = False  # since the last mark
         # at the last mark:
         self._place = self._left_out = 0  # entries from where the ring begins; entries that were left out, ever
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
@@ -31,7 +34,7 @@ class StandingAside:
     def begins(self) -> bool:
         """A request needs pages: whether the plan stands aside from now on, so that there may be some."""
         record = self._state.record
-        if record.stands_aside or self._in_a_row >= _MOST_IN_A_ROW or self._status.phase is not Phase.PLANNED:
+        if self._stood or self._in_a_row >= _MOST_IN_A_ROW or self._status.phase is not Phase.PLANNED:
             return False
         if record.has_handovers or record.num_strands or record.private_kind or not self._recording.step_times_ns:
             return False
@@ -41,7 +44,8 @@ class StandingAside:
             if not move(self._arenas):
                 return False
         self._in_a_row += 1
-        self._state.write(stands_aside=1)
+        self._stood = True
+        self._state.write(stands_aside=ASIDE)
         return True
 
     def _is_another(self) -> bool:
@@ -87,7 +91,8 @@ class StandingAside:
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""
-        if self._state.record.stands_aside:
+        if self._stood:
+            self._stood = False
             self._state.write(stands_aside=0)
         else:
             self._in_a_row = 0
