@@ -6,7 +6,6 @@ from programs.step_program import MIB, Program, in_rounds, planned_late
 
 from stalloc.core.constants import GRANULE
 from stalloc.lifespans.units import recurring_steps
-from stalloc.runtime.paged_arena import move
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.step_places import StepPlaces
 
@@ -265,20 +264,3 @@ def test_what_is_little_and_kept_keeps_no_page_of_the_arena() -> None:
     program.controller.arenas.drop_tape()
     program.controller.memory.release_unused()
     assert program.state.record.reserved_bytes <= 2 * GRANULE
-
-
-def test_an_arena_that_moves_before_two_kinds_of_steps_part_costs_no_hits() -> None:
-    """Which of the two it is shows in the next request, as the place in what they begin with is still known."""
-    program = Program()
-
-    def train(kind: int, *, moves: bool = False) -> None:
-        live = [program.allocate(MIB + 4096 * number) for number in range(24)]
-        if moves:
-            assert move(program.controller.arenas)
-        live += [program.allocate((2 + kind) * MIB + 512 * number) for number in range(20)]
-        for address in live:
-            program.free(address)
-
-    for number in range(24):
-        program.step(lambda kind=number // 4 % 2: train(kind))
-    assert [program.step(lambda kind=kind: train(kind, moves=True)) for kind in (0, 1, 0, 1)] == [(44, 0)] * 4

@@ -226,7 +226,7 @@ class Controller:
     def _at_boundary(self) -> None:
         if self.status.phase is Phase.PLANNED:
             waits = self.steps.waiting is not None
-            if (not waits and self._tidying.moves_in_pass()) or (self.serving.probation.is_over and self._judge_plan()):
+            if (not waits and self.serving.moves_in_pass()) or (self.serving.probation.is_over and self._judge_plan()):
                 return
             if waits:
                 self._heed(self.serving.serve_waiting_kinds())
@@ -258,7 +258,7 @@ class Controller:
 
     def _judge_plan(self) -> bool:
         """A plan that was found without marks was in force for some passes; whether it goes."""
-        if is_part := self.watching.is_part(self.serving.probation, seems=self.serving.is_of_a_part()):
+        if is_part := self.watching.is_part(self.serving.probation):
             self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
         elif is_part is not None:
             self.serving.probation.end()

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _DOUBT_PASSES = 8  # over several kinds of steps found without marks, after which they are judged
 _DOUBT_REQUESTS = 1024  # that much is served first: where the program stands has to show
-_STRAYS = 64  # it is of a part of a step if it does not know one request in so many
 _DOUBT = 256  # requests by which misses may outnumber hits before a plan from a file is dropped
 _WASTE = 1.1  # reserved over the peak of the step, beyond which segments go back after a step that is not known
 _DEARER, _DEARER_BYTES = 1.5, 16 << 20  # times, and bytes, by which a switch may hold more than what came before it
@@ -107,8 +106,7 @@ class Serving:
         if self._ask_for_arena(tape.arena_bytes):
             return Refusal("", for_now=True)
         has_room = not self._memory.source.paged and self._memory.has_room(tape.arena_bytes)
-        dearer = self._dearer(tape) if has_room else None  # pages move: the switch holds no more than there was
-        if dearer is not None:
+        if has_room and (dearer := self._dearer(tape)):  # where pages move the switch holds no more than there was
             return dearer
         begun = self._state.record.cursor - self._state.record.ring_start  # with marks, in any of its periods
         # a plan that was just made has to be far off before it goes
@@ -268,18 +266,20 @@ class Serving:
         self._recording.end(self._status.settings)
         # it is given up sooner than one that was just made, before much of another program lives in its arena
         if not self.put_in_force(tape, plan, ask_after_misses=_DOUBT):
-            device = self._memory.device
-            free, total = device.memory_info()
+            free, total = self._memory.device.memory_info()
             raise PlanError(
-                f"the plan needs an arena of {plan.peak_bytes} bytes, device {device.index} has {free} of {total} "
+                f"the plan needs an arena of {plan.peak_bytes} bytes, device {plan.device} has {free} of {total} "
                 "bytes free: close what uses it, or plan a smaller step."
             )
 
-    def is_of_a_part(self) -> bool:
-        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
-        record, is_served = self._state.record, self._status.phase is Phase.PLANNED
-        lost = record.misses + (record.conflicts if self._steps.tapes is not None else 0)
-        return is_served and not self._recording.step_times_ns and _STRAYS * lost > record.hits
+    def moves_in_pass(self) -> bool:
+        """At an entry in a pass: whether many of its requests were displaced, so that the arena moves, if it may.
+
+        More may live than its kind of step has; then one that has more is followed from there on.
+        """
+        if self._steps.tapes is not None and self._state.num_displaced >= constants.MANY_DISPLACED:
+            self._steps.places.find_longer_lived(self._steps.tapes)
+        return self._tidying.moves_in_pass()
 
     def take_to_share(self) -> "Tape | None":
         """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""

@@ -61,6 +61,21 @@ class Tapes:
         """The largest maximum load of any kind."""
         return max(plan.lower_bound_bytes for plan in self.plans)
 
+    def longer_lived(self, begin: int, done: int) -> int | None:
+        """Where another tape of the same turn begins that asks for the same in its first `done` requests as this one.
+
+        Of which more bytes live then, and as many as of any; None: there is none. `begin` is where this one begins.
+        """
+        if begin not in self.begins:
+            return None
+        turn, index = divmod(self.begins.index(begin), len(self.kinds))
+        own = self.kinds[index]
+        alike = [kind for kind in self.kinds if len(kind.size) > done and kind.begins_like(own, done)]
+        longest = max(alike, key=lambda kind: kind.live_bytes(done))
+        if longest.live_bytes(done) <= own.live_bytes(done):
+            return None
+        return self.begins[turn * len(self.kinds) + self.kinds.index(longest)]
+
     @property
     def largest_plan(self) -> Plan:
         """The plan of the kind with the most requests, for reports; its lower bound is that of the whole arena."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps without one that recurs, after which it is asked what keeps them from it
 _THREADS_DOUBTED = 6  # of these, before which threads are not told apart
+_STRAYS = 64  # a ring is of a part of a step if it does not know one request in so many
 _MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
 _POLL_REQUESTS = 64  # from one look at a search that is not over to the next
 _SETTLE_STEPS = 10  # marked steps without a plan after which large requests share one segment
@@ -80,12 +81,20 @@ class Watching:
         if found and (is_part or 4 * record.misses > record.hits) and not self._recording.marks:
             self._looking.was_misled(is_part=is_part)
 
-    def is_part(self, probation: Probation, *, seems: bool) -> bool | None:
-        """Whether a ring found without marks is a part of what repeats, as it seems to be or not; None: go on with it.
+    @property
+    def _seems_a_part(self) -> bool:
+        """Whether a ring found without marks seems to be of a layer, not of a step: it does not know what comes by."""
+        record, is_served = self._state.record, self._status.phase is Phase.PLANNED
+        lost = record.misses + (record.conflicts if self._steps.tapes is not None else 0)
+        return is_served and not self._recording.step_times_ns and _STRAYS * lost > record.hits
+
+    def is_part(self, probation: Probation) -> bool | None:
+        """Whether a ring found without marks is a part of what repeats; None: go on with it.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         Where it ended before anything was missed it begins again.
         """
+        seems = self._seems_a_part
         if not (seems or probation.went_on):
             return False
         if not probation.is_on:

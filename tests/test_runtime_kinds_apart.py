@@ -1,0 +1,44 @@
+"""Which of several kinds a step is that begins as others do, seen while it runs."""
+
+from programs.step_program import MIB, Program
+
+from stalloc.runtime.paged_arena import move
+
+
+def test_an_arena_that_moves_before_two_kinds_of_steps_part_costs_no_hits() -> None:
+    """Which of the two it is shows in the next request, as the place in what they begin with is still known."""
+    program = Program()
+
+    def train(kind: int, *, moves: bool = False) -> None:
+        live = [program.allocate(MIB + 4096 * number) for number in range(24)]
+        if moves:
+            assert move(program.controller.arenas)
+        live += [program.allocate((2 + kind) * MIB + 512 * number) for number in range(20)]
+        for address in live:
+            program.free(address)
+
+    for number in range(24):
+        program.step(lambda kind=number // 4 % 2: train(kind))
+    assert [program.step(lambda kind=kind: train(kind, moves=True)) for kind in (0, 1, 0, 1)] == [(44, 0)] * 4
+
+
+def test_a_step_that_keeps_what_the_expected_kind_frees_is_known_by_what_lives() -> None:
+    program = Program()
+    outputs = [(1 + i % 5) * MIB + 4096 * i for i in range(40)]
+
+    def train(recomputes: bool) -> None:
+        live = []
+        for size in outputs:
+            live.append(program.allocate(size))
+            if recomputes and len(live) > 2:
+                program.free(live.pop(0))
+        for size in outputs[::-1] if recomputes else []:
+            program.free(program.allocate(size))
+        live += [program.allocate(3 * MIB + 512 * i) for i in range(8)]
+        for address in live:
+            program.free(address)
+
+    for recomputes in [False] * 6 + [True] * 6 + [False] * 6 + [True] * 9:
+        program.step(lambda recomputes=recomputes: train(recomputes))
+    assert program.step(lambda: train(False)) == (40, 8)
+    assert program.step(lambda: train(False)) == (48, 0)
