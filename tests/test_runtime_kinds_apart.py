@@ -42,3 +42,22 @@ def test_a_step_that_keeps_what_the_expected_kind_frees_is_known_by_what_lives()
         program.step(lambda recomputes=recomputes: train(recomputes))
     assert program.step(lambda: train(False)) == (40, 8)
     assert program.step(lambda: train(False)) == (48, 0)
+
+
+def test_a_plan_outlasts_a_step_that_begins_as_the_planned_one_time_and_again() -> None:
+    program = Program()
+    sizes = [(1 + i % 7) * MIB + 512 * i for i in range(60)]
+
+    def work(*, looks_ahead: bool) -> None:
+        for turn in range(10 if looks_ahead else 0):
+            live = [program.allocate(size) for size in sizes[:35]]
+            live += [program.allocate(2 * MIB + 4096 * (16 * turn + i)) for i in range(16)]
+            for address in live:
+                program.free(address)
+        live = [program.allocate(size) for size in sizes]
+        for address in live:
+            program.free(address)
+
+    served = [program.step(lambda number=number: work(looks_ahead=number % 3 == 0)) for number in range(24)]
+    assert served[-3:] == [(570, 0), (60, 0), (60, 0)]
+    assert program.controller.status.num_plans <= 3

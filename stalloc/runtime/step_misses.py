@@ -7,6 +7,7 @@ from stalloc.core.state import DeviceState
 
 _ASTRAY = 16  # one request of a known step in so many, where the cycle in force expected another one
 _MOST_ASTRAY, _IN_ORDER = 4, 8  # such steps, beyond one in so many that came in order
+_BAD_SHARE, _MOST_BAD = 4, 8  # a step is bad of which one request in so many was not served; so many in a row
 
 
 class StepMisses:
@@ -15,7 +16,7 @@ class StepMisses:
     def __init__(self, state: DeviceState) -> None:
         self._state = state
         self._counts, self._plans = (0, 0), 0  # hits and misses, and plans that had been put in force by then
-        self._astray = 0
+        self._astray = self._bad = 0
 
     def of_step(self, num_plans: int) -> tuple[int, float]:
         """Requests that were not served of the step that just ended, and their share; `num_plans` were put in force."""
@@ -23,7 +24,13 @@ class StepMisses:
         fresh = self._plans == num_plans
         hits, missed = (counts[0] - self._counts[0], counts[1] - self._counts[1]) if fresh else (0, 0)
         self._counts, self._plans = counts, num_plans
+        self._bad = self._bad + 1 if _BAD_SHARE * missed > hits + missed else 0
         return missed, missed / max(hits + missed, 1)
+
+    @property
+    def are_few(self) -> bool:
+        """Whether there was a step not long ago of which most was served."""
+        return self._bad < _MOST_BAD
 
     def begin_cycle(self) -> None:
         """Another cycle of steps is followed, or none."""

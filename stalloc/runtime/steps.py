@@ -49,7 +49,7 @@ class Steps:
         self.waiting: KindSearch | None = None  #: its plan is to be put in force at the first request of a step
         self._waits = 0  # steps that went by meanwhile
         self._made: dict[bytes, Layout] = {}
-        self._misses = StepMisses(state)
+        self.misses = StepMisses(state)
         self.recorded = RecordedSteps(state, recording)
         self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
@@ -64,7 +64,7 @@ class Steps:
         self.cycles.forget()
         self.places.forget()
         self._planned.clear()
-        self._misses.begin_cycle()
+        self.misses.begin_cycle()
         self.recorded.forget()
 
     def follow_marks(self, trace: "Trace", tape: "Tape", sizable: "Column", first: int) -> None:
@@ -77,7 +77,7 @@ class Steps:
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
         self._planned.clear()
-        self._misses.begin_cycle()
+        self.misses.begin_cycle()
         period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
             name = name_of(size[begin:end], stream[begin:end])
@@ -121,10 +121,10 @@ class Steps:
 
         `records`: steps that are not known may be recorded.
         """
-        missed, share = self._misses.of_step(num_plans)
+        missed, share = self.misses.of_step(num_plans)
         is_unknown = share * _UNKNOWN_SHARE > 1
         if self.recorded.last in self._planned:
-            self._misses.note_known(share)
+            self.misses.note_known(share)
         if records:
             self._watch(missed > 0, is_unknown)
         return is_unknown
@@ -132,7 +132,7 @@ class Steps:
     @property
     def _is_out_of_order(self) -> bool:
         """Whether the steps of the cycle in force come in another order, and the record shows them all."""
-        is_cycle = self.tapes is None and len(self._planned) > 1 and self._misses.are_out_of_order
+        is_cycle = self.tapes is None and len(self._planned) > 1 and self.misses.are_out_of_order
         return is_cycle and self._planned <= self.recorded.recurring and all(map(self.recorded.is_shown, self._planned))
 
     def note_step(self) -> None:

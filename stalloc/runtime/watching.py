@@ -193,9 +193,15 @@ class Watching:
             self._steps.recorded.forget()
 
     def is_patient(self, full_device: FullDevice) -> bool:
-        """Whether the plan stays although much is not served from it: one for what the program does is being made."""
+        """Whether the plan stays although much is not served from it: one for what the program does is being made.
+
+        Or the program marks steps, and did not leave the plan in many in a row: the next one may be another again.
+        """
         record = self._state.record
-        if record.ask_after_misses or self._steps.search is None or full_device.may_fill():
+        if record.ask_after_misses or full_device.may_fill():
+            return False
+        marked = bool(self._recording.step_times_ns) and not self._recording.marks_are_overdue
+        if self._steps.search is None and not (marked and self._steps.misses.are_few):
             return False
         record.ask_after_misses = 2 * record.excess_misses
         return True
