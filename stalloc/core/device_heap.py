@@ -26,6 +26,10 @@ class DeviceHeap:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
         pools.unpin_pools(self._tables.address, kind)
 
+    def num_scattered(self) -> int:
+        """Small blocks that live in segments of large ones, as where an arena was: most keep a page to themselves."""
+        return int(pools.num_scattered(self._tables.address))
+
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""
         record = self._tables.record

@@ -69,7 +69,7 @@ def _choose(state, stream, size, stage):
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         fit = best_fit(state, pool, size) if pool >= 0 else 0
-        if fit == 0 and pool >= 0 and (is_short or state.stands_aside != 0):
+        if fit == 0 and pool >= 0 and (is_short or (state.stands_aside != 0 and state.small_apart == 0)):
             return _remnant(state, stream, pool, size)
         return pool, fit
     lasts = state.allocating_persistent == 1

@@ -8,16 +8,18 @@ private pool, whose memory nobody else gets as long as the graph can be replayed
 
 from stalloc.compiled import inner, njit
 from stalloc.core.constants import (
+    BLOCK_LIVE,
     GENERAL_KIND,
     POOL_PINNED,
     POOL_RETIRED,
     POOL_USED,
     PRIVATE_KINDS,
     RETIRED_KIND,
+    SMALL_LIMIT,
 )
 from stalloc.core.free_lists import allocate_bins, largest_block
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.records import pool_at
+from stalloc.core.records import block_at, pool_at, segment_at
 
 
 @inner()
@@ -74,3 +76,22 @@ def largest_free(device):
             largest = max(largest, largest_block(state, row))
     unlock(state)
     return largest
+
+
+@njit()
+def num_scattered(device):
+    """Small blocks that live in segments of large ones. For Python."""
+    state = locked(device)
+    count = 0
+    for number in range(1, state.segments_used):
+        segment = segment_at(state, number)
+        is_general = (
+            segment.address != 0 and segment.cell_high == 0 and pool_at(state, segment.pool).kind == GENERAL_KIND
+        )
+        row = segment.first if is_general else 0
+        while row != 0:
+            block = block_at(state, row)
+            count += block.state == BLOCK_LIVE and block.size_bytes <= SMALL_LIMIT
+            row = block.next
+    unlock(state)
+    return count

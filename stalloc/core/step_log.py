@@ -45,9 +45,9 @@ def goes_as_planned(state):
 
 @inner()
 def is_astray(state):
-    """Whether much of this pass is not as planned, so that what matches the plan may do so by chance."""
-    lost = state.step_misses - state.step_unplanned
-    return lost >= _ASTRAY and 2 * lost > state.hits - state.hits_before
+    """Whether what matches the plan may do so by chance: this pass has just begun, or much of it is not as planned."""
+    lost, hits = state.step_misses - state.step_unplanned, state.hits - state.hits_before
+    return state.cursor - state.ring_start <= _BACK or (lost >= _ASTRAY and 2 * lost > hits)
 
 
 @inner()

@@ -52,8 +52,9 @@ class FullDevice:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        """Let the core know whether a step that needs more than those before may fill the device."""
-        self._state.record.may_fill = int(self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT))
+        """Have small blocks lie together if a step that needs more than those before may fill the device."""
+        if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):
+            self._state.record.small_apart = 1
 
     def most_misses(self, elsewhere: int) -> int:
         """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.

@@ -27,7 +27,7 @@ class StandingAside:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
         self._stood = False  # since the last mark
-        # at the last mark:
+        # at the last mark, or when another plan came into force after it:
         self._place = self._left_out = 0  # entries from where the ring begins; entries that were left out, ever
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
 
@@ -38,7 +38,9 @@ class StandingAside:
             return False
         if record.has_handovers or record.num_strands or record.private_kind or not self._recording.step_times_ns:
             return False
-        if self._num_plans != self._status.num_plans or not (self._is_another() and self._matters()):
+        if self._num_plans != self._status.num_plans:
+            self._note_place()  # another plan came into force after the mark
+        if not (self._is_another() and self._matters()):
             return False
         with self._status.effort.counted():
             if not move(self._arenas):
@@ -96,6 +98,9 @@ class StandingAside:
             self._state.write(stands_aside=0)
         else:
             self._in_a_row = 0
+        self._note_place()
+
+    def _note_place(self) -> None:
         self._place, self._left_out = self._place_now, int(self._state.record.left_out)
         self._allocated_bytes = int(self._state.record.total.allocated_bytes)
         self._num_plans = self._status.num_plans
