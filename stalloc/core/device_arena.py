@@ -5,17 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numba import types
 
-from stalloc.core import (
-    arena,
-    arena_pages,
-    arena_segments,
-    counters,
-    handovers,
-    pools,
-    segments,
-    step_begins,
-    strand_cursors,
-)
+from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strand_cursors
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     GRANULE,
@@ -40,7 +30,6 @@ _MOST_AHEAD = 16  # pages that get memory before they are asked for
 def load_for_moves() -> None:
     """Load the compiled code by which an arena is given up: that takes too long in the middle of a step."""
     arena_segments.dissolve_arena.compile((types.int64, types.int64[::1]))
-    pools.num_scattered.compile((types.int64,))
 
 
 class DeviceArena:

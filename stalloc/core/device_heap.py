@@ -7,6 +7,8 @@ from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region
 
+_MOST_SCATTERED = 1024
+
 
 class DeviceHeap:
     """The heap's segments and pools. Addresses and sizes are in bytes; a pool and a stream are indices."""
@@ -26,9 +28,10 @@ class DeviceHeap:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
         pools.unpin_pools(self._tables.address, kind)
 
-    def num_scattered(self) -> int:
-        """Small blocks that live in segments of large ones, as where an arena was: most keep a page to themselves."""
-        return int(pools.num_scattered(self._tables.address))
+    def scattered(self) -> set[int]:
+        """Where small blocks live in segments of large ones, as where an arena was: most keep a page to themselves."""
+        addresses = np.empty(_MOST_SCATTERED, np.int64)
+        return {*addresses[: pools.scattered(self._tables.address, addresses)].tolist()}
 
     def full_table(self) -> str:
         """The table whose being full keeps the heap from taking a segment; empty if there is room."""

@@ -6,7 +6,7 @@ hold nothing else, so that it does not pin what is transient. While a CUDA graph
 private pool, whose memory nobody else gets as long as the graph can be replayed.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
     BLOCK_LIVE,
     GENERAL_KIND,
@@ -78,9 +78,9 @@ def largest_free(device):
     return largest
 
 
-@njit()
-def num_scattered(device):
-    """Small blocks that live in segments of large ones. For Python."""
+@njit(**BORROWING)
+def scattered(device, addresses):
+    """Write where small blocks live in segments of large ones, as many as the column holds; how many. For Python."""
     state = locked(device)
     count = 0
     for number in range(1, state.segments_used):
@@ -91,7 +91,9 @@ def num_scattered(device):
         row = segment.first if is_general else 0
         while row != 0:
             block = block_at(state, row)
-            count += block.state == BLOCK_LIVE and block.size_bytes <= SMALL_LIMIT
+            if block.state == BLOCK_LIVE and block.size_bytes <= SMALL_LIMIT and count < len(addresses):
+                addresses[count] = block.address
+                count += 1
             row = block.next
     unlock(state)
     return count

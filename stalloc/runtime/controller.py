@@ -155,7 +155,7 @@ class Controller:
                 self.status.effort.note_step()
                 self.memory.paging.allowance.note_step()
                 self.watching.expects_marks = True
-                self.lasting.end()
+                self.lasting.end_step()
                 self.serving.probation.end()
                 if self.watching.leave_unmarked():
                     self._drop_plan("the first plan did not follow the steps that are marked now")

@@ -1,12 +1,16 @@
 """What is meant to last, told from what comes and goes before any of it has died.
 
 Contract: such requests get segments that hold nothing else; among what is transient they would keep that memory from
-going back to the device when a plan takes over. A program that begins is taken to make what lasts (a model).
+going back to the device when a plan takes over. A program that begins is taken to make what lasts (a model). Where many
+small blocks live on although nothing told that they would, each in a page of an arena that is gone, small requests get
+places no more in which that could go on.
 """
 
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 
+_LOOK_STEPS = 8  # from one look at small blocks to the next: those that are there at both live on
+_FEW_SMALL = 16
 _STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
 
 
@@ -16,6 +20,8 @@ class Lasting:
     def __init__(self, memory: DeviceMemory, recording: Recording) -> None:
         self._memory, self._state, self._recording = memory, memory.state, recording
         self._building = False
+        self._num_steps = 0
+        self._small: set[int] = set()  # addresses of small blocks among large ones, at the last look
 
     def begin(self, *, watching: bool) -> bool:
         """The record begins; whether what comes first is meant to last: the program has requested nothing yet."""
@@ -35,6 +41,15 @@ class Lasting:
             if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:
                 self._memory.save()
             self._state.write(allocating_persistent=1)
+
+    def end_step(self) -> None:
+        """The program marks a step."""
+        self.end()
+        self._num_steps += 1
+        if self._num_steps % _LOOK_STEPS == 0 and not self._state.record.small_apart and self._memory.source.paged:
+            before, self._small = self._small, self._state.heap.scattered()
+            if len(before & self._small) > _FEW_SMALL:
+                self._state.record.small_apart = 1
 
     def end(self) -> None:
         """What comes now is not meant to last."""

@@ -13,7 +13,6 @@ from stalloc.core.regions import on_pages
 if TYPE_CHECKING:
     from stalloc.runtime.arenas import Arenas
 
-_MOST_SCATTERED = 16  # small blocks among large ones
 _PART_SHIFT = 2  # of the device: 1 / 2 ** shift, from which on no byte is spent for the sake of what a plan leaves
 
 
@@ -28,7 +27,7 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
     memory = source.reserve(tape.arena_bytes) if tape.arena_bytes <= most_bytes else None
     if memory is None:
         return False
-    _give_up(arenas)
+    arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         return False
     _serve_on(arenas, memory, tape, 0, anew=True)
@@ -49,7 +48,7 @@ def move(arenas: "Arenas") -> bool:
     strands, learnt = state.arena.strand_cursors(), state.arena.tape.lifespans
     names = ("history_count", "last_miss", "miss_run") if not strands else ()  # where the program is remains as sure
     followed = {name: int(getattr(record, name)) for name in names}
-    _give_up(arenas)
+    arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
         return False
@@ -60,17 +59,6 @@ def move(arenas: "Arenas") -> bool:
         state.arena.begin_strand_step(index, *place)
     state.write(ask_after_misses=ask_after, **followed)
     return True
-
-
-def _give_up(arenas: "Arenas") -> None:
-    """Leave the arena in place; what lives there keeps its pages, and is a part of the heap.
-
-    Where small blocks have lived on like that after earlier ones, each in a page, they get no places any more in which
-    they could do so.
-    """
-    if arenas.state.heap.num_scattered() >= _MOST_SCATTERED:
-        arenas.state.record.small_apart = 1
-    arenas.drop_tape()
 
 
 def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, anew: bool) -> None:
