@@ -2,15 +2,15 @@
 
 Contract: such requests get segments that hold nothing else; among what is transient they would keep that memory from
 going back to the device when a plan takes over. A program that begins is taken to make what lasts (a model). Where many
-small blocks live on although nothing told that they would, each in a page of an arena that is gone, small requests get
-places no more in which that could go on.
+and ever more small blocks live on although nothing told that they would, each in a page of an arena that is gone, small
+requests get places no more in which that could go on.
 """
 
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 
 _LOOK_STEPS = 8  # from one look at small blocks to the next: those that are there at both live on
-_FEW_SMALL = 16
+_FEW_SMALL, _GROWTHS = 16, 3  # and looks at which they have become more
 _STATE_SHARE = 2  # times what a model and its gradients hold that an optimizer may ask for
 
 
@@ -22,6 +22,7 @@ class Lasting:
         self._building = False
         self._num_steps = 0
         self._small: set[int] = set()  # addresses of small blocks among large ones, at the last look
+        self._num_small = self._num_growths = 0  # of them that lived on then; looks at which they were more than before
 
     def begin(self, *, watching: bool) -> bool:
         """The record begins; whether what comes first is meant to last: the program has requested nothing yet."""
@@ -48,7 +49,9 @@ class Lasting:
         self._num_steps += 1
         if self._num_steps % _LOOK_STEPS == 0 and not self._state.record.small_apart and self._memory.source.paged:
             before, self._small = self._small, self._state.heap.scattered()
-            if len(before & self._small) > _FEW_SMALL:
+            last, self._num_small = self._num_small, len(before & self._small)
+            self._num_growths += self._num_small > last
+            if self._num_small > _FEW_SMALL and self._num_growths >= _GROWTHS:
                 self._state.record.small_apart = 1
 
     def end(self) -> None:
