@@ -133,3 +133,23 @@ def test_what_a_plan_had_to_hold_once_does_not_move_away_again(seed: int, most_m
     print(moves)
     assert controller.status.phase is Phase.PLANNED
     assert sum(moves[60:]) <= most_moves
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_pages_that_are_needed_soon_those_move_that_are_needed_last(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = (rng.uniform(2, 9, 60) * MIB).astype(int).tolist()
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller.watching.expects_marks = True
+    state = controller.state
+    for _ in range(8):
+        for address in [state.malloc(size, 0) for size in sizes]:
+            state.free(address)
+        controller.mark(MARK_STEP, "")
+    assert controller.status.phase is Phase.PLANNED
+    hits = state.record.hits
+    live = [state.malloc(size, 0) for size in sizes[:46]]  # what comes now is needed in the next quarter of the step
+    left, _ = state.leave_pages(12 * MIB)
+    assert sum(size for _, size in left) == 12 * MIB
+    live += [state.malloc(size, 0) for size in sizes[46:49]]
+    assert state.record.hits == hits + len(live)
