@@ -17,6 +17,8 @@ _UNLIKE_PASSES = 4  # of which one displaces others, as where two optimizers tak
 _FEW = 128  # one request in so many is displaced where a step is taken for one of another kind until they part
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
+_SCATTERED_BYTES, _SCATTERED_SHIFT = 8 << 20, 7  # and 1 / 2 ** shift of the peak, that a move may leave to nobody
+_PAGES_EACH = 2  # the same for each request that is displaced
 _SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
 
@@ -93,6 +95,7 @@ class Tidying:
             or record.steps_ever < self._move_after
             or record.private_kind
             or self._effort.is_spent
+            or self._leaves_too_much
         ):
             return False
         soon = record.steps_ever < self._move_after + max(self._move_wait, _UNLIKE_PASSES)
@@ -100,6 +103,14 @@ class Tidying:
         self._move_after = record.steps_ever + self._move_wait
         with self._effort.counted():
             return move(self._arenas)
+
+    @property
+    def _leaves_too_much(self) -> bool:
+        """Whether what lives in the arena lies so scattered that its pages would cost more than what is displaced."""
+        least_bytes = max(_SCATTERED_BYTES, self._arenas.memory.paging.allowance.peak_bytes >> _SCATTERED_SHIFT)
+        return self._state.arena.scattered_bytes() > max(
+            least_bytes, _PAGES_EACH * self._state.num_displaced * constants.GRANULE
+        )
 
     def moves_in_pass(self) -> bool:
         """Whether many requests of a pass were displaced, at an entry in it, so that the arena is moved right away.
