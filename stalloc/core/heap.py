@@ -10,6 +10,7 @@ from typing import NamedTuple
 from stalloc.compiled import inner
 from stalloc.core.constants import (
     ALIGNMENT,
+    APART_FOR_LONG,
     BLOCK_FREE,
     BLOCK_LIVE,
     BLOCK_UNMAPPED,
@@ -69,7 +70,7 @@ def _choose(state, stream, size, stage):
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         fit = best_fit(state, pool, size) if pool >= 0 else 0
-        if fit == 0 and pool >= 0 and (is_short or (state.stands_aside != 0 and state.small_apart == 0)):
+        if fit == 0 and pool >= 0 and (is_short or (state.stands_aside != 0 and state.small_apart != APART_FOR_LONG)):
             return _remnant(state, stream, pool, size)
         return pool, fit
     lasts = state.allocating_persistent == 1

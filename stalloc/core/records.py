@@ -230,7 +230,7 @@ class State(Record):
     num_streams: int
     allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
     memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
-    small_apart: int  # Python, 1: small blocks get segments of their own, since pages with one for long are too dear
+    small_apart: int  # Python, APART_IN_FULL, …: small blocks get no places of the plan where they may live on; or 0
     expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 

@@ -140,7 +140,7 @@ def _serve_planned(state, key, requested, waiting):
     entry, bits = entry_at(state, position), state.cell_bits
     low, high = entry.cell_low, entry.cell_high
     lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
-    if state.small_apart == 1 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
+    if state.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
         lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
     lasts = lasts or (state.stands_aside != 0 and stands_aside(state, position))
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
@@ -207,9 +207,7 @@ def _is_asked_for(state, key):
 def _serve_unplanned(state, stream, size, requested):
     """Serve a request that the plan does not, while it serves others."""
     row = lifespan_row(state, size)
-    together = size < LITTLE or (
-        state.small_apart == 1 and size <= SMALL_LIMIT
-    )  # what lives on keeps a page of the arena
+    together = size < LITTLE or (state.small_apart != 0 and size <= SMALL_LIMIT)  # what lives on keeps a page
     address = lend(state, stream, size, requested, row, False) if not together else 0
     if address != 0:
         state.num_lent += 1

@@ -5,7 +5,7 @@ misses much in pass after pass is given up by the next request that asks Python.
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.constants import ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
+from stalloc.core.constants import APART_FOR_LONG, ASIDE, ASIDE_IN_NEXT_PASS, CLOCK, MODE_REPLAY, STEP_LOG_ROWS
 from stalloc.core.far_jumps import note_end_of_pass
 from stalloc.core.intrinsics import locked, now_ns, unlock
 from stalloc.core.records import step_at
@@ -45,9 +45,13 @@ def goes_as_planned(state):
 
 @inner()
 def is_astray(state):
-    """Whether what matches the plan may do so by chance: this pass has just begun, or much of it is not as planned."""
+    """Whether a small request that matches the plan may do so by chance: much of this pass is not as planned.
+
+    Or it has just begun, where small blocks that do so live for long.
+    """
     lost, hits = state.step_misses - state.step_unplanned, state.hits - state.hits_before
-    return state.cursor - state.ring_start <= _BACK or (lost >= _ASTRAY and 2 * lost > hits)
+    begins = state.small_apart == APART_FOR_LONG and state.cursor - state.ring_start <= _BACK
+    return begins or (lost >= _ASTRAY and 2 * lost > hits)
 
 
 @inner()

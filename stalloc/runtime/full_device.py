@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stalloc.core.constants import APART_IN_FULL
 from stalloc.runtime.memory import DeviceMemory
 
 _RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
@@ -54,7 +55,7 @@ class FullDevice:
     def _note_peak(self) -> None:
         """Have small blocks lie together if a step that needs more than those before may fill the device."""
         if self._memory.source.paged and self._memory.paging.fills_part(_PART_SHIFT):
-            self._state.record.small_apart = 1
+            self._state.record.small_apart = max(self._state.record.small_apart, APART_IN_FULL)
 
     def most_misses(self, elsewhere: int) -> int:
         """By how many requests misses may outnumber hits before a plan is left, which is `elsewhere` where none fills.

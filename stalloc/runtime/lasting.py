@@ -6,6 +6,7 @@ and ever more small blocks live on although nothing told that they would, each i
 requests get places no more in which that could go on.
 """
 
+from stalloc.core.constants import APART_FOR_LONG
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
 
@@ -47,12 +48,16 @@ class Lasting:
         """The program marks a step."""
         self.end()
         self._num_steps += 1
-        if self._num_steps % _LOOK_STEPS == 0 and not self._state.record.small_apart and self._memory.source.paged:
+        if (
+            self._num_steps % _LOOK_STEPS == 0
+            and self._state.record.small_apart != APART_FOR_LONG
+            and self._memory.source.paged
+        ):
             before, self._small = self._small, self._state.heap.scattered()
             last, self._num_small = self._num_small, len(before & self._small)
             self._num_growths += self._num_small > last
             if self._num_small > _FEW_SMALL and self._num_growths >= _GROWTHS:
-                self._state.record.small_apart = 1
+                self._state.record.small_apart = APART_FOR_LONG
 
     def end(self) -> None:
         """What comes now is not meant to last."""
