@@ -69,12 +69,12 @@ class Tapes:
         if begin not in self.begins:
             return None
         turn, index = divmod(self.begins.index(begin), len(self.kinds))
-        own = self.kinds[index]
-        alike = [kind for kind in self.kinds if len(kind.size) > done and kind.begins_like(own, done)]
-        longest = max(alike, key=lambda kind: kind.live_bytes(done))
-        if longest.live_bytes(done) <= own.live_bytes(done):
-            return None
-        return self.begins[turn * len(self.kinds) + self.kinds.index(longest)]
+        live = [
+            kind.live_bytes(done) if len(kind.size) > done and kind.begins_like(self.kinds[index], done) else -1
+            for kind in self.kinds
+        ]
+        longest = int(np.argmax(live))
+        return self.begins[turn * len(self.kinds) + longest] if live[longest] > live[index] else None
 
     @property
     def largest_plan(self) -> Plan:
