@@ -1,8 +1,11 @@
 """Which of several kinds a step is that begins as others do, seen while it runs."""
 
+import numpy as np
+import pytest
 from programs.step_program import MIB, Program
 
 from stalloc.runtime.paged_arena import move
+from stalloc.runtime.runtime_settings import Phase
 
 
 def test_an_arena_that_moves_before_two_kinds_of_steps_part_costs_no_hits() -> None:
@@ -61,3 +64,25 @@ def test_a_plan_outlasts_a_step_that_begins_as_the_planned_one_time_and_again() 
     served = [program.step(lambda number=number: work(looks_ahead=number % 3 == 0)) for number in range(24)]
     assert served[-3:] == [(570, 0), (60, 0), (60, 0)]
     assert program.controller.status.num_plans <= 3
+
+
+@pytest.mark.parametrize("seed", [1, 3, 7])
+def test_a_step_that_keeps_more_is_followed_without_marks_too(seed: int) -> None:
+    program, rng = Program(), np.random.default_rng(seed)
+    program.controller.watching.expects_marks = False
+
+    def step(width: int, *, keeps: bool) -> None:
+        live = []
+        for i in range(13):
+            live.append(program.allocate(width * (1000 + 7 * i)))
+            if not keeps and len(live) > 1:
+                program.free(live.pop(0))
+        live += [program.allocate(width * (3000 + 7 * i)) for i in range(0 if keeps else 6)]
+        for address in live:
+            program.free(address)
+
+    for _ in range(160):
+        width, keeps = int(rng.choice([1500, 2000, 2600])), not rng.integers(2)
+        step(width, keeps=keeps)
+    assert program.controller.status.phase is Phase.PLANNED
+    assert program.controller.steps.tapes is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
+from stalloc.core.constants import MANY_DISPLACED
 from stalloc.device.ordering import ordering
 from stalloc.errors import PlanError
 from stalloc.runtime.admission import admit
@@ -273,12 +274,10 @@ class Serving:
             )
 
     def moves_in_pass(self) -> bool:
-        """At an entry in a pass: whether many of its requests were displaced, so that the arena moves, if it may.
-
-        More may live than its kind of step has; then one that has more is followed from there on.
-        """
-        if self._steps.tapes is not None and self._state.num_displaced >= constants.MANY_DISPLACED:
-            self._steps.places.find_longer_lived(self._steps.tapes)
+        """At an entry in a pass: whether many of its requests were displaced, so that the arena moves, if it may."""
+        tapes, record, are_many = self._steps.tapes, self._state.record, self._state.num_displaced >= MANY_DISPLACED
+        if are_many and tapes is not None and (longer := tapes.longer_lived(record.ring_start, record.cursor)):
+            self._state.arena.begin_step(*longer)  # more lives than the kind of step has that was followed so far
         return self._tidying.moves_in_pass()
 
     def take_to_share(self) -> "Tape | None":

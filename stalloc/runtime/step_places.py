@@ -7,12 +7,8 @@ has, from its begin to its end, is known without a look at the record. Without a
 import bisect
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stalloc.core.state import DeviceState
-
-if TYPE_CHECKING:
-    from stalloc.runtime.tapes import Tapes
 
 _NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
 
@@ -75,14 +71,6 @@ class StepPlaces:
         elif self._positions:
             self._find_position(record.ring_start, record.ring_end, record.cursor)
         self._since = record.cursor, record.history_count, record.misses, record.ring_start
-
-    def find_longer_lived(self, tapes: "Tapes") -> None:
-        """More lives in this step than its kind has: follow a kind that has more and was no other so far, if any is."""
-        record = self._state.record
-        done = record.cursor - record.ring_start
-        begin = tapes.longer_lived(record.ring_start, done) if done > 0 else None
-        if begin is not None:
-            self._state.arena.begin_step(begin, self._ends[self._begins.index(begin)], begin + done)
 
     def expected_after(self, ring_start: int) -> tuple[int, int]:
         """The tape [begin, end) of the step that is expected after the one whose tape begins there."""

@@ -61,12 +61,13 @@ class Tapes:
         """The largest maximum load of any kind."""
         return max(plan.lower_bound_bytes for plan in self.plans)
 
-    def longer_lived(self, begin: int, done: int) -> int | None:
-        """Where another tape of the same turn begins that asks for the same in its first `done` requests as this one.
+    def longer_lived(self, begin: int, cursor: int) -> tuple[int, int, int] | None:
+        """The tape [begin, end) that asks for the same up to a cursor on the one that begins there; the place on it.
 
-        Of which more bytes live then, and as many as of any; None: there is none. `begin` is where this one begins.
+        One of the same turn of which more bytes live then, and as many as of any; None: there is none.
         """
-        if begin not in self.begins:
+        done = cursor - begin
+        if done <= 0 or begin not in self.begins:
             return None
         turn, index = divmod(self.begins.index(begin), len(self.kinds))
         live = [
@@ -74,7 +75,10 @@ class Tapes:
             for kind in self.kinds
         ]
         longest = int(np.argmax(live))
-        return self.begins[turn * len(self.kinds) + longest] if live[longest] > live[index] else None
+        if live[longest] <= live[index]:
+            return None
+        first = self.begins[turn * len(self.kinds) + longest]
+        return first, first + len(self.kinds[longest].size), first + done
 
     @property
     def largest_plan(self) -> Plan:
