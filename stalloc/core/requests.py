@@ -142,7 +142,7 @@ def _serve_planned(state, key, requested, waiting):
     lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
     if state.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
         lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
-    lasts = lasts or (state.stands_aside != 0 and stands_aside(state, position))
+    lasts = lasts or stands_aside(state, position)
     if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
         has_place = entry.offset >= 0 and not lasts
         if has_place and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
