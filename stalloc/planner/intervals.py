@@ -13,7 +13,7 @@ from stalloc.planner.annealing import anneal
 from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
-from stalloc.planner.pieces import Piece, decomposition, pieces_of, place_stacks
+from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
 from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
 from stalloc.planner.search import searching
@@ -53,11 +53,11 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
     offset = np.zeros(len(size), np.int64)
     hurried = len(size) >= MANY and not budget.patient
     enough = bound + int(CLOSE_ENOUGH * bound) if hurried else bound
-    graph = decomposition(start, end, size)
-    place_stacks(graph, size, offset)
+    parts = parts_of(start, end, size)
+    place_stacks(parts, size, offset)
     pieces = [
         (piece, compressed(start[piece.rows], end[piece.rows], size[piece.rows]), piece.twin)
-        for piece in pieces_of(graph)
+        for piece in pieces_of(parts)
     ]
     distinct = sum({key: len(problem.size) for _, problem, key in pieces}.values())
     peak, methods, proven = max(bound, budget.aim_bytes), [], bound

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.planner import Plan, Progress, plan, validate
-from stalloc.planner.pieces import decomposition, pieces_of
+from stalloc.planner.pieces import parts_of, pieces_of
 
 from .baselines import Baseline
 from .baselines.gaps import Column
@@ -81,7 +81,7 @@ def _within(case: Case, reports: list[tuple[float, Progress]], ended: float) -> 
     A part is known by its number of requests; what was never reported counts as found at the end.
     """
     found: dict[int, float] = {}
-    for piece in pieces_of(decomposition(case.start, case.end, case.size)):
+    for piece in pieces_of(parts_of(case.start, case.end, case.size)):
         count = len(piece.rows)
         kept = (
             at for at, told in reports if told.num_requests == count and piece.base_bytes + told.peak_bytes <= CAPACITY
