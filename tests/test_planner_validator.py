@@ -161,6 +161,8 @@ def test_requests_that_are_not_planned_are_not_judged():
         ({"tape_start": column(1, 2, 20, 13), "tape_end": column(30, 12, 22, 17)}, "bad-tape"),
         ({"tape_end": column(30, 12, 29, 17)}, "bad-tape"),
         ({"ring_end": 10}, "bad-tape"),
+        ({"ring_end": (1 << 63) - 1}, "bad-tape"),
+        ({"ring_start": -(1 << 63)}, "bad-tape"),
         ({"num_prologue": 4}, "bad-tape"),
         ({"tape_size": column(512, 512, 512, -512)}, "bad-size"),
         ({"tape_size": column(512, 512, 512, (1 << 63) - 1)}, "bad-size"),

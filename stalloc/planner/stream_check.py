@@ -41,15 +41,14 @@ def check_handovers(plan: Plan) -> Verdict:
     stream = plan.tape_stream.tolist()
     seen: set[tuple[int, int]] = set()
     last: list[tuple[int, int, int]] = []  # bytes [low, high) and the entry that used them last, by address
-    uses = [use for use in uses_of_tape(plan) if use.low < use.high and use.start < use.end]
-    for use in sorted(uses, key=lambda use: use.start):
-        first = bisect_right(last, use.low, key=lambda piece: piece[1])  # the first that ends above its low
-        beyond = bisect_left(last, use.high, key=lambda piece: piece[0])  # the first that begins at its high or above
-        pieces = [(use.low, use.high, use.row)]
-        for low, high, row in last[first:beyond]:
-            if stream[row] != stream[use.row]:
-                seen.add((row, use.row))
-            pieces += [piece for piece in ((low, use.low, row), (use.high, high, row)) if piece[0] < piece[1]]
+    for _, _, low, high, user in uses_of_tape(plan).lasting().by_start().tuples():
+        first = bisect_right(last, low, key=lambda piece: piece[1])  # the first that ends above its low
+        beyond = bisect_left(last, high, key=lambda piece: piece[0])  # the first that begins at its high or above
+        pieces = [(low, high, user)]
+        for begin, end, row in last[first:beyond]:
+            if stream[row] != stream[user]:
+                seen.add((row, user))
+            pieces += [piece for piece in ((begin, low, row), (high, end, row)) if piece[0] < piece[1]]
         last[first:beyond] = sorted(pieces)
     for one, two in sorted(seen ^ listed):
         if (one, two) in seen:

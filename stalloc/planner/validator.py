@@ -1,22 +1,24 @@
 """The naive validator: judges every plan, whoever made it, and names what is wrong with it.
 
-Contract: shares nothing with the planner but the record it reads; no cleverness beyond keeping what is live sorted by
-address. A plan that it accepts is safe to follow: every entry, however short its lifespan, lies inside the arena, and
-no two requests that are live together share a byte. It takes time in proportion to the plan, whoever wrote it.
+Contract: shares nothing with the planner but the record it reads, and does nothing clever. A plan that it accepts is
+safe to follow: every entry, however short its lifespan, lies inside the arena, and no two requests that are live
+together share a byte. It takes time in proportion to the plan, whoever wrote it.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stalloc.planner.overlaps import walk
 from stalloc.planner.plan_record import Plan
 from stalloc.planner.stream_check import check_handovers, check_streams
-from stalloc.planner.verdict import Use, Verdict, uses_of_rows, uses_of_tape
+from stalloc.planner.verdict import Uses, Verdict, uses_of_rows, uses_of_tape
 
 _MAX_BYTES = 1 << 61  # of a request or an arena: sums of two stay below 2**62
 _MAX_STREAMS = 1 << 16
+_MAX_TIME = 1 << 61  # of a ring's begin and end
 
 
 class Lifespans(Protocol):
@@ -136,16 +138,17 @@ def _forbidden(plan: Plan) -> Verdict:
     if not len(plan.forbidden_low):
         return Verdict(True)
     ranges = zip(plan.forbidden_low.tolist(), plan.forbidden_high.tolist(), strict=True)
-    uses = (use for use in uses_of_rows(plan) if use.start < use.end and use.low < use.high)
-    spaces = sorted([*((low, high, -1) for low, high in ranges if low < high), *((u.low, u.high, u.row) for u in uses)])
+    uses = uses_of_rows(plan).lasting().tuples()
+    used = ((low, high, row) for _, _, low, high, row in uses)
+    spaces = sorted([*((low, high, -1) for low, high in ranges if low < high), *used])
     furthest = {True: (0, 0, 0), False: (0, 0, 0)}  # of the forbidden ranges and of the requests so far: by its end
     for low, high, row in spaces:
         other_low, other_high, other_row = furthest[row >= 0]
         if other_high > low:
-            banned, used, user = (other_low, other_high), (low, high), row
+            banned, taken, user = (other_low, other_high), (low, high), row
             if row < 0:
-                banned, used, user = used, banned, other_row
-            detail = f"request {user} uses bytes [{used[0]}, {used[1]}) of [{banned[0]}, {banned[1]})"
+                banned, taken, user = taken, banned, other_row
+            detail = f"request {user} uses bytes [{taken[0]}, {taken[1]}) of [{banned[0]}, {banned[1]})"
             return Verdict(False, "forbidden", detail)
         furthest[row < 0] = max(furthest[row < 0], (low, high, row), key=lambda space: space[1])
     return Verdict(True)
@@ -187,85 +190,50 @@ def _tape_form(plan: Plan) -> Verdict:
         return Verdict(False, "bad-tape", f"the ring [{plan.ring_start}, {plan.ring_end}) is empty")
     if plan.num_prologue >= length:
         return Verdict(False, "bad-tape", f"the prologue has {plan.num_prologue} of {length} entries, the ring none")
-    times = zip(plan.tape_start.tolist(), plan.tape_end.tolist(), strict=True)
-    for row, (start, end) in enumerate(times):
-        if row < plan.num_prologue:
-            good = start < plan.ring_start and start <= end and (end <= plan.ring_end or end == plan.ring_end + period)
-        else:
-            good = plan.ring_start <= start < plan.ring_end and start <= end <= start + period
-        if not good:
-            part = "prologue" if row < plan.num_prologue else "ring"
-            return Verdict(
-                False, "bad-tape", f"tape entry {row} is live [{start}, {end}), which the {part} cannot hold"
-            )
-    for entry, row in enumerate(plan.tape_row.tolist()):
-        if row == -1 and entry >= plan.num_prologue:
-            continue  # it comes after the end of the recording
-        if not 0 <= row < len(plan.size):
-            return Verdict(False, "bad-tape", f"tape entry {entry} stands for request {row}, of {len(plan.size)}")
-        if plan.offset[row] != plan.tape_offset[entry]:
-            return Verdict(
-                False,
-                "bad-tape",
-                f"request {row} is at {plan.offset[row]}, its tape entry {entry} at {plan.tape_offset[entry]}",
-            )
+    if not -_MAX_TIME <= plan.ring_start < plan.ring_end <= _MAX_TIME:
+        return Verdict(False, "bad-tape", f"the ring [{plan.ring_start}, {plan.ring_end}) is of times no tape reaches")
+    start, end = plan.tape_start, plan.tape_end
+    once = (start < plan.ring_start) & (start <= end) & ((end <= plan.ring_end) | (end == plan.ring_end + period))
+    again = (plan.ring_start <= start) & (start < plan.ring_end) & (start <= end) & (end - period <= start)
+    in_prologue = np.arange(length) < plan.num_prologue
+    for row in np.flatnonzero(~np.where(in_prologue, once, again)).tolist():
+        part = "prologue" if row < plan.num_prologue else "ring"
+        detail = f"tape entry {row} is live [{start[row]}, {end[row]}), which the {part} cannot hold"
+        return Verdict(False, "bad-tape", detail)
+    return _tape_rows(plan, in_prologue)
+
+
+def _tape_rows(plan: Plan, in_prologue: NDArray[np.bool_]) -> Verdict:
+    """Whether each tape entry, but those of the ring that come after the end of the recording, is where its row is."""
+    row, count = plan.tape_row, len(plan.size)
+    known = (row >= 0) & (row < count)
+    for entry in np.flatnonzero(~known & ~((row == -1) & ~in_prologue)).tolist():
+        return Verdict(False, "bad-tape", f"tape entry {entry} stands for request {row[entry]}, of {count}")
+    entries = np.flatnonzero(known)
+    for entry in entries[plan.offset[row[entries]] != plan.tape_offset[entries]].tolist():
+        detail = f"request {row[entry]} is at {plan.offset[row[entry]]}, its tape entry {entry} at "
+        return Verdict(False, "bad-tape", f"{detail}{plan.tape_offset[entry]}")
     return Verdict(True)
 
 
-def _judge(plan: Plan, uses: list[Use], what: str, *, bound: bool) -> Verdict:
+def _judge(plan: Plan, uses: Uses, what: str, *, bound: bool) -> Verdict:
     """All uses together, then the stated bound against the load."""
-    changes = _in_time([use for use in uses if use.low < use.high and use.start < use.end])
-    pair = _first_overlap(changes)
-    if pair is not None:
-        one, two = sorted(pair, key=lambda use: use.row)
+    uses = uses.lasting()
+    seen = walk(uses, plan.alignment)
+    if seen.pair is not None:
+        one, two = sorted(seen.pair, key=lambda number: int(uses.row[number]))
         both = "requests" if what == "request" else "tape entries"
-        low, high = max(one.low, two.low), min(one.high, two.high)
-        start, end = max(one.start, two.start), min(one.end, two.end)
+        low, high = max(uses.low[one], uses.low[two]), min(uses.high[one], uses.high[two])
+        start, end = max(uses.start[one], uses.start[two]), min(uses.end[one], uses.end[two])
         return Verdict(
             False,
             "overlap",
-            f"{both} {one.row} and {two.row} share bytes [{low}, {high}) during events [{start}, {end})",
+            f"{both} {uses.row[one]} and {uses.row[two]} share bytes [{low}, {high}) during events [{start}, {end})",
         )
-    if bound and (load := _maximum_load(changes, plan.alignment)) != plan.lower_bound_bytes:
+    if bound and seen.load_bytes != plan.lower_bound_bytes:
         return Verdict(
-            False, "wrong-lower-bound", f"the plan states {plan.lower_bound_bytes}, the maximum load is {load}"
+            False,
+            "wrong-lower-bound",
+            f"the plan states {plan.lower_bound_bytes}, the maximum load is {seen.load_bytes}",
         )
     return Verdict(True)
-
-
-def _in_time(uses: Sequence[Use]) -> list[tuple[bool, Use]]:
-    """Ends (False) and starts in order of time, ends first: lifespans are half open."""
-    changes = [(use.end, False, number) for number, use in enumerate(uses)]
-    changes += [(use.start, True, number) for number, use in enumerate(uses)]
-    return [(begins, uses[number]) for _, begins, number in sorted(changes)]
-
-
-def _first_overlap(changes: Iterable[tuple[bool, Use]]) -> tuple[Use, Use] | None:
-    """Two uses that are live together and share bytes; None if there are none.
-
-    What is live is kept sorted by address. As long as no two overlap, a newcomer can only clash with its neighbours.
-    """
-    live: list[tuple[int, int, Use]] = []
-    for begins, use in changes:
-        key = (use.low, use.high, use)
-        at = bisect_left(live, key)
-        if not begins:
-            live.pop(at)
-            continue
-        for neighbour in live[max(at - 1, 0) : at + 1]:
-            if neighbour[0] < use.high and use.low < neighbour[1]:
-                return neighbour[2], use
-        live.insert(at, key)
-    return None
-
-
-def _maximum_load(changes: Iterable[tuple[bool, Use]], alignment: int) -> int:
-    load = highest = 0
-    for begins, use in changes:
-        rounded = -(-(use.high - use.low) // alignment) * alignment
-        if begins:
-            load += rounded
-            highest = max(highest, load)
-        else:
-            load -= rounded
-    return highest

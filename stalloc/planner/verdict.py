@@ -3,9 +3,14 @@
 Contract: shares nothing with the planner but the record that it reads.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from stalloc.columns import Column
 from stalloc.planner.plan_record import Plan
 
 
@@ -40,35 +45,50 @@ REASONS = (
 )
 
 
-class Use(NamedTuple):
-    """One stay of a request in the arena: bytes [low, high) during events [start, end)."""
+class Uses(NamedTuple):
+    """The stays of requests in the arena, in columns of m: bytes [low, high) during events [start, end)."""
 
-    start: int
-    end: int
-    low: int
-    high: int
-    row: int
+    start: Column
+    end: Column
+    low: Column
+    high: Column
+    row: Column
+
+    def lasting(self) -> "Uses":
+        """Those of some bytes and some time."""
+        return self._of((self.low < self.high) & (self.start < self.end))
+
+    def by_start(self) -> "Uses":
+        """The same, the first to begin first."""
+        return self._of(np.argsort(self.start, kind="stable"))
+
+    def tuples(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """One after the other."""
+        return zip(*(column.tolist() for column in self), strict=True)
+
+    def _of(self, chosen: NDArray[Any]) -> "Uses":
+        return Uses(*(column[chosen] for column in self))
 
 
-def uses_of_rows(plan: Plan) -> list[Use]:
-    columns = (plan.start, plan.end, plan.offset, plan.size)
-    return [
-        Use(start, end, offset, offset + size, row)
-        for row, (start, end, offset, size) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
-        if offset != -1
-    ]
+def uses_of_rows(plan: Plan) -> Uses:
+    """Every request that has a place."""
+    rows = np.flatnonzero(plan.offset != -1)
+    low = plan.offset[rows]
+    return Uses(plan.start[rows], plan.end[rows], low, low + plan.size[rows], rows)
 
 
-def uses_of_tape(plan: Plan) -> list[Use]:
+def uses_of_tape(plan: Plan) -> Uses:
     """The tape unrolled over prologue and two passes."""
     period = plan.ring_end - plan.ring_start
-    horizon = plan.ring_end + period
-    uses = []
-    columns = (plan.tape_start, plan.tape_end, plan.tape_offset, plan.tape_size)
-    for row, (start, end, offset, size) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if offset == -1:
-            continue
-        uses.append(Use(start, end, offset, offset + size, row))
-        if row >= plan.num_prologue:
-            uses.append(Use(start + period, min(end + period, horizon), offset, offset + size, row))
-    return uses
+    first = np.flatnonzero(plan.tape_offset != -1)
+    second = first[first >= plan.num_prologue]
+    end = np.minimum(plan.tape_end[second] + period, plan.ring_end + period)
+    rows = np.concatenate([first, second])
+    low = plan.tape_offset[rows]
+    return Uses(
+        np.concatenate([plan.tape_start[first], plan.tape_start[second] + period]),
+        np.concatenate([plan.tape_end[first], end]),
+        low,
+        low + plan.tape_size[rows],
+        rows,
+    )
