@@ -26,7 +26,7 @@ class StandingAside:
     def __init__(self, status: Status, arenas: Arenas, recording: Recording) -> None:
         self._status, self._arenas, self._state, self._recording = status, arenas, arenas.state, recording
         self._in_a_row = 0
-        self._stood = False  # since the last mark
+        self._stood = self._came_late = False  # since the last mark: it stood aside; another plan came into force
         # at the last mark, or when another plan came into force after it:
         self._place = self._left_out = 0  # entries from where the ring begins; entries that were left out, ever
         self._allocated_bytes = self._num_plans = 0  # plans that had been put in force
@@ -39,7 +39,8 @@ class StandingAside:
         if record.has_handovers or record.num_strands or record.private_kind or not self._recording.step_times_ns:
             return False
         if self._num_plans != self._status.num_plans:
-            self._note_place()  # another plan came into force after the mark
+            self._note_place()
+            self._came_late = True
         if not (self._is_another() and self._matters()):
             return False
         with self._status.effort.counted():
@@ -51,10 +52,14 @@ class StandingAside:
         return True
 
     def _is_another(self) -> bool:
-        """Whether much of what is planned for this step was not asked for, or others are where it was to be."""
+        """Whether much of what is planned for this step was not asked for, or others are where it was to be.
+
+        A plan that comes in the middle of a step may begin at another place of it, and go on from the right one.
+        """
         record = self._state.record
         least = max(_LEFT_OUT, (record.ring_end - record.ring_start) // _RING_SHARE)
-        is_another = record.left_out - self._left_out >= least or self._state.num_displaced >= least
+        leaves_out = record.left_out - self._left_out >= least and (not self._came_late or record.miss_run > 0)
+        is_another = leaves_out or self._state.num_displaced >= least
         return bool(record.step_count > 0 and is_another)
 
     @property
@@ -98,6 +103,7 @@ class StandingAside:
             self._state.write(stands_aside=0)
         else:
             self._in_a_row = 0
+        self._came_late = False
         self._note_place()
 
     def _note_place(self) -> None:
