@@ -46,8 +46,11 @@ def orders():
     return counts["event_records"], counts["event_waits"]
 
 
+served = []
 for _ in range(24):
+    plans, hits = CONTROLLER.status.num_plans, STATE.record.hits
     step()
+    served.append(STATE.record.hits - (hits if plans == CONTROLLER.status.num_plans else 0))
 before, hits = orders(), STATE.record.hits
 for _ in range(10):
     step()
@@ -57,6 +60,7 @@ print(json.dumps({
     "records": after[0] - before[0],
     "waits": after[1] - before[1],
     "hits": STATE.record.hits - hits,
+    "served": served,
     "plan_mib": CONTROLLER.status.plan.peak_bytes // MIB if CONTROLLER.status.plan is not None else None,
     "phase": CONTROLLER.status.phase.value,
 }))
@@ -83,6 +87,14 @@ def test_streams_share_where_a_region_for_each_does_not_fit(run_checks: Any) -> 
     assert (found["plan_mib"], found["phase"]) == (90, "running on the plan")
     assert found["waits"] >= 20
     assert found["hits"] == 50
+
+
+def test_a_plan_serves_until_there_is_one_in_which_streams_hand_over_what_goes_there_and_back(run_checks: Any) -> None:
+    found = run_checks(_PROGRAM, "1024", "separate")
+    assert found["plan_mib"] == 90, "pages of the first plan went from stream to stream in every step"
+    served = found["served"]
+    assert served[served.index(5) :] == [5] * (24 - served.index(5))
+    assert served.index(5) < 8
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from stalloc.runtime.effort import Effort
 from stalloc.runtime.interruptions import is_interruption, is_passing
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.memory import DeviceMemory
+from stalloc.runtime.next_plan import NextPlan
 from stalloc.runtime.paged_arena import back
-from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.serving import Refusal, Serving
@@ -62,8 +62,9 @@ class Controller:
         self._tidying = Tidying(self.arenas, self.status.effort)
         self.strands = Strands(self.status, self.memory, self.recording, self.steps)
         self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self._shortage, self._tidying)
+        self.next_plan = NextPlan(self.status, self.arenas, self.recording, planner)
         self.watching = Watching(
-            self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, planner
+            self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, self.next_plan
         )
         self._aside = StandingAside(self.status, self.arenas, self.recording)
         self.observe()
@@ -138,7 +139,7 @@ class Controller:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
         goes_on = self.status.phase is not Phase.RESTING and is_passing(error)
         self.state.arena.drop_tape()
-        self.watching.job = None
+        self.next_plan.forget()
         self.steps.forget()
         self.strands.forget()
         self.arenas.match()
@@ -194,7 +195,8 @@ class Controller:
         """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on."""
         self.memory.forked()
         self.arenas.forked()
-        self.lock, self.watching.job = self.memory.lock, None
+        self.lock = self.memory.lock
+        self.next_plan.forget()
         self.state.arena.drop_tape()
         self.state.write(recording=0, check_at=0, allocating_persistent=0)
         self.status.phase, self.status.note = Phase.RESTING, "a forked process is served without a plan"
@@ -211,6 +213,8 @@ class Controller:
             self.rest(note)
         if one and self.watching.first_kinds_are_ready():
             self._heed(self.serving.serve_first_kinds())
+        if self.next_plan.is_at_begin:
+            self._at_boundary()
 
     def rest(self, note: str) -> None:
         """Leave everything to the heap, and say why."""
@@ -232,18 +236,12 @@ class Controller:
                 self._heed(self.serving.serve_waiting_kinds())
             elif not self.serving.at_boundary():
                 self._drop_plan("somebody else took the memory of the arena")
-            elif (tape := self.serving.take_to_share()) is not None:
-                self.watching.share(tape)
-            return
-        job = self.watching.take_made()
-        if job is None:
+            if waits or not self.next_plan.leaves_to_share(self.serving.to_share):
+                return
+        if (job := self.next_plan.take_made()) is None:
             return
         refusal = self.serving.switch(job)
-        if refusal is not None and refusal.for_now:
-            self.watching.job = job  # the tape is followed on, and the boundary after the next mark tries again
-        elif refusal is not None and refusal.lacks_room and job.may_share:
-            self.watching.plan(PlanJob(job.tape, "share"), 0)  # a region for each stream is too much: with hand-overs
-        else:
+        if refusal is None or not self.next_plan.outlasts(refusal, job):
             self._heed(refusal)
         del job  # and with it the tape, which is large
         trim()
@@ -270,7 +268,7 @@ class Controller:
             return
         goes_on = self.status.note_dropped(note, self.state.record.step_count)
         follows_ring = self.steps.tapes is None
-        self.watching.job = None
+        self.next_plan.forget()
         self.steps.forget()
         self.strands.forget()
         self.arenas.drop_tape()

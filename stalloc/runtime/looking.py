@@ -11,6 +11,7 @@ import numpy as np
 
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
+from stalloc.core.tape_cursor import SURE
 from stalloc.runtime.recording import SHORT_RECORD, Recording
 from stalloc.runtime.runtime_settings import Settings
 
@@ -26,6 +27,7 @@ _WHOLE_RINGS, _WHOLE = 8, 0.9  # rings that were parts of a step, after which th
 _KINDS = 3  # times as long a record for kinds of steps that no marks tell apart
 _EAGER_MARKS = 32  # steps at each of which the record is searched; afterwards whenever it has grown by a quarter
 _PATIENCE = 3  # looks at a tape that wait for lifespans which are not known yet
+_LITTLE = 64  # unless it is of one request, and of one byte, in so many
 _TOLD = 4  # periods without marks, in which lifespans are known if they ever are
 _MIN_PERIOD = 4  # requests; shorter repetitions are none
 
@@ -49,6 +51,15 @@ class Found:
         """The entry of the ring that comes next."""
         assert self.tape is not None
         return (len(self.sizable) - self.first) % self.tape.ring_length
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the last requests of the record are those before the cursor, in as many entries as the core asks."""
+        assert self.tape is not None
+        last = self.sizable[::-1][: min(SURE, self.tape.ring_length)]
+        entries = self.tape.num_prologue + (self.cursor - 1 - np.arange(len(last))) % self.tape.ring_length
+        pairs = (self.trace.size, self.tape.size), (self.trace.stream, self.tape.stream)
+        return all(np.array_equal(seen[last], planned[entries]) for seen, planned in pairs)
 
 
 class Looking:
@@ -144,6 +155,10 @@ class Looking:
 
     def _is_worth_waiting(self, tape: "Tape") -> bool:
         """Whether to look again one period later, when lifespans may be known that are not known yet."""
+        unknown = ~tape.planned
+        is_little = _LITTLE * np.count_nonzero(unknown) <= len(unknown)
+        if is_little and _LITTLE * int(tape.size[unknown].sum()) <= int(tape.size.sum()):
+            return False
         waits, marks = self._patience > 0, self._recording.marks
         if marks:
             self._look_at = 0 if waits else self._look_at  # at the next mark, however long the record is by now

@@ -280,12 +280,10 @@ class Serving:
             self._state.arena.begin_step(*longer)  # more lives than the kind of step has that was followed so far
         return self._tidying.moves_in_pass()
 
-    def take_to_share(self) -> "Tape | None":
-        """The ring in force, once, if pages go from stream to stream in each pass: hand-overs wait for one event."""
-        if self._separate is None or not self._tidying.moves_pages:
-            return None
-        tape, self._separate = self._separate, None
-        return tape
+    @property
+    def to_share(self) -> "Tape | None":
+        """The ring in force, if pages go from stream to stream in each pass: hand-overs wait for one event."""
+        return self._separate if self._tidying.moves_pages else None
 
     def at_boundary(self) -> bool:
         """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""

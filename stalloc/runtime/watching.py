@@ -1,21 +1,18 @@
 """Watching a program: its record is searched for a step that repeats, and that step's plan is made.
 
-Contract: while a plan is made its ring is followed, without being served, so that the boundary at which the plan can
-come into force is known. What goes wrong in a look is a reason to rest, never an error of the program.
+Contract: what goes wrong in a look is a reason to rest, never an error of the program.
 """
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stalloc.core import constants
-from stalloc.core.arena_tape import ArenaTape
 from stalloc.device.ordering import ordering
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_device import FullDevice
 from stalloc.runtime.interruptions import is_passing
 from stalloc.runtime.lasting import Lasting
 from stalloc.runtime.looking import Found, Looking
+from stalloc.runtime.next_plan import NextPlan
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.probation import Probation
 from stalloc.runtime.recording import Recording
@@ -26,11 +23,9 @@ from stalloc.runtime.tidying import Tidying
 from stalloc.trace.packing import KeptTrace
 
 if TYPE_CHECKING:
-    from stalloc.lifespans.tape import Tape
-    from stalloc.runtime.planning_job import Planner
     from stalloc.trace import Trace
 
-_DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps without one that recurs, after which it is asked what keeps them from it
+_DOUBT_STEPS = 4, 6, 12, 24, 48  # marked steps of which none recurs, after which it is asked what keeps them from it
 _THREADS_DOUBTED = 6  # of these, before which threads are not told apart
 _STRAYS = 64  # a ring is of a part of a step if it does not know one request in so many
 _MISSED = 8  # one request in so many: less is no reason to leave a ring for what may be steps of several kinds
@@ -49,20 +44,17 @@ class Watching:
         steps: Steps,
         lasting: Lasting,
         tidying: Tidying,
-        planner: "Planner | None",
+        next_plan: NextPlan,
     ) -> None:
-        """`planner` stands in for `plan_tape`."""
         self._status, self._arenas, self._state = status, arenas, arenas.state
         self._recording, self._steps, self._lasting, self._tidying = recording, steps, lasting, tidying
-        self._planner = planner
+        self._next_plan = next_plan
         self._looking = Looking(self._state, recording)
         self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
-        self.job: PlanJob | None = None  #: the plan in the making
-        self._wait_seconds = 0.0  # that the next boundary waits for it
 
     def begin(self, *, anew: bool = True) -> None:
         """Watch from here on: with a fresh record, or with the one that was begun beside a plan, if not `anew`."""
-        self._status.phase, self.job = Phase.OBSERVING, None
+        self._status.phase, self._next_plan.job = Phase.OBSERVING, None
         self._looking.begin()
         self._tidying.settled = False
         if anew:
@@ -119,7 +111,7 @@ class Watching:
         if status.phase is Phase.PLANNING:
             self._arenas.drop_tape()
             self._steps.forget()
-            status.phase, self.job = Phase.OBSERVING, None
+            status.phase, self._next_plan.job = Phase.OBSERVING, None
         return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
 
     def look(self) -> str | None:
@@ -174,7 +166,7 @@ class Watching:
         self._status.phase = Phase.PLANNING
         self._status.observed_steps = job.tape.covered_requests // job.tape.period_requests
         self._recording.kept = KeptTrace(found.trace)
-        self.plan(job, cursor)
+        self._next_plan.make(job, cursor, is_sure=found.is_sure)
         if self._recording.marks:
             self._steps.follow_marks(found.trace, job.tape, found.sizable, found.first)
             self._state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # this is where a step begins
@@ -241,34 +233,3 @@ class Watching:
     def _settle(self) -> None:
         if len(self._recording.step_events) >= _SETTLE_STEPS:
             self._tidying.settle()
-
-    def plan(self, job: PlanJob, cursor: int) -> None:
-        """Start a job; until its plan is there, follow its ring from an entry on, so that its boundary is known."""
-        self.job, self._wait_seconds = job, self._status.settings.plan_wait_seconds
-        if not job.done.is_set():
-            job.start(self._planner, self._recording.kept, self._status.effort)
-        tape, ring = job.tape, slice(job.tape.num_prologue, None)
-        nowhere = np.full(tape.ring_length, -1, np.int64)
-        self._state.write(check_at=0)
-        self._state.arena.install(
-            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
-        )
-        self._state.write(ask_at_boundary=1, ask_after_misses=8 * len(nowhere) + 1024)
-
-    def share(self, tape: "Tape") -> None:
-        """Plan the ring in force anew, so that its streams share memory; the heap serves meanwhile. At its begin."""
-        self._arenas.drop_tape()
-        self._status.phase = Phase.PLANNING
-        self.plan(PlanJob(tape, "share"), 0)
-
-    def take_made(self) -> PlanJob | None:
-        """At a boundary: the job, if it is done; once it is waited for."""
-        job = self.job
-        if self._status.phase is not Phase.PLANNING or job is None:
-            return None
-        wait, self._wait_seconds = self._wait_seconds, 0.0
-        if not job.done.wait(wait):
-            self._state.record.ask_at_boundary = 1
-            return None
-        self.job = None
-        return job
