@@ -54,7 +54,8 @@ class Watching:
 
     def begin(self, *, anew: bool = True) -> None:
         """Watch from here on: with a fresh record, or with the one that was begun beside a plan, if not `anew`."""
-        self._status.phase, self._next_plan.job = Phase.OBSERVING, None
+        self._status.phase = Phase.OBSERVING
+        self._next_plan.forget()
         self._looking.begin()
         self._tidying.settled = False
         if anew:
@@ -111,7 +112,8 @@ class Watching:
         if status.phase is Phase.PLANNING:
             self._arenas.drop_tape()
             self._steps.forget()
-            status.phase, self._next_plan.job = Phase.OBSERVING, None
+            status.phase = Phase.OBSERVING
+            self._next_plan.forget()
         return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
 
     def look(self) -> str | None:
