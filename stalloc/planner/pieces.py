@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A tree's node, if it is no piece a stack: rows that lie one on the other at its base."""
+    """A node of the forest: unless it is a piece, a stack, whose rows lie one on the other at its base."""
 
     rows: Column  #: (m,)
     base_bytes: int

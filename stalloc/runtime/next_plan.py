@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stalloc.core.arena_tape import ArenaTape
-from stalloc.core.tape_cursor import SURE
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.planning_job import PlanJob
 from stalloc.runtime.recording import Recording
@@ -48,12 +47,13 @@ class NextPlan:
         length = tape.ring_length if self._recording.marks else tape.period_requests
         ring, nowhere = slice(first, first + length), np.full(length, -1, np.int64)
         self._state.write(check_at=0)
+        cursor %= length
         self._state.arena.install(
-            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor % length
+            ArenaTape(arena_bytes=0, size=tape.size[ring], stream=tape.stream[ring], offset=nowhere), cursor
         )
         self._state.write(ask_at_boundary=1, ask_after_misses=8 * tape.ring_length + 1024)
         if is_sure:
-            self._state.write(last_miss=-SURE)
+            self._state.arena.begin_step(0, length, cursor)
 
     @property
     def is_at_begin(self) -> bool:
