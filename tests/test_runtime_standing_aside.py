@@ -48,6 +48,10 @@ class Training:
         """What a step does, without the mark at its end."""
         self._free([address for _ in range(num_batches) for address in self._batch(updates=num_batches == 1)])
 
+    def try_out(self, sizes: list[int]) -> None:
+        """Something that nothing is kept of."""
+        self._free(self._allocate(sizes))
+
     def step(self, num_batches: int) -> tuple[int, int]:
         """One step; requests that the plan served, and did not serve."""
         record = self.state.record
@@ -89,3 +93,14 @@ def test_the_plan_serves_a_step_before_whose_mark_something_else_was_done() -> N
     assert missed <= served[0] // 8  # all of them, if the plan stood aside to the next mark
     assert training.step(1) == served
     assert hits + missed == sum(served)
+
+
+def test_a_plan_that_stands_aside_in_every_step_is_given_up() -> None:
+    training = Training(0)
+    for _ in range(8):
+        training.step(1)
+    for number in range(32):  # each is another step, and about half of it matches the plan
+        training.try_out([MIB + 4096 * (100 * number + index) for index in range(40)])
+        training.step(2)
+    assert training.controller.status.num_dropped == 1
+    assert training.controller.status.phase is Phase.OBSERVING

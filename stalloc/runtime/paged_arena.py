@@ -47,7 +47,7 @@ def move(arenas: "Arenas") -> bool:
     begin, end, cursor, ask_after = record.ring_start, record.ring_end, record.cursor, record.ask_after_misses
     strands, learnt = state.arena.strand_cursors(), state.arena.tape.lifespans
     names = ("history_count", "last_miss", "miss_run") if not strands else ()  # where the program is remains as sure
-    followed = {name: int(getattr(record, name)) for name in names}
+    followed = {name: int(getattr(record, name)) for name in (*names, "excess_misses", "bad_passes")}
     arenas.drop_tape()
     if arenas.arena is not None:  # it could not be dissolved
         state.write(mode=constants.MODE_REPLAY, ask_after_misses=ask_after)
