@@ -42,6 +42,7 @@ class DeviceArena:
         self.pages = np.zeros(0, np.int64)  #: a bit for each page of the arena, 1 if it has memory
         self._previous_users = np.zeros(0, np.int64)
         self._last_tape: tuple[TapeTables | None, Words] = (None, self._previous_users)
+        self._made: tuple[ArenaTape | None, TapeTables | None] = (None, None)  # of what was installed last, untouched
 
     def install(
         self, tape: ArenaTape, cursor: int = 0, kept: Words | None = None, regions: list[Region] | None = None
@@ -55,7 +56,7 @@ class DeviceArena:
         """
         check(tape, cursor)
         assert self._tables.record.arena_bytes == 0
-        tables = make_tables(tape, kept, regions)
+        tables = make_tables(tape, kept, regions) if kept is not None or regions is not None else self._tables_of(tape)
         self._needs = tape.arena_bytes
         self._keep(tables, np.zeros(0, np.int64))
         self._tables.write(
@@ -94,6 +95,14 @@ class DeviceArena:
                 "mode": MODE_FOLLOW,
             }
         )
+
+    def _tables_of(self, tape: ArenaTape) -> TapeTables:
+        """Those of a tape, made once: while it is followed its arena moves, and it is installed again."""
+        made_of, made = self._made
+        if made is None or made_of is not tape:
+            made = make_tables(tape, None, None)
+            self._made = tape, made
+        return made.copy()
 
     def _keep(self, tape: TapeTables, previous_users: Words) -> None:
         """Hold the memory of a tape, and that of the last one: threads may still be looking at it."""

@@ -9,6 +9,7 @@ function that is not inlined: numba copies what it returns.
 """
 
 import ctypes
+from functools import cache
 from inspect import get_annotations
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -80,6 +81,7 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
     return _dtypes[record]
 
 
+@cache
 def offset_of(record: type[Record], path: str) -> int:
     """The bytes from the start of a record to a field (`name`, or `name.name` in a record inside it)."""
     offset, dtype = 0, dtype_of(record)

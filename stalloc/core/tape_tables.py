@@ -5,7 +5,7 @@ what the records say. They have to outlive the tape in the core.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from stalloc.core.constants import (
     NUM_ASKERS,
     STREAM_BITS,
 )
-from stalloc.core.record_types import Words
+from stalloc.core.record_types import Record, Words
 from stalloc.core.records import Asker, Cell, Key, Ring, Slot, Strand, TapeEntry, Word, table
 from stalloc.core.regions import Region, rounded
 from stalloc.core.slots import fill_slots
@@ -46,6 +46,19 @@ class TapeTables:
     askers: np.ndarray  #: of Asker
     keys: np.ndarray  #: of Key, by hash
     places: Words
+
+    def copy(self) -> "TapeTables":
+        """The same once more: what the core writes is the copy's own."""
+        return replace(
+            self,
+            entries=_copied(TapeEntry, self.entries),
+            bits=self.bits.copy(),
+            slots=_copied(Slot, self.slots),
+            cells=_copied(Cell, self.cells),
+            lifespans=_copied(Word, self.lifespans),
+            strands=_copied(Strand, self.strands),
+            askers=_copied(Asker, self.askers),
+        )
 
     @property
     def num_cells(self) -> int:
@@ -114,6 +127,12 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
     )
 
 
+def _copied(record: type[Record], rows: np.ndarray) -> np.ndarray:
+    copy = table(record, len(rows))
+    copy[:] = rows
+    return copy
+
+
 def _hash_rows(count: int) -> int:
     """Rows of a hash table for so many: at most half of them are used."""
     return 1 << max(4, int(2 * count).bit_length())
@@ -177,7 +196,6 @@ def _cell_uses(spans: Words, entries: Words, count: int) -> tuple[Words, Words]:
         return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
     first = np.cumsum(lengths) - lengths
     cells = np.arange(total) - np.repeat(first - spans[:, 0], lengths)
-    uses = np.repeat(entries, lengths)
-    order = np.lexsort((uses, cells))
-    starts = np.searchsorted(cells[order], np.arange(count + 1))
-    return starts.astype(np.int64), np.ascontiguousarray(uses[order])
+    order = np.argsort(cells.astype(np.min_scalar_type(count)), kind="stable")  # few bits are sorted in a few passes
+    starts = np.cumsum(np.append(0, np.bincount(cells, minlength=count)))
+    return starts, np.ascontiguousarray(np.repeat(entries, lengths)[order])
