@@ -18,8 +18,8 @@ from stalloc.planner.problem import Problem, epochs, load_curve
 from stalloc.planner.two_layers import skyline
 from stalloc.trace.record import MAX_BYTES
 
-#: pairs of requests that restarts may compare, and how many restarts there are at most
-PAIRS, RESTARTS = 40_000_000, 60
+#: pairs of requests that restarts may compare
+PAIRS = 40_000_000
 #: epochs whose waste is looked at, and how many requests, in so many of them, at a time
 EPOCHS_LOOKED_AT, CELLS = 64, 1 << 20
 
@@ -117,7 +117,7 @@ def place_constrained(live: Stays, size: Column, given: Constraints, bound: int,
                 best, method = found, f"{'best' if best_fit else 'first'} fit by {name} around what is fixed"
     assert best is not None
     rng = np.random.default_rng(0)
-    for _ in range(min(RESTARTS, PAIRS // max(count, 1) ** 2)):
+    for _ in range(min(budget.num_restarts, PAIRS // max(count, 1) ** 2)):
         if best[0] <= max(enough, fixed_top) or budget.over():
             break
         noise = np.exp(rng.uniform(-0.5, 0.5, len(free)))

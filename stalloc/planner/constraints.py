@@ -4,7 +4,7 @@ Contract: constraints that exist can be kept. Each alignment is a power of two, 
 row's alignment, no two fixed requests that are live together share a byte, and none uses a forbidden one.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,40 +118,52 @@ def check_places(
 ) -> None:
     """Raise BadInputError for the first fixed request that cannot be where it is. Lifespans [start, end), (n,)."""
     rows = np.flatnonzero(given.fixed >= 0)
-    for row in rows.tolist():
-        place, alignment, top = int(given.fixed[row]), int(given.alignment[row]), int(given.fixed[row] + size[row])
-        if place % alignment:
-            raise BadInputError(
-                f"{given.name(row)} is fixed at {place}, which is no multiple of its alignment {alignment}: move it."
-            )
-        if top > MAX_BYTES:
-            raise BadInputError(f"{given.name(row)} is fixed at {place} and ends beyond 2**61: place it lower.")
-        for low, high in given.forbidden.tolist():
-            if max(low, place) < min(high, top):
-                raise BadInputError(
-                    f"{given.name(row)} is fixed at [{place}, {top}), of which [{low}, {high}) is forbidden: "
-                    f"lift one of them."
-                )
+    _check_each(rows, size, given)
     rows = rows[(size[rows] > 0) & (start[rows] < end[rows])]
-    lives = [(int(start[row]), int(end[row]), row) for row in rows.tolist()]
+    begins, ends = start[rows], end[rows]
     if ring is not None:  # the second pass: all later ones are like it
-        period = ring[1] - ring[0]
-        lives += [(begin + period, min(stop, ring[1]) + period, row) for begin, stop, row in lives if begin >= ring[0]]
-    changes = sorted(
-        [(stop, 0, row, begin) for begin, stop, row in lives] + [(begin, 1, row, begin) for begin, stop, row in lives]
-    )
-    live: list[tuple[int, int, int]] = []
-    for _, begins, row, born in changes:
-        key = (int(given.fixed[row]), row, born)
-        at = bisect_left(live, key)
-        if not begins:
+        again, period = begins >= ring[0], ring[1] - ring[0]
+        rows, begins = (np.concatenate([rows, rows[again]]), np.concatenate([begins, begins[again] + period]))
+        ends = np.concatenate([ends, np.minimum(ends[again], ring[1]) + period])
+    low, high = given.fixed[rows].tolist(), (given.fixed + size)[rows].tolist()
+    numbers = np.arange(len(rows))
+    changes = np.concatenate([~numbers, numbers])[np.argsort(np.concatenate([ends, begins]), kind="stable")]
+    live: list[int] = []  # where they begin, ascending: no two begin at one place
+    stays: dict[int, int] = {}  # who does
+    for change in changes.tolist():
+        stay = change if change >= 0 else ~change
+        at = bisect_left(live, low[stay])
+        if change < 0:
             live.pop(at)
             continue
-        for place, other, _ in live[max(at - 1, 0) : at + 1]:
-            if max(place, key[0]) < min(place + int(size[other]), key[0] + int(size[row])):
-                one, two = sorted((other, row))
+        for place in live[max(at - 1, 0) : at + 1]:
+            if max(place, low[stay]) < min(high[stays[place]], high[stay]):
+                one, two = sorted(rows[[stays[place], stay]].tolist())
                 raise BadInputError(
                     f"{given.name(one)} and {given.name(two)} are fixed at {given.fixed[one]} and {given.fixed[two]}, "
                     f"share bytes there and are live together: leave one of them free."
                 )
-        insort(live, key)
+        live.insert(at, low[stay])
+        stays[low[stay]] = stay
+
+
+def _check_each(rows: Column, size: Column, given: Constraints) -> None:
+    """Raise BadInputError for the first of the fixed rows that could not be where it is if it were the only one."""
+    place, (low, high) = given.fixed[rows], given.forbidden.T
+    top = place + size[rows]
+    next_range = np.searchsorted(high, place, side="right")
+    is_forbidden = (np.append(low, MAX_BYTES)[next_range] < top) & (place < top)
+    wrong = (place % given.alignment[rows] != 0) | (top > MAX_BYTES) | is_forbidden
+    if not wrong.any():
+        return
+    first = int(wrong.argmax())
+    row = int(rows[first])
+    name, begin, end, alignment = given.name(row), int(place[first]), int(top[first]), int(given.alignment[row])
+    if begin % alignment:
+        raise BadInputError(f"{name} is fixed at {begin}, which is no multiple of its alignment {alignment}: move it.")
+    if end > MAX_BYTES:
+        raise BadInputError(f"{name} is fixed at {begin} and ends beyond 2**61: place it lower.")
+    used = int(next_range[first])
+    raise BadInputError(
+        f"{name} is fixed at [{begin}, {end}), of which [{low[used]}, {high[used]}) is forbidden: lift one of them."
+    )

@@ -20,6 +20,7 @@ from stalloc.runtime.handed_on import HandedOn
 from stalloc.runtime.shared_begins import places_of_begin
 
 _PARTS = 256  # of the lower bound, that a region may be larger without another try
+_RESTARTS = 4  # they take longer than all the rest, while the program runs, and more hardly ever gain anything
 _LITTLE = 1.01  # times as much may an arena be, so that steps which begin alike have one place for that
 
 
@@ -47,7 +48,7 @@ class _Asked:
                 alignment=ALIGNMENT,
                 ring=(0, self.length),
                 fixed=fixed if (fixed >= 0).any() else None,
-                budget=Budget(aim_bytes=aim),
+                budget=Budget(aim_bytes=aim, num_restarts=_RESTARTS),
             )
         return made[asked]
 
