@@ -22,7 +22,7 @@ _MAX_STEPS = 16  # through which a request may be handed on
 
 _NOTHING: Column = np.zeros(0, np.int64)
 
-_Until = dict[int, dict[int, int]]  # stream -> rank -> position
+_Until = dict[int, Column]  # as `StepKind.until`
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,12 +91,8 @@ def recurring_steps(trace: Trace) -> list[StepKind]:
                 _note_arrivals(bounds, deaths[bounds[step] + ranked], step, name, first_of, until)
     kinds: list[StepKind] = []
     for steps, end in zip(places.values(), ends, strict=True):
-        own = slice(int(bounds[steps[0]]), int(bounds[steps[0] + 1]))
-        ranks = {
-            name: np.array([seen.get(rank, -1) for rank in range(max(seen) + 1)], np.int64)
-            for name, seen in until[steps[0]].items()
-        }
-        kinds.append(StepKind(size=size[own], stream=stream[own], end=end, until=ranks, times_seen=len(steps)))
+        own, seen = slice(int(bounds[steps[0]]), int(bounds[steps[0] + 1])), until[steps[0]]
+        kinds.append(StepKind(size=size[own], stream=stream[own], end=end, until=seen, times_seen=len(steps)))
     return kinds
 
 
@@ -149,14 +145,13 @@ def _note_arrivals(
     """Note in the steps after `step` how long what it handed on lived in them; `death` is (r,), by rank of a stream."""
     last = np.where(death >= 0, _step_of(bounds, death), len(bounds) - 2)
     for after in range(step + 1, min(step + 1 + _MAX_STEPS, len(bounds) - 1)):
-        alive, kind = np.flatnonzero(last >= after).tolist(), first_of.get(after)
-        if not alive:
+        alive, kind = np.flatnonzero(last >= after), first_of.get(after)
+        if not len(alive):
             return
         if kind is None:
             continue
-        length = int(bounds[after + 1] - bounds[after])
-        for rank in alive:
-            stays = death[rank] < 0 or last[rank] > after
-            position = length if stays else int(death[rank] - bounds[after])
-            seen = until[kind].setdefault(stream, {})
-            seen[rank] = max(seen.get(rank, 0), position)
+        length, ranks = int(bounds[after + 1] - bounds[after]), np.arange(alive[-1] + 1)
+        stays = (death[ranks] < 0) | (last[ranks] > after)
+        position = np.where(stays, length, death[ranks] - bounds[after])
+        position[last[ranks] < after] = -1
+        until[kind][stream] = _longest(until[kind].get(stream, _NOTHING), position)

@@ -6,6 +6,7 @@ for a kind can be kept: no two requests that are live together in it, and nothin
 steps hand on, share a byte.
 """
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,6 +16,7 @@ from stalloc.columns import Column
 from stalloc.core.regions import rounded
 from stalloc.lifespans.units import StepKind
 
+_CELLS = 1 << 16  # pairs of requests and places that are compared at a time
 _LEAST = 8  # requests that two kinds have to begin with; fewer are in nobody's way
 
 
@@ -42,13 +44,14 @@ def places_of_begin(
     spans = at, kind.end[at], rounded(kind.size[at]), places[found]
     clashes = np.zeros(len(found), bool)
     for row in np.flatnonzero(kind.end[at] > other.end[at]).tolist():  # those that live longer than they did there
-        beside = _overlaps(spans, *(int(column[row]) for column in spans))
+        beside = _overlaps(spans, *(column[row : row + 1, None] for column in spans))[0]
         beside[row] = False
         clashes[row] = (beside & ~clashes).any()
-    for start, end, size, offset in zip(*(column.tolist() for column in kept), strict=True):
-        if offset >= 0 and start < end:
-            clashes |= _overlaps(spans, start, end, size, offset)
-            clashes |= _overlaps(spans, 0, end - len(kind.size), size, offset)
+    start, end, size, offset = (column[(kept[3] >= 0) & (kept[0] < kept[1]), None] for column in kept)
+    carried = np.zeros_like(start), end - len(kind.size), size, offset  # into this pass from the one before
+    at_once = max(1, _CELLS // max(len(found), 1))
+    for columns, first in itertools.product(((start, end, size, offset), carried), range(0, len(start), at_once)):
+        clashes |= _overlaps(spans, *(column[first : first + at_once] for column in columns)).any(axis=0)
     places[found[clashes]] = -1
     return places
 
@@ -61,9 +64,9 @@ def _common(one: StepKind, other: StepKind) -> int:
 
 
 def _overlaps(
-    spans: tuple[Column, Column, Column, Column], start: int, end: int, size: int, offset: int
+    spans: tuple[Column, Column, Column, Column], start: Column, end: Column, size: Column, offset: Column
 ) -> NDArray[np.bool_]:
-    """(m,) which requests are live at a time, and in a place, that another one is."""
+    """(k, m) which of m requests are live at a time, and in a place, that each of (k, 1) others is."""
     starts, ends, sizes, offsets = spans
     together: NDArray[np.bool_] = (
         (starts < end) & (start < ends) & (offsets < offset + size) & (offset < offsets + sizes)
