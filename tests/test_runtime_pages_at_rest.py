@@ -153,3 +153,26 @@ def test_of_pages_that_are_needed_soon_those_move_that_are_needed_last(seed: int
     assert sum(size for _, size in left) == 12 * MIB
     live += [state.malloc(size, 0) for size in sizes[46:49]]
     assert state.record.hits == hits + len(live)
+
+
+def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
+    """A side stream works when the activations are gone; the regions of both are more than was ever live."""
+    rng = np.random.default_rng(0)
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller.watching.expects_marks = True
+    state, paging = controller.state, controller.memory.paging
+    state.malloc(100 * MIB, 0)
+    activations, gathered = ((rng.uniform(5, 15, number) * MIB).astype(int).tolist() for number in (20, 2))
+    moves = []
+    for _ in range(40):
+        before = paging.num_moves
+        for stream, sizes in ((0, activations), (7, gathered)):
+            for address in [state.malloc(size, stream) for size in sizes]:
+                state.free(address)
+        controller.mark(MARK_STEP, "")
+        moves.append(paging.num_moves - before)
+    print(moves)
+    assert controller.status.phase is Phase.PLANNED
+    assert max(moves) > 0
+    assert max(moves[-20:]) == 0
+    assert state.record.reserved_bytes <= 1.125 * state.record.total.allocated_peak

@@ -4,8 +4,12 @@ Contract: each move waits for the device. Where pages move in step after step, a
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
 fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
 program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more. What had to
-be held once while a plan served, as nothing free could move, may be held from then on, up to little more.
+be held once while a plan served, as nothing free could move, may be held from then on, up to little more. A plan whose
+pages move in step after step nevertheless gets pages for all of its places, where that costs no more than said, or than
+an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
 """
+
+from collections.abc import Callable
 
 from stalloc.core.constants import GRANULE, MODE_REPLAY
 from stalloc.core.state import DeviceState
@@ -18,6 +22,7 @@ _TIGHT, _LOOSE, _MOST = 1, 16, 12  # to begin with, where no steps repeat, and w
 _SELDOM = 32  # requests of a step for each page that moves, from which on they rest where no plan serves
 _PATIENCE, _PLANNED_PATIENCE = 8, 4  # steps more in which they do not than in which they do, before more is allowed
 _UNREST = 16  # the same, before the plan is taken to be the cause
+_NO_REST, _MOST_OF_STREAMS = 8, 32  # the same, before all of its places may have pages, and the parts that may cost
 
 
 class Allowance:
@@ -30,6 +35,7 @@ class Allowance:
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
         self._held_bytes = 0  # at most, since the plan in force was
+        self._rest_bytes = 0  # with which all of its places have pages, where they did not rest; 0: that is too much
 
     @property
     def peak_bytes(self) -> int:
@@ -52,7 +58,8 @@ class Allowance:
         if not self._is_planned:
             return allowed
         most = peak + _PLANNED_BYTES
-        return max(min(allowed, most + peak // _PARTS), min(self._held_bytes, most + peak // _HELD_PARTS))
+        held_bytes = min(self._held_bytes, most + peak // _HELD_PARTS)
+        return max(min(allowed, most + peak // _PARTS), held_bytes, self._rest_bytes)
 
     def note_growth(self) -> None:
         """More is held, since nothing that was free could move: as long as the plan serves, no less is allowed."""
@@ -79,14 +86,14 @@ class Allowance:
 
     def begin_plan(self) -> None:
         """A plan is put in force, for which pages move now and rest then."""
-        self._parts, self._restless, self._held_bytes = self._least, 0, 0
+        self._parts, self._restless, self._held_bytes, self._rest_bytes = self._least, 0, 0, 0
 
     def note_move(self, size_bytes: int) -> None:
         """So many bytes of pages move for a request."""
         self._moved_bytes += size_bytes
 
-    def note_step(self) -> None:
-        """The program marks a step."""
+    def note_step(self, free_bytes: Callable[[], int]) -> None:
+        """The program marks a step; `free_bytes`: what the device has, asked for only where it matters."""
         num_requests, planned = self._record.total.num_allocs - self._step_began, self._is_planned
         rests = self._moved_bytes == 0 if planned else num_requests >= _SELDOM * (self._moved_bytes // GRANULE)
         self._step_began, self._moved_bytes = self._record.total.num_allocs, 0
@@ -94,3 +101,18 @@ class Allowance:
         if self._restless > (_PLANNED_PATIENCE if planned else _PATIENCE) and not rests:
             most = 1 + _PLANNED_BYTES // max(1, self.peak_bytes // _PARTS) if planned else _MOST
             self._parts = max(self._parts, min(self._parts + 1, most, _MOST))
+            if planned and self._restless > _NO_REST:
+                self._let_rest(free_bytes)
+
+    def _let_rest(self, free_bytes: Callable[[], int]) -> None:
+        """Allow what gives all places of the plan pages, if that is no more than fragmentation commonly costs.
+
+        Or what streams that are kept apart do: PyTorch's allocator passes no memory from one to another.
+        """
+        record, peak = self._record, self.peak_bytes
+        lacking_bytes = int(record.arena_bytes - record.arena_mapped_bytes)
+        needed_bytes = int(record.reserved_bytes) + lacking_bytes
+        has_streams = record.cell_streams & (record.cell_streams - 1) != 0
+        most_bytes = peak + (_MOST_OF_STREAMS if has_streams else _MOST) * (peak // _PARTS)
+        if self._rest_bytes < needed_bytes <= most_bytes and 2 * lacking_bytes <= free_bytes():
+            self._rest_bytes = needed_bytes

@@ -154,7 +154,7 @@ class Controller:
         with self.lock:
             if kind == MARK_STEP:
                 self.status.effort.note_step()
-                self.memory.paging.allowance.note_step()
+                self.memory.paging.allowance.note_step(self.memory.source.free_bytes)
                 self.watching.expects_marks = True
                 self.lasting.end_step()
                 self.serving.probation.end()
