@@ -162,6 +162,8 @@ class Controller:
                     self._drop_plan("the first plan did not follow the steps that are marked now")
                 if self.strands.follow_something_else:
                     self._drop_plan("its threads do something else now")
+                if self.status.phase is Phase.PLANNED and self.steps.novelty.ends_plan():
+                    self._drop_plan("most of its steps were new to it")
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:
                 try:

@@ -16,10 +16,12 @@ from stalloc.runtime.cycle_watch import LEAST_STEPS, CycleWatch
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.kind_names import name_of, recurring_names
 from stalloc.runtime.kind_search import KindSearch
+from stalloc.runtime.novelty import Novelty
 from stalloc.runtime.recorded_steps import RecordedSteps
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.step_misses import StepMisses
 from stalloc.runtime.step_places import StepPlaces
+from stalloc.runtime.step_watch import StepWatch
 from stalloc.trace import MARK_STEP
 
 if TYPE_CHECKING:
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from stalloc.trace.record import Column
 
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
-_WATCH_STEPS = 64  # steps watched for a kind that recurs; the next watch comes after twice as many steps as the last
-_SOONER = 8  # steps of a pause that one counts for which the plan does not know
-_MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _STEPS_BEFORE = 4  # before the first of a kind that is to be planned, which show what is handed on to it
 _MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
@@ -55,12 +54,13 @@ class Steps:
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
         self.cycles = CycleWatch(self.recorded)
-        self._watched = self._pause = 0  # steps of this watch, and until the next one
-        self._next_pause = _WATCH_STEPS
+        self.novelty = Novelty()
+        self._watch = StepWatch(state, recording, self.recorded, effort)
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
-        self.tapes, self.search, self.waiting, self._watched = None, None, None, 0
+        self.tapes, self.search, self.waiting = None, None, None
+        self._watch.end()
         self.cycles.forget()
         self.places.forget()
         self._planned.clear()
@@ -126,7 +126,7 @@ class Steps:
         if self.recorded.last in self._planned:
             self.misses.note_known(share)
         if records:
-            self._watch(missed > 0, is_unknown)
+            self._watch.note_step(missed=missed > 0, is_unknown=is_unknown)
         return is_unknown
 
     @property
@@ -138,6 +138,8 @@ class Steps:
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
         self.recorded.note(self.places.name_of_followed())
+        if self.recorded.last is not None:
+            self.novelty.note(self.recorded.times_seen(self.recorded.last))
 
     def await_search(self, seconds: float) -> None:
         """Wait for a search that was just started: the program would go on without its plans meanwhile."""
@@ -147,7 +149,7 @@ class Steps:
     @property
     def may_be_planned(self) -> bool:
         """Whether the record may show a cycle of steps, or kinds of steps that recur in any order."""
-        return self.recorded.make_a_cycle or self._recur_in_any_order
+        return not self.novelty.is_too_much and (self.recorded.make_a_cycle or self._recur_in_any_order)
 
     @property
     def _recur_in_any_order(self) -> bool:
@@ -175,7 +177,10 @@ class Steps:
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
         more = bool(self.recorded.names - self._planned - self._refused)
-        self._watched = int(more)
+        if more:
+            self._watch.begin(anew=False)
+        else:
+            self._watch.end()
         return more
 
     def _fresh(self) -> set[bytes]:
@@ -234,28 +239,6 @@ class Steps:
         """
         return self.tapes is None and self._recording.kept is not None and self._state.record.arena_pages != 0
 
-    def _watch(self, missed: bool, is_unknown: bool) -> None:
-        """Record while there are steps that the plan does not know, be it in a few requests or altogether."""
-        if not self._watched:
-            self._pause -= _SOONER if is_unknown else 1
-            if missed and self._pause <= 0 and not self._effort.is_spent:
-                self._watched = 1
-                self.recorded.expect_last()
-                self._begin_record()
-            return
-        self._watched += 1
-        if self._watched > _WATCH_STEPS:
-            self._watched, self._pause = 0, self._next_pause
-            self._next_pause *= 2
-            self._state.forget_record()
-            self.recorded.forget()
-        elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
-            self._begin_record()
-
-    def _begin_record(self) -> None:
-        self._recording.begin_at_step()
-        self.recorded.forget()
-
     def _start_search(self, trace: "Trace", only: set[bytes] | None = None, *, pages_move: bool = False) -> None:
         """The trace is of the whole record, or of a part that is `only` searched for some kinds, and for no cycle."""
         wanted = self.recorded.recurring - self._refused
@@ -276,13 +259,14 @@ class Steps:
 
     def were_refused(self) -> None:
         """There is no room for an arena of all kinds: these are not tried again as long as the program runs."""
-        self._watched, self._pause = 0, self._next_pause
+        self._watch.pause()
         self._refused |= self._planned
 
     def follow_unmarked(self, search: KindSearch) -> None:
         """The same where no mark says when a step begins."""
         self.places.forget()
-        self.tapes, self._watched = search.tapes, 0
+        self.tapes = search.tapes
+        self._watch.end()
 
     def follow(self, search: KindSearch) -> None:
         """The plans of a search are in force."""
@@ -292,8 +276,9 @@ class Steps:
         lengths = [len(kind.size) for kind in kinds]
         self.cycles.begin_plans()
         self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.ends_turn)
-        self.tapes, self._watched, self._next_pause = search.tapes, 1, _WATCH_STEPS
+        self.tapes = search.tapes
+        self._watch.begin(anew=True)
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:
-            self._begin_record()  # planning took long: what was recorded is gone
+            self._watch.begin_record()  # planning took long: what was recorded is gone

@@ -227,9 +227,11 @@ class Watching:
         if num_steps not in _DOUBT_STEPS or self._status.settings.keep_recording:
             self._settle()
         elif self._steps.recorded.leave_out_strays():
+            self._steps.novelty.forget()
             return True
         elif num_steps >= _THREADS_DOUBTED and self._recording.leave_out_threads():
             self._steps.forget()
+            self._steps.novelty.forget()
         return False
 
     def _settle(self) -> None:

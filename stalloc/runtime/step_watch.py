@@ -1,0 +1,61 @@
+"""When steps are recorded while a plan is in force, and when no more.
+
+Contract: they are while there are steps that the plan does not know, be it in a few requests or altogether, and for a
+time after plans of kinds of steps came into force. A watch that brought no plan is followed by a pause, twice as long
+as the one before; a step that the plan knows nothing of shortens it.
+"""
+
+from stalloc.core.state import DeviceState
+from stalloc.runtime.effort import Effort
+from stalloc.runtime.recorded_steps import RecordedSteps
+from stalloc.runtime.recording import Recording
+
+_STEPS = 64  # watched for a kind that recurs; the next watch comes after twice as many steps as the last
+_SOONER = 8  # steps of a pause that one counts for which the plan does not know
+_MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
+
+
+class StepWatch:
+    """Over the steps of one device."""
+
+    def __init__(self, state: DeviceState, recording: Recording, recorded: RecordedSteps, effort: Effort) -> None:
+        self._state, self._recording, self._recorded, self._effort = state, recording, recorded, effort
+        self._steps = self._pause = 0  # of this watch, and until the next one
+        self._next_pause = _STEPS
+
+    def begin(self, *, anew: bool) -> None:
+        """Watch from here on, in the record that there is; `anew`: pauses begin to be short again."""
+        self._steps = 1
+        if anew:
+            self._next_pause = _STEPS
+
+    def end(self) -> None:
+        """Nothing is watched now."""
+        self._steps = 0
+
+    def pause(self) -> None:
+        """The watch was of no use."""
+        self._steps, self._pause = 0, self._next_pause
+
+    def note_step(self, *, missed: bool, is_unknown: bool) -> None:
+        """A step ended of which something was missed, or of which little was served."""
+        if not self._steps:
+            self._pause -= _SOONER if is_unknown else 1
+            if missed and self._pause <= 0 and not self._effort.is_spent:
+                self._steps = 1
+                self._recorded.expect_last()
+                self.begin_record()
+            return
+        self._steps += 1
+        if self._steps > _STEPS:
+            self.pause()
+            self._next_pause *= 2
+            self._state.forget_record()
+            self._recorded.forget()
+        elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
+            self.begin_record()
+
+    def begin_record(self) -> None:
+        """Record anew from here on, where a step begins."""
+        self._recording.begin_at_step()
+        self._recorded.forget()
