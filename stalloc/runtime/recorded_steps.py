@@ -49,6 +49,11 @@ class RecordedSteps:
         self._strays.forget_record()
         self.num_records += 1
 
+    def begin_anew(self) -> None:
+        """Record from here on, where a step begins."""
+        self._recording.begin_at_step()
+        self.forget()
+
     def expect_last(self) -> None:
         """The record begins after the last step, which is not in it."""
         self._missed = self._last_asked

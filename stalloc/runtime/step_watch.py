@@ -8,7 +8,6 @@ as the one before; a step that the plan knows nothing of shortens it.
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.recorded_steps import RecordedSteps
-from stalloc.runtime.recording import Recording
 
 _STEPS = 64  # watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _SOONER = 8  # steps of a pause that one counts for which the plan does not know
@@ -18,8 +17,8 @@ _MAX_EVENTS = 1 << 20  # of a record in which kinds are looked for
 class StepWatch:
     """Over the steps of one device."""
 
-    def __init__(self, state: DeviceState, recording: Recording, recorded: RecordedSteps, effort: Effort) -> None:
-        self._state, self._recording, self._recorded, self._effort = state, recording, recorded, effort
+    def __init__(self, state: DeviceState, recorded: RecordedSteps, effort: Effort) -> None:
+        self._state, self._recorded, self._effort = state, recorded, effort
         self._steps = self._pause = 0  # of this watch, and until the next one
         self._next_pause = _STEPS
 
@@ -44,7 +43,7 @@ class StepWatch:
             if missed and self._pause <= 0 and not self._effort.is_spent:
                 self._steps = 1
                 self._recorded.expect_last()
-                self.begin_record()
+                self._recorded.begin_anew()
             return
         self._steps += 1
         if self._steps > _STEPS:
@@ -53,9 +52,4 @@ class StepWatch:
             self._state.forget_record()
             self._recorded.forget()
         elif self._state.record.num_events > _MAX_EVENTS or not self._state.record.recording:
-            self.begin_record()
-
-    def begin_record(self) -> None:
-        """Record anew from here on, where a step begins."""
-        self._recording.begin_at_step()
-        self._recorded.forget()
+            self._recorded.begin_anew()

@@ -55,7 +55,7 @@ class Steps:
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
         self.cycles = CycleWatch(self.recorded)
         self.novelty = Novelty()
-        self._watch = StepWatch(state, recording, self.recorded, effort)
+        self._watch = StepWatch(state, self.recorded, effort)
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
@@ -281,4 +281,4 @@ class Steps:
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:
-            self._watch.begin_record()  # planning took long: what was recorded is gone
+            self.recorded.begin_anew()  # planning took long: what was recorded is gone

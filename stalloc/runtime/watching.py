@@ -183,8 +183,7 @@ class Watching:
             self._arenas.drop_tape()
             cursor = (state.record.num_sizable - cycle.found.first) % cycle.job.tape.ring_length
             self._follow(cycle.found, cycle.job, cursor)
-            self._recording.begin_at_step()  # kinds that came before it are over
-            self._steps.recorded.forget()
+            self._steps.recorded.begin_anew()  # kinds that came before it are over
 
     def is_patient(self, full_device: FullDevice) -> bool:
         """Whether the plan stays although much is not served from it: one for what the program does is being made.
