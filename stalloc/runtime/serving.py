@@ -234,6 +234,7 @@ class Serving:
         if not self.put_in_force(search.admitted, search.plan, ask_after_misses=64 * search.longest + 1024):
             return False
         self._steps.forget()
+        self._steps.novelty.forget()
         return True
 
     def put_in_force(self, tape: ArenaTape, plan: "Plan | None" = None, *, ask_after_misses: int = 0) -> bool:
