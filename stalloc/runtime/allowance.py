@@ -35,7 +35,7 @@ class Allowance:
         self._asked = 0, 0, 0  # bytes allocated with the last request that asked, if it was served; counts before it
         self._step_began = self._restless = 0  # requests until then; steps
         self._held_bytes = 0  # at most, since the plan in force was
-        self._rest_bytes = 0  # with which all of its places have pages, where they did not rest; 0: that is too much
+        self._rest_bytes = 0  # with which all of its places have pages, once they are to rest so; 0: they are not
 
     @property
     def peak_bytes(self) -> int:
