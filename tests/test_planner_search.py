@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stalloc.planner import plan, plan_arrays, validate
+from stalloc.planner import plan, plan_arrays, search, validate
 from stalloc.trace import load_traces
 
 CAPACITY = 1 << 20
@@ -39,6 +39,28 @@ def test_small_problems_get_the_lowest_peak_there_is(rows: list[tuple[int, int, 
     layout = plan_arrays(start, end, size, alignment=1)
     assert layout.peak_bytes == lowest_peak(requests)
     assert layout.lower_bound_bytes <= layout.bound_bytes <= layout.peak_bytes
+
+
+#: start, end and size of requests that need 11 bytes, of which 10 are live at most
+ONE_MORE = [
+    (0, 2, 4),
+    (0, 3, 3),
+    (1, 7, 3),
+    (2, 6, 2),
+    (2, 10, 1),
+    (5, 9, 2),
+    (6, 7, 4),
+    (8, 17, 4),
+    (9, 16, 3),
+    (10, 16, 3),
+]
+
+
+def test_a_search_ends_where_one_height_is_left_that_it_can_neither_reach_nor_exclude_soon(monkeypatch) -> None:
+    monkeypatch.setattr(search, "BISECTED", 200)  # as if the requests were thousands
+    start, end, size = np.array(ONE_MORE).T
+    layout = plan_arrays(start, end, size, alignment=1)
+    assert (layout.peak_bytes, layout.lower_bound_bytes, layout.bound_bytes) == (11, 10, 11)
 
 
 @pytest.mark.parametrize(

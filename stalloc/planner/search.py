@@ -90,6 +90,8 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
             yield from hunt.look(hunt.low, most_nodes << (round_ // PROVE_EVERY), long=True)
         while hunt.open and hunt.num_nodes < end:
             failed = begun_at
+            if hunt.best - failed <= 1:  # nothing lies between, only that one height is left
+                yield from hunt.look(hunt.low, end - hunt.num_nodes, long=True)
             while hunt.best - failed > 1 and hunt.open and hunt.num_nodes < end:
                 near = min(failed + (hunt.best - failed) * NEAR // 100, hunt.best - 1)
                 if near <= failed:
