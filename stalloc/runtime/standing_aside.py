@@ -58,7 +58,8 @@ class StandingAside:
         """
         record = self._state.record
         least = max(_LEFT_OUT, (record.ring_end - record.ring_start) // _RING_SHARE)
-        leaves_out = record.left_out - self._left_out >= least and (not self._came_late or record.miss_run > 0)
+        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(2)
+        leaves_out = record.left_out - self._left_out >= least and not goes_on
         is_another = leaves_out or self._state.num_displaced >= least
         return bool(record.step_count > 0 and is_another)
 
@@ -66,25 +67,25 @@ class StandingAside:
     def _place_now(self) -> int:
         return int(self._state.record.cursor - self._state.record.ring_start)
 
-    @property
-    def _is_lost(self) -> bool:
-        """Whether most requests of this pass are not as planned."""
+    def _is_lost(self, num_hits_each: int) -> bool:
+        """Whether many requests of this pass are not as planned, and for each of them no more than so many are."""
         record = self._state.record
-        lost = record.step_misses - record.step_unplanned
-        return bool(lost >= _LEFT_OUT and lost > record.hits - record.hits_before)
+        num_lost, num_hits = record.step_misses - record.step_unplanned, record.hits - record.hits_before
+        return bool(num_lost >= _LEFT_OUT and num_hits_each * num_lost > num_hits)
 
     def _matters(self) -> bool:
-        """Whether little is left of what is held and most of the pass not as planned, or the step needs more memory."""
+        """Whether little is left of what is held and most of the pass not as planned, or the step needs much memory."""
         record = self._state.record
         little_is_left = _FULL * record.total.allocated_bytes > (_FULL - 1) * record.reserved_bytes
-        if little_is_left and self._is_lost:
+        if little_is_left and self._is_lost(1):
             return True
-        return (little_is_left or self._place_now >= _LEFT_OUT) and self._needs_more()
+        return (little_is_left or self._place_now >= _LEFT_OUT) and self._needs_much()
 
-    def _needs_more(self) -> bool:
-        """Whether the step will need much more than now, should the rest of it be as planned.
+    def _needs_much(self) -> bool:
+        """Whether the step will need much more than now, and nearly as much as any before, if it goes on as planned.
 
-        And more than was expected when it began, and nearly as much as any before.
+        More than was expected when it began, too; or a third of it is not as planned, and a third of what it needs is
+        there.
         """
         record, tape = self._state.record, self._arenas.tape
         began = record.ring_start + self._place
@@ -93,8 +94,12 @@ class StandingAside:
         ahead_bytes, expected_bytes = int(tape.ahead[record.cursor]), self._allocated_bytes + int(tape.ahead[began])
         needed_bytes = int(record.total.allocated_bytes) + ahead_bytes
         held_bytes = self._arenas.memory.paging.allowance.held_bytes(0)
-        is_more = needed_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT)
-        return is_more and _EIGHTH * ahead_bytes > needed_bytes and needed_bytes > held_bytes - held_bytes // _EIGHTH
+        if _EIGHTH * ahead_bytes <= needed_bytes or needed_bytes <= held_bytes - held_bytes // _EIGHTH:
+            return False
+        if needed_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT):
+            return True
+        own_bytes = int(record.total.allocated_bytes) - self._allocated_bytes  # of this step
+        return self._is_lost(2) and 2 * own_bytes > ahead_bytes
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""
