@@ -176,3 +176,13 @@ def test_random_programs_are_judged_in_torch_s_least_memory(tmp_path: Path) -> N
     assert [trial["seed"] for trial in trials] == [5, 6, 7]
     assert all(trial["least_bytes"] >= trial["load_bytes"] for trial in trials)
     assert "3 programs" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_changing_programs_hold_is_compared_with_torch_s_better_setting(tmp_path: Path) -> None:
+    file = tmp_path / "peaks.json"
+    done = no_harm("--peaks", "4", "--seed", "7", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert [one["seed"] for one in found] == [7, 8, 9, 10]
+    assert all(min(one["better_bytes"], one["stalloc_bytes"]) >= one["load_bytes"] for one in found)
+    assert "4 programs" in done.stdout

@@ -43,13 +43,14 @@ def fuzz(num_programs: int, seed: int, folder: Path, jobs: int) -> Iterator[Tria
 
 
 @cache
-def _sources(folder: str) -> list[Source]:
+def kept_sources(folder: str) -> list[Source]:
+    """The recordings of a folder, read once."""
     return sources(Path(folder))
 
 
 def try_one(folder: str, seed: int) -> Trial:
     """Draw a program, find the least memory for it, and run it with that."""
-    program = draw(seed, _sources(folder))
+    program = draw(seed, kept_sources(folder))
     least = min(least_capacity(program, name) for name in MODELS)
     done = completes(program, least)
     more = done or completes(program, least + max(least // 50, 8 * MIB))
@@ -58,7 +59,7 @@ def try_one(folder: str, seed: int) -> Trial:
 
 def least_capacity(program: RandomProgram, model: str) -> int:
     """The least memory, in granules of the device, with which a model completes a program."""
-    events = _as_events(program)
+    events = as_events(program)
     unlimited = make(model)
     unlimited.feed(events)
     enough = -(-unlimited.counters().peak_reserved_bytes // GRANULE)
@@ -81,7 +82,8 @@ def completes(program: RandomProgram, capacity_bytes: int) -> bool:
         let_go(machine.controller)
 
 
-def _as_events(program: RandomProgram) -> Events:
+def as_events(program: RandomProgram) -> Events:
+    """A program as torch's models take it."""
     count = len(program.events)
     return Events(
         kind=np.where(program.events > 0, int(Kind.ALLOC), int(Kind.FREE_COMPLETED)).astype(np.int8),

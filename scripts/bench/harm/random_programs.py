@@ -3,6 +3,7 @@
 Contract: a program is the same for the same seed and the same recordings; at some moment at least 256 MiB are live.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +69,11 @@ def draw(seed: int, drawn_from: list[Source]) -> RandomProgram:
     """The program of a seed: what stands, then steps of a few kinds in an order of some kind, and what lasts."""
     rng = np.random.default_rng(seed)
     source = drawn_from[rng.integers(len(drawn_from))]
-    kinds = [_Kind(rng, source, int(rng.integers(40, 300))) for _ in range(rng.integers(1, 5))]
-    order = _order(rng, len(kinds), int(rng.integers(8, 25)))
+    kinds = [Kind(rng, source, int(rng.integers(40, 300))) for _ in range(rng.integers(1, 5))]
+    order = order_of(rng, len(kinds), int(rng.integers(8, 25)))
     lasts_often = rng.random() < 0.4
     varies = rng.random() < 0.15
-    writer = _Writer()
+    writer = Writer()
     for size in rng.choice(source.size, rng.integers(5, 40)).tolist():
         writer.allocate(size)
     lasting: list[tuple[int, int]] = []
@@ -88,10 +89,10 @@ def draw(seed: int, drawn_from: list[Source]) -> RandomProgram:
         step_ends.append(len(writer.events))
     size, events = np.array(writer.size, np.int64), np.array(writer.events, np.int64)
     wanted = LEAST_LOAD_BYTES * float(np.exp(rng.uniform(0, np.log(8))))
-    return RandomProgram(seed, source.name, _scaled(size, events, wanted), events, tuple(step_ends))
+    return RandomProgram(seed, source.name, scaled(size, events, wanted), events, tuple(step_ends))
 
 
-class _Kind:
+class Kind:
     """A step: sizes, and its events in order."""
 
     def __init__(self, rng: np.random.Generator, source: Source, num_requests: int) -> None:
@@ -104,8 +105,19 @@ class _Kind:
         event = np.concatenate([np.arange(num_requests) + 1, -np.arange(num_requests) - 1])
         self.events = event[np.lexsort((event > 0, time))].tolist()
 
+    def changed(self, rng: np.random.Generator, share: float, left_out: float) -> "Kind":
+        """The same step with a share of its requests of another size, and a share of them left out."""
+        other = copy(self)
+        other.size = self.size.copy()
+        differs = rng.random(len(self.size)) < share
+        factor = rng.uniform(0.7, 1.3, int(differs.sum()))
+        other.size[differs] = np.maximum(1, (self.size[differs] * factor).astype(np.int64))
+        absent = set((np.flatnonzero(rng.random(len(self.size)) < left_out) + 1).tolist())
+        other.events = [event for event in self.events if abs(event) not in absent]
+        return other
 
-class _Writer:
+
+class Writer:
     """Sizes and events so far."""
 
     def __init__(self) -> None:
@@ -122,7 +134,7 @@ class _Writer:
         """The end of a request."""
         self.events.append(-row - 1)
 
-    def play(self, kind: _Kind, factor: float) -> None:
+    def play(self, kind: Kind, factor: float) -> None:
         """A step of this kind with its sizes times a factor."""
         rows: dict[int, int] = {}
         for event in kind.events:
@@ -132,7 +144,7 @@ class _Writer:
                 self.free(rows[-event])
 
 
-def _order(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[int]:
+def order_of(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[int]:
     """Which kind each step has: one after the other, the first with others now and then, in phases, or at random."""
     way = rng.integers(4)
     if way == 0:
@@ -144,12 +156,12 @@ def _order(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[int
     return rng.integers(num_kinds, size=num_steps).tolist()
 
 
-def _scaled(size: Column, events: Column, wanted_bytes: float) -> Column:
+def scaled(size: Column, events: Column, wanted_bytes: float) -> Column:
     """Sizes in granules, the larger ones times what brings the load to what is wanted."""
 
     def in_granules(factor: float) -> Column:
-        scaled = np.where(size > _SCALED_BYTES, np.maximum(size * factor, _SCALED_BYTES), size)
-        return -(-scaled.astype(np.int64) // GRANULE) * GRANULE
+        enlarged = np.where(size > _SCALED_BYTES, np.maximum(size * factor, _SCALED_BYTES), size)
+        return -(-enlarged.astype(np.int64) // GRANULE) * GRANULE
 
     row = np.abs(events) - 1
     live = np.cumsum(np.sign(events) * np.where(size > _SCALED_BYTES, size, 0)[row])
