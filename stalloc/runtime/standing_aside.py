@@ -15,6 +15,7 @@ from stalloc.runtime.status import Status
 
 _LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
 _MORE_BYTES, _MORE_SHIFT = 8 << 20, 5  # more than was expected, and 1 / 2 ** shift of that
+_MOST, _THIRD = 1, 2  # requests as planned for each that is not, where so much of a pass is not; or bytes to come
 _EIGHTH = 8  # one part in so many of it is still to come; all but that of what was held before is needed
 _FULL = 4  # all but one part in so many of what is held is allocated
 _MOST_IN_A_ROW = 64  # steps in which it stood aside, with none in between that it served
@@ -58,7 +59,7 @@ class StandingAside:
         """
         record = self._state.record
         least = max(_LEFT_OUT, (record.ring_end - record.ring_start) // _RING_SHARE)
-        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(2)
+        goes_on = self._came_late and record.miss_run == 0 and not self._is_lost(_THIRD)
         leaves_out = record.left_out - self._left_out >= least and not goes_on
         is_another = leaves_out or self._state.num_displaced >= least
         return bool(record.step_count > 0 and is_another)
@@ -77,7 +78,7 @@ class StandingAside:
         """Whether little is left of what is held and most of the pass not as planned, or the step needs much memory."""
         record = self._state.record
         little_is_left = _FULL * record.total.allocated_bytes > (_FULL - 1) * record.reserved_bytes
-        if little_is_left and self._is_lost(1):
+        if little_is_left and self._is_lost(_MOST):
             return True
         return (little_is_left or self._place_now >= _LEFT_OUT) and self._needs_much()
 
@@ -99,7 +100,7 @@ class StandingAside:
         if needed_bytes > expected_bytes + max(_MORE_BYTES, expected_bytes >> _MORE_SHIFT):
             return True
         own_bytes = int(record.total.allocated_bytes) - self._allocated_bytes  # of this step
-        return self._is_lost(2) and 2 * own_bytes > ahead_bytes
+        return self._is_lost(_THIRD) and _THIRD * own_bytes > ahead_bytes
 
     def end(self) -> None:
         """The program marks a step, and where it is on its tape is known."""
