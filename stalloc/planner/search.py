@@ -94,8 +94,6 @@ def searching(problem: Problem, packing: Packing, target: int, *, seed: int = 0)
                 yield from hunt.look(hunt.low, end - hunt.num_nodes, long=True)
             while hunt.best - failed > 1 and hunt.open and hunt.num_nodes < end:
                 near = min(failed + (hunt.best - failed) * NEAR // 100, hunt.best - 1)
-                if near <= failed:
-                    break
                 yield from hunt.look(near, min(quota // 2, end - hunt.num_nodes))
                 failed = failed if hunt.best <= near else near
             quota *= 2
