@@ -17,6 +17,8 @@ GRANULE, MIB = 512, 1 << 20
 LEAST_LOAD_BYTES = 256 * MIB
 _SCALED_BYTES = 64 << 10  #: smaller requests keep their size when a program is scaled to its load
 _MOST_REQUESTS = 20_000  #: of a recording
+_CHANGED = (0.03, 0.1, 0.25, 0.4)  #: shares of a changed step's requests that have another size
+_LEFT_OUT = (0, 0.03, 0.1, 0.25)  #: the same, that it does not make
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,23 +75,11 @@ def draw(seed: int, drawn_from: list[Source]) -> RandomProgram:
     order = order_of(rng, len(kinds), int(rng.integers(8, 25)))
     lasts_often = rng.random() < 0.4
     varies = rng.random() < 0.15
-    writer = Writer()
-    for size in rng.choice(source.size, rng.integers(5, 40)).tolist():
-        writer.allocate(size)
-    lasting: list[tuple[int, int]] = []
-    step_ends = []
+    writer = Writer(rng, source, most_standing=40)
     for step, number in enumerate(order):
         writer.play(kinds[number], rng.uniform(0.5, 1.0) if varies else 1.0)
-        for row, until in [pair for pair in lasting if pair[1] <= step]:
-            writer.free(row)
-            lasting.remove((row, until))
-        if lasts_often and rng.random() < 0.25:
-            until = int(step + rng.integers(1, 12))
-            lasting += [(writer.allocate(size), until) for size in rng.choice(source.size, rng.integers(1, 6)).tolist()]
-        step_ends.append(len(writer.events))
-    size, events = np.array(writer.size, np.int64), np.array(writer.events, np.int64)
-    wanted = LEAST_LOAD_BYTES * float(np.exp(rng.uniform(0, np.log(8))))
-    return RandomProgram(seed, source.name, scaled(size, events, wanted), events, tuple(step_ends))
+        writer.end_step(step, keeps=0.25 if lasts_often else 0, most=6)
+    return writer.program(seed)
 
 
 class Kind:
@@ -105,8 +95,9 @@ class Kind:
         event = np.concatenate([np.arange(num_requests) + 1, -np.arange(num_requests) - 1])
         self.events = event[np.lexsort((event > 0, time))].tolist()
 
-    def changed(self, rng: np.random.Generator, share: float, left_out: float) -> "Kind":
-        """The same step with a share of its requests of another size, and a share of them left out."""
+    def changed(self, rng: np.random.Generator) -> "Kind":
+        """The same step with some of its requests of another size, and some left out."""
+        share, left_out = rng.choice(_CHANGED), rng.choice(_LEFT_OUT)
         other = copy(self)
         other.size = self.size.copy()
         differs = rng.random(len(self.size)) < share
@@ -118,30 +109,56 @@ class Kind:
 
 
 class Writer:
-    """Sizes and events so far."""
+    """A program that is being written, and what lasts in it."""
 
-    def __init__(self) -> None:
-        self.size: list[int] = []
-        self.events: list[int] = []
+    def __init__(self, rng: np.random.Generator, source: Source, *, most_standing: int) -> None:
+        """Fewer than `most_standing` blocks stand from the begin on."""
+        self._rng, self._source = rng, source
+        self._size: list[int] = []
+        self._events: list[int] = []
+        self._step_ends: list[int] = []
+        self._lasting: list[tuple[int, int]] = []  # row, and the step with which it ends
+        for size in self._draw(5, most_standing):
+            self._allocate(size)
 
-    def allocate(self, size_bytes: int) -> int:
+    def _draw(self, least: int, most: int) -> list[int]:
+        sizes: list[int] = self._rng.choice(self._source.size, self._rng.integers(least, most)).tolist()
+        return sizes
+
+    def _allocate(self, size_bytes: int) -> int:
         """A request that lives until it is freed; its row."""
-        self.size.append(size_bytes)
-        self.events.append(len(self.size))
-        return len(self.size) - 1
+        self._size.append(size_bytes)
+        self._events.append(len(self._size))
+        return len(self._size) - 1
 
-    def free(self, row: int) -> None:
+    def _free(self, row: int) -> None:
         """The end of a request."""
-        self.events.append(-row - 1)
+        self._events.append(-row - 1)
 
     def play(self, kind: Kind, factor: float) -> None:
         """A step of this kind with its sizes times a factor."""
         rows: dict[int, int] = {}
         for event in kind.events:
             if event > 0:
-                rows[event] = self.allocate(max(1, int(kind.size[event - 1] * factor)))
+                rows[event] = self._allocate(max(1, int(kind.size[event - 1] * factor)))
             else:
-                self.free(rows[-event])
+                self._free(rows[-event])
+
+    def end_step(self, step: int, *, keeps: float, most: int) -> None:
+        """What lasted until this step ends; with a probability of `keeps` up to `most` - 1 others last longer."""
+        for row, until in [pair for pair in self._lasting if pair[1] <= step]:
+            self._free(row)
+            self._lasting.remove((row, until))
+        if keeps and self._rng.random() < keeps:
+            until = int(step + self._rng.integers(1, 12))
+            self._lasting += [(self._allocate(size), until) for size in self._draw(1, most)]
+        self._step_ends.append(len(self._events))
+
+    def program(self, seed: int) -> RandomProgram:
+        """All of it, with sizes that bring it to its load."""
+        size, events = np.array(self._size, np.int64), np.array(self._events, np.int64)
+        wanted = LEAST_LOAD_BYTES * float(np.exp(self._rng.uniform(0, np.log(8))))
+        return RandomProgram(seed, self._source.name, _scaled(size, events, wanted), events, tuple(self._step_ends))
 
 
 def order_of(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[int]:
@@ -156,12 +173,12 @@ def order_of(rng: np.random.Generator, num_kinds: int, num_steps: int) -> list[i
     return rng.integers(num_kinds, size=num_steps).tolist()
 
 
-def scaled(size: Column, events: Column, wanted_bytes: float) -> Column:
+def _scaled(size: Column, events: Column, wanted_bytes: float) -> Column:
     """Sizes in granules, the larger ones times what brings the load to what is wanted."""
 
     def in_granules(factor: float) -> Column:
-        enlarged = np.where(size > _SCALED_BYTES, np.maximum(size * factor, _SCALED_BYTES), size)
-        return -(-enlarged.astype(np.int64) // GRANULE) * GRANULE
+        scaled = np.where(size > _SCALED_BYTES, np.maximum(size * factor, _SCALED_BYTES), size)
+        return -(-scaled.astype(np.int64) // GRANULE) * GRANULE
 
     row = np.abs(events) - 1
     live = np.cumsum(np.sign(events) * np.where(size > _SCALED_BYTES, size, 0)[row])
