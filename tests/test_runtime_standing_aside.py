@@ -32,9 +32,9 @@ class Training:
     def _allocate(self, sizes: list[int]) -> list[int]:
         return [int(self.state.malloc(size, 0)) for size in sizes]
 
-    def _batch(self, *, updates: bool) -> list[int]:
+    def _batch(self, all_outputs: list[list[int]], *, updates: bool) -> list[int]:
         """One batch; the gradients that are kept."""
-        kept, layers = [], [self._allocate(sizes) for sizes in self.outputs]
+        kept, layers = [], [self._allocate(sizes) for sizes in all_outputs]
         self._free(self._allocate(3 * [30 * MIB + 512]))
         for outputs, sizes in zip(layers[::-1], self.gradients[::-1], strict=True):
             for size in sizes:
@@ -46,17 +46,14 @@ class Training:
 
     def work(self, num_batches: int) -> None:
         """What a step does, without the mark at its end."""
-        self._free([address for _ in range(num_batches) for address in self._batch(updates=num_batches == 1)])
+        self._free(
+            [address for _ in range(num_batches) for address in self._batch(self.outputs, updates=num_batches == 1)]
+        )
 
     def step_with_other_outputs(self) -> None:
         """One step in which two outputs of each layer have other sizes and one is left out; it needs no more memory."""
         changed = [[sizes[0], sizes[1] * 9 // 10, sizes[2], sizes[3] * 26 // 25] for sizes in self.outputs]
-        layers = [self._allocate(sizes) for sizes in changed]
-        self._free(self._allocate(3 * [30 * MIB + 512]))
-        for outputs, sizes in zip(layers[::-1], self.gradients[::-1], strict=True):
-            for size in sizes:
-                self._free(self._allocate([size, size, size]))
-            self._free(outputs)
+        self._batch(changed, updates=True)
         self.controller.mark(MARK_STEP, "")
 
     def try_out(self, sizes: list[int]) -> None:
@@ -94,7 +91,7 @@ def test_a_step_that_the_plan_knows_in_two_thirds_is_held_in_little_more_than_it
         training.step_with_other_outputs()
     total, held = training.state.record.total, training.state.record.reserved_peak.total
     print(f"held {held / MIB:.0f} MiB, allocated {total.allocated_peak / MIB:.0f}")
-    assert held <= 1.05 * total.allocated_peak  # 1.12 to 1.17 where the plan goes on serving what it can
+    assert held <= 1.05 * total.allocated_peak  # 1.13 to 1.18 where the plan goes on serving what it can
 
 
 def test_the_plan_serves_the_next_step_that_it_knows() -> None:
