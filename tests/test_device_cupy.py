@@ -109,6 +109,39 @@ def streams():
     return [stream.done, end.done, cp.cuda.get_elapsed_time(start, end) >= 0, asynchronous.used_bytes() >= 1 << 20]
 
 @check
+def asynchronous_pool():
+    pool, steps = cp.cuda.MemoryAsyncPool(), {}
+    pool.free_all_blocks()  # what the checks before have left
+    free_bytes = cp.cuda.runtime.memGetInfo()[0]
+    def look(name):
+        steps[name] = [pool.used_bytes(), pool.total_bytes(), free_bytes - cp.cuda.runtime.memGetInfo()[0]]
+    small = pool.malloc(12)
+    look("small")
+    large = pool.malloc(100 << 20)
+    look("large")
+    del large
+    look("freed")
+    cp.cuda.Device().synchronize()
+    look("waited")  # CuPy has told the pool to keep what it has
+    runtime = cp.cuda.runtime
+    runtime.memPoolSetAttribute(runtime.deviceGetMemPool(0), runtime.cudaMemPoolAttrReleaseThreshold, 0)
+    cp.cuda.Device().synchronize()
+    look("waited without a threshold")
+    pool.set_limit(size=0)  # none: all is kept again
+    del small
+    pool.free_all_blocks()
+    look("emptied")
+    nearly_all = pool.malloc(cp.cuda.runtime.memGetInfo()[0] - (3 << 20))
+    steps["left"] = cp.cuda.runtime.memGetInfo()[0]
+    try:
+        pool.malloc(4 << 20)
+    except cp.cuda.memory.OutOfMemoryError:
+        steps["too much"] = "OutOfMemoryError"
+    cp.cuda.runtime.free(cp.cuda.runtime.mallocAsync(12, 0))
+    steps["freed otherwise"] = pool.used_bytes() - nearly_all.mem.size
+    return steps
+
+@check
 def decisions():
     from stalloc.device import virtual
     lengths = cp.asarray(np.arange(40))
@@ -139,6 +172,20 @@ print(json.dumps(RESULTS))
 @pytest.fixture(scope="module")
 def results(run_checks, tmp_path_factory):
     return run_checks(_CHECKS, CUPY_CACHE_DIR=str(tmp_path_factory.mktemp("cupy") / "cache"))
+
+
+def test_the_asynchronous_pool_takes_memory_in_steps_and_keeps_it_until_the_program_waits(results):
+    seen, step = results["asynchronous_pool"], 32 << 20
+    assert seen["small"] == [512, step, step]  # as on GPUs, by what CuPy's memory.pyx says of them
+    used_bytes, total_bytes, taken_bytes = seen["large"]
+    assert used_bytes == (100 << 20) + 512
+    assert total_bytes == taken_bytes >= used_bytes
+    assert seen["freed"] == seen["waited"] == [512, total_bytes, total_bytes]
+    assert seen["waited without a threshold"] == [512, step, step]
+    assert seen["emptied"] == [0, 0, 0]
+    assert seen["left"] < 4 << 20  # no step is left, but pages are
+    assert seen["too much"] == "OutOfMemoryError"
+    assert seen["freed otherwise"] < 512
 
 
 def test_seam_offers_devices_with_pools_of_their_own(results):

@@ -89,7 +89,10 @@ Result cuCtxCreate(Handle *context) {
 Result cuCtxCreate_v2(Handle *context) { return cuCtxCreate(context); }
 Result cuCtxDestroy_v2(Handle context) { return SUCCESS; }
 Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
-Result cuCtxSynchronize(void) { return SUCCESS; }
+Result cuCtxSynchronize(void) {
+    pools_wait();
+    return SUCCESS;
+}
 Result cuCtxGetLimit(size_t *value, int limit) {
     *value = (size_t)1 << 20;
     return SUCCESS;
@@ -116,7 +119,7 @@ Result cuGetProcAddress_v2(const char *name, void **function, int version, uint6
 }
 
 Result cuMemAlloc_v2(Address *address, size_t size) {
-    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, true);
+    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_BY_DEVICE);
     if (result == SUCCESS) count(COUNT_MALLOC);
     return result;
 }

@@ -27,6 +27,9 @@ enum {
     STREAM_CAPTURE_INVALIDATED = 901,
 };
 
+// Whose account a block is on.
+enum { COUNTED_NOWHERE, COUNTED_BY_DEVICE, COUNTED_BY_POOL };
+
 // cudaMemoryType; kind 0 marks an unused record.
 enum { MEMORY_UNREGISTERED = 0, MEMORY_HOST = 1, MEMORY_DEVICE = 2, MEMORY_MANAGED = 3 };
 
@@ -34,8 +37,8 @@ typedef struct {
     size_t first_slot, num_slots;
     size_t size_bytes; // what the caller asked for
     int device;
-    int kind;     // MEMORY_*
-    bool counted; // takes part in the device's used bytes
+    int kind;    // MEMORY_*
+    int counted; // COUNTED_*
 } Block;
 
 typedef struct {
@@ -80,7 +83,7 @@ int failed(int error); // keeps it for cudaGetLastError and returns it
 static inline size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Memory.  All of these are thread safe; they return one of the error numbers above.
-int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted);
+int memory_allocate(void **address, size_t size_bytes, int kind, int device, int counted);
 int memory_free(void *address);
 bool memory_find(const void *address, Block *found); // the block that holds `address`
 void *memory_start(const Block *block);
@@ -91,7 +94,9 @@ void memory_drop_pages(void *address, size_t size_bytes);
 void memory_copy(void *to, const void *from, size_t size_bytes);
 void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height);
 void memory_set(void *address, int byte, size_t size_bytes);
-void *memory_scratch(void); // 2 MiB of device memory outside all accounts, for device-side variables
+void pool_regains(int device, size_t size_bytes); // a block of its stream-ordered pool is freed
+void pools_wait(void);                            // the program has waited for the device
+void *memory_scratch(void);                       // 2 MiB of device memory outside all accounts, for device-side variables
 
 // Handles and time.
 void *new_handle(void);

@@ -43,7 +43,7 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
     return SUCCESS;
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
-    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, false);
+    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
 }
 Result cuMemAddressFree(Address address, size_t size) { return memory_free((void *)address); }
 Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {

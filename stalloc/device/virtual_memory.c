@@ -108,7 +108,7 @@ static uint32_t take_record(void) {
     return num_blocks++;
 }
 
-int memory_allocate(void **address, size_t size_bytes, int kind, int device, bool counted) {
+int memory_allocate(void **address, size_t size_bytes, int kind, int device, int counted) {
     *address = NULL;
     if (size_bytes == 0) return SUCCESS;
     if (size_bytes > (size_t)1 << 46) {
@@ -116,7 +116,7 @@ int memory_allocate(void **address, size_t size_bytes, int kind, int device, boo
         return OUT_OF_MEMORY;
     }
     size_t charged = round_up(size_bytes, 512), wanted = round_up(size_bytes, SLOT_BYTES) / SLOT_BYTES;
-    if (counted && !memory_charge(device, charged)) return OUT_OF_MEMORY;
+    if (counted == COUNTED_BY_DEVICE && !memory_charge(device, charged)) return OUT_OF_MEMORY;
     pthread_mutex_lock(&memory_lock);
     bool placed = false;
     if (region || reserve_region()) {
@@ -132,7 +132,7 @@ int memory_allocate(void **address, size_t size_bytes, int kind, int device, boo
         }
     }
     pthread_mutex_unlock(&memory_lock);
-    if (!placed && counted) memory_refund(device, charged);
+    if (!placed && counted == COUNTED_BY_DEVICE) memory_refund(device, charged);
     return placed ? SUCCESS : OUT_OF_MEMORY;
 }
 
@@ -156,10 +156,13 @@ int memory_free(void *address) {
     }
     memory_drop_pages(address, block->num_slots * SLOT_BYTES);
     memset(&owner_of_slot[block->first_slot], 0, block->num_slots * sizeof *owner_of_slot);
-    if (block->counted) memory_refund(block->device, round_up(block->size_bytes, 512));
+    Block freed = *block;
     block->kind = MEMORY_UNREGISTERED;
     unused_blocks[num_unused++] = (uint32_t)(block - blocks);
     pthread_mutex_unlock(&memory_lock);
+    size_t charged = round_up(freed.size_bytes, 512);
+    if (freed.counted == COUNTED_BY_DEVICE) memory_refund(freed.device, charged);
+    if (freed.counted == COUNTED_BY_POOL) pool_regains(freed.device, charged);
     return SUCCESS;
 }
 
@@ -176,7 +179,7 @@ bool memory_find(const void *address, Block *found) {
 void *memory_scratch(void) {
     static void *scratch;
     pthread_mutex_lock(&scratch_lock);
-    if (!scratch) memory_allocate(&scratch, SLOT_BYTES, MEMORY_DEVICE, 0, false);
+    if (!scratch) memory_allocate(&scratch, SLOT_BYTES, MEMORY_DEVICE, 0, COUNTED_NOWHERE);
     pthread_mutex_unlock(&scratch_lock);
     return scratch;
 }

@@ -157,7 +157,10 @@ Error cudaSetDevice(int device) {
     current_device = device;
     return SUCCESS;
 }
-Error cudaDeviceSynchronize(void) { return SUCCESS; }
+Error cudaDeviceSynchronize(void) {
+    pools_wait();
+    return SUCCESS;
+}
 Error cudaDeviceReset(void) { return SUCCESS; }
 Error cudaDeviceCanAccessPeer(int *can, int device, int peer) {
     *can = device != peer;

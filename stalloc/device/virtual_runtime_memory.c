@@ -1,8 +1,7 @@
-// The CUDA runtime's functions for memory, copies, arrays (textures) and stream-ordered pools.
+// The CUDA runtime's functions for memory, copies and arrays (textures).
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,7 +22,7 @@ typedef struct {
 } ChannelFormat;
 
 Error cudaMalloc(void **address, size_t size) {
-    Error error = memory_allocate(address, size, MEMORY_DEVICE, current_device, true);
+    Error error = memory_allocate(address, size, MEMORY_DEVICE, current_device, COUNTED_BY_DEVICE);
     if (error == SUCCESS) count(COUNT_MALLOC);
     return failed(error);
 }
@@ -33,14 +32,14 @@ Error cudaFree(void *address) {
     return failed(error);
 }
 Error cudaMallocManaged(void **address, size_t size, unsigned flags) {
-    return failed(memory_allocate(address, size, MEMORY_MANAGED, current_device, false));
+    return failed(memory_allocate(address, size, MEMORY_MANAGED, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height) {
     *pitch = (width + 511) & ~(size_t)511;
     return cudaMalloc(address, *pitch * height);
 }
 Error cudaHostAlloc(void **address, size_t size, unsigned flags) {
-    return failed(memory_allocate(address, size, MEMORY_HOST, current_device, false));
+    return failed(memory_allocate(address, size, MEMORY_HOST, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size, 0); }
 Error cudaFreeHost(void *address) { return failed(memory_free(address)); }
@@ -212,64 +211,3 @@ Error cudaDestroyTextureObject(unsigned long long object) { return SUCCESS; }
 Error cudaDestroySurfaceObject(unsigned long long object) { return SUCCESS; }
 Error cudaMemAdvise(void) { return SUCCESS; }
 Error cudaMemPrefetchAsync(void) { return SUCCESS; }
-
-// Stream-ordered pools: one account a device; nothing is cached, so reserved equals used.
-static atomic_size_t pool_used[MAX_DEVICES], pool_high[MAX_DEVICES];
-static atomic_size_t pool_threshold[MAX_DEVICES];
-
-static int device_of_pool(Handle pool) {
-    uintptr_t index = (uintptr_t)pool - 1;
-    return index < MAX_DEVICES ? (int)index : current_device;
-}
-
-Error cudaMallocAsync(void **address, size_t size, Handle stream) {
-    Error error = cudaMalloc(address, size);
-    if (error == SUCCESS) {
-        size_t now = atomic_fetch_add(&pool_used[current_device], size) + size, high = pool_high[current_device];
-        while (now > high && !atomic_compare_exchange_weak(&pool_high[current_device], &high, now)) {}
-    }
-    return error;
-}
-Error cudaMallocFromPoolAsync(void **address, size_t size, Handle pool, Handle stream) {
-    return cudaMallocAsync(address, size, stream);
-}
-Error cudaFreeAsync(void *address, Handle stream) {
-    Block block;
-    if (address && memory_find(address, &block)) atomic_fetch_sub(&pool_used[block.device], block.size_bytes);
-    return cudaFree(address);
-}
-Error cudaDeviceGetDefaultMemPool(Handle *pool, int device) {
-    if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
-    *pool = (Handle)(uintptr_t)(1 + device);
-    return SUCCESS;
-}
-Error cudaDeviceGetMemPool(Handle *pool, int device) { return cudaDeviceGetDefaultMemPool(pool, device); }
-Error cudaDeviceSetMemPool(int device, Handle pool) { return SUCCESS; }
-Error cudaMemPoolCreate(Handle *pool, const void *properties) {
-    *pool = new_handle();
-    return SUCCESS;
-}
-Error cudaMemPoolDestroy(Handle pool) { return SUCCESS; }
-Error cudaMemPoolTrimTo(Handle pool, size_t keep) { return SUCCESS; }
-Error cudaMemPoolSetAccess(Handle pool, const void *list, size_t num) { return SUCCESS; }
-Error cudaMemPoolGetAttribute(Handle pool, int attribute, void *value) {
-    int device = device_of_pool(pool);
-    switch (attribute) {
-    case 1:
-    case 2:
-    case 3: *(int *)value = 1; break; // reuse policies
-    case 4: *(uint64_t *)value = pool_threshold[device]; break;
-    case 5:
-    case 7: *(uint64_t *)value = pool_used[device]; break;
-    case 6:
-    case 8: *(uint64_t *)value = pool_high[device]; break;
-    default: return failed(INVALID_VALUE);
-    }
-    return SUCCESS;
-}
-Error cudaMemPoolSetAttribute(Handle pool, int attribute, const void *value) {
-    int device = device_of_pool(pool);
-    if (attribute == 4) pool_threshold[device] = *(const uint64_t *)value;
-    if (attribute == 6 || attribute == 8) pool_high[device] = pool_used[device];
-    return SUCCESS;
-}

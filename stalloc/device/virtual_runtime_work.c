@@ -18,7 +18,10 @@ Error cudaStreamCreate(Handle *stream) {
 Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) { return cudaStreamCreate(stream); }
 Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
 Error cudaStreamDestroy(Handle stream) { return SUCCESS; }
-Error cudaStreamSynchronize(Handle stream) { return SUCCESS; }
+Error cudaStreamSynchronize(Handle stream) {
+    pools_wait();
+    return SUCCESS;
+}
 Error cudaStreamQuery(Handle stream) { return SUCCESS; }
 Error cudaStreamGetPriority(Handle stream, int *priority) {
     *priority = 0;
@@ -60,7 +63,10 @@ Error cudaEventDestroy(Handle event) {
 Error cudaEventRecord(Handle event, Handle stream) { return failed(event_record(event, stream)); }
 Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
 Error cudaEventQuery(Handle event) { return SUCCESS; }
-Error cudaEventSynchronize(Handle event) { return SUCCESS; }
+Error cudaEventSynchronize(Handle event) {
+    pools_wait();
+    return SUCCESS;
+}
 Error cudaEventElapsedTime(float *ms, Handle start, Handle end) { return failed(event_elapsed_ms(ms, start, end)); }
 Error cudaEventElapsedTime_v2(float *ms, Handle start, Handle end) { return cudaEventElapsedTime(ms, start, end); }
 

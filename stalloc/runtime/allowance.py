@@ -3,10 +3,10 @@
 Contract: each move waits for the device. Where pages move in step after step, as where no plan serves or the plans of
 several kinds of steps get in one another's way, what is allowed grows until they do not, or until it is what
 fragmentation commonly costs with PyTorch's expandable segments; a new plan begins anew. It stays as it is where a
-program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for and no more. What had to
-be held once while a plan served, as nothing free could move, may be held from then on, up to little more. A plan whose
-pages move in step after step nevertheless gets pages for all of its places, where that costs no more than said, or than
-an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
+program marks no steps: such are those in CuPy, whose asynchronous pool holds what is asked for in steps of 32 MiB. What
+had to be held once while a plan served, as nothing free could move, may be held from then on, up to little more. A plan
+whose pages move in step after step nevertheless gets pages for all of its places, where that costs no more than said,
+or than an eighth where it keeps streams apart as PyTorch does, and the device has twice as much left.
 """
 
 from collections.abc import Callable

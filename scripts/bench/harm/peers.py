@@ -1,6 +1,7 @@
 """What the libraries' own allocators need for a program, kept in a file, since it does not change with stalloc.
 
-Contract: a kept result is used for the same sources of the program and the same versions of torch and CuPy only.
+Contract: a kept result is used for the same sources of the program and of the virtual GPU, and the same versions of
+torch and CuPy only.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harm.catalogue import Program
+from harm.catalogue import ROOT, Program
 from harm.running import Setting, run
 from stalloc.files import write_whole
 
@@ -100,7 +101,7 @@ def smallest(fits: Callable[[int], bool], too_little: int, enough: int) -> int:
 
 def _fingerprint(program: Program) -> str:
     digest = hashlib.sha256(" ".join(program.arguments).encode())
-    for path in program.sources:
+    for path in (*program.sources, *sorted((ROOT / "stalloc" / "device").glob("virtual_*.[ch]"))):
         digest.update(path.read_bytes())
     for package in ("torch", "cupy-cuda13x", "cupy-cuda12x"):
         try:
