@@ -35,6 +35,15 @@ def test_memory_is_mapped_in_the_smallest_gap_that_is_large_enough() -> None:
     assert state.malloc(14 * MIB) == narrow
 
 
+def test_small_requests_use_what_large_ones_leave_over_of_their_pages_before_more_is_mapped() -> None:
+    state = _heap(0).state
+    assert state.malloc(3 * MIB)
+    assert state.malloc(MIB // 2)
+    assert state.record.reserved_bytes == 4 * MIB
+    assert state.malloc(MIB)  # more than is left
+    assert state.record.reserved_bytes == 6 * MIB
+
+
 def test_a_request_at_the_end_of_a_gap_leaves_nothing_between_itself_and_what_lives_there() -> None:
     controller = _heap(0)
     state = controller.state

@@ -70,8 +70,8 @@ def _choose(state, stream, size, stage):
     if size <= SMALL_LIMIT:
         pool = find_pool(state, stream, SMALL_KIND, True)
         fit = best_fit(state, pool, size) if pool >= 0 else 0
-        if fit == 0 and pool >= 0 and (is_short or (state.stands_aside != 0 and state.small_apart != APART_FOR_LONG)):
-            return _remnant(state, stream, pool, size)
+        if fit == 0 and pool >= 0 and (is_short or _fills_pages(state)):
+            return _remnant(state, stream, pool, size, is_short)
         return pool, fit
     lasts = state.allocating_persistent == 1
     persistent = find_pool(state, stream, PERSISTENT_KIND, lasts)
@@ -88,12 +88,27 @@ def _choose(state, stream, size, stage):
 
 
 @inner()
-def _remnant(state, stream, pool, size):
-    """What is left over in segments of large requests and too small for those, with its pool; else `pool` and 0."""
+def _fills_pages(state):
+    """Whether small requests use what large ones leave over of their pages before more are mapped.
+
+    Where steps are marked and planned they do not: those that live on would keep pages from what the plan serves.
+    """
+    return state.small_apart != APART_FOR_LONG and (state.expects_marks == 0 or state.stands_aside != 0)
+
+
+@inner()
+def _remnant(state, stream, pool, size, is_short):
+    """What is left over among large requests and too small for those, with its pool; else `pool` and 0.
+
+    It is of a page that is held for them anyhow. A segment without pages would be kept whole, so its rest is used only
+    where memory is short.
+    """
     for kind in (PERSISTENT_KIND, GENERAL_KIND):
         other = find_pool(state, stream, kind, False)
         fit = best_fit(state, other, size) if other >= 0 else 0
-        if fit != 0 and block_at(state, fit).size_bytes < GRANULE:
+        if fit == 0 or block_at(state, fit).size_bytes >= GRANULE:
+            continue
+        if is_short or segment_at(state, block_at(state, fit).segment).is_paged == 1:
             return other, fit
     return pool, 0
 

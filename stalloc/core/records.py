@@ -231,6 +231,7 @@ class State(Record):
     allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
     memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
     small_apart: int  # Python, APART_IN_FULL, …: small blocks get no places of the plan where they may live on; or 0
+    expects_marks: int  # Python, 1: the program marks steps, or has an optimizer, whose steps will be marked
     expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
     first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
 
@@ -274,7 +275,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 3]  # the counts begin at a line
+    padding: Annotated[Words, 2]  # the counts begin at a line
     total: Total
     large: Part
     small: Part

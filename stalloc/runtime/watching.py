@@ -50,7 +50,6 @@ class Watching:
         self._recording, self._steps, self._lasting, self._tidying = recording, steps, lasting, tidying
         self._next_plan = next_plan
         self._looking = Looking(self._state, recording)
-        self.expects_marks = False  #: the program has an optimizer, whose steps will be marked
 
     def begin(self, *, anew: bool = True) -> None:
         """Watch from here on: with a fresh record, or with the one that was begun beside a plan, if not `anew`."""
@@ -62,6 +61,15 @@ class Watching:
             self._recording.begin(lasting=self._lasting.begin(watching=self._status.settings.plan))
         else:
             self._state.write(check_at=1)
+
+    @property
+    def expects_marks(self) -> bool:
+        """Whether the program marks steps, or has an optimizer, whose steps will be marked."""
+        return bool(self._state.record.expects_marks)
+
+    @expects_marks.setter
+    def expects_marks(self, expects: bool) -> None:
+        self._state.record.expects_marks = expects
 
     @property
     def settled(self) -> bool:
