@@ -1,0 +1,254 @@
+"""What the compiled core remembers of one device beside its tables: one line a field.
+
+`records.py` says who may write what, and what bytes, streams and tape time are.
+"""
+
+from typing import Annotated
+
+from stalloc.core.record_types import Record, Words
+
+
+class Total(Record):
+    """All requests together. Four words in a row change in one instruction.
+
+    allocated_bytes = sum of the bytes of the num_live blocks; each peak >= what it is the peak of
+    """
+
+    allocated_bytes: int
+    requested_bytes: int  # those deferred included, as torch counts them
+    num_live: int  # blocks, without those deferred
+    num_allocs: int  # requests served, ever
+    allocated_peak: int  # the peaks since the program reset them
+    requested_peak: int
+    live_peak: int
+    unused: int
+
+
+class Part(Record):
+    """The requests of up to SMALL_LIMIT bytes, or those above: large + small = total, word by word (peaks apart)."""
+
+    allocated_bytes: int
+    requested_bytes: int
+    num_live: int
+    num_allocs: int
+    allocated_peak: int
+    requested_peak: int
+    live_peak: int
+    unused: int
+    allocated_ever: int  # bytes
+    requested_ever: int  # bytes
+    unused_ever: Annotated[Words, 2]
+    padding: Annotated[Words, 4]
+
+
+class Peaks(Record):
+    """The most of something since the program reset the peaks: of all, and of both parts."""
+
+    total: int
+    large: int
+    small: int
+
+
+class Clock(Record):
+    """Where the C library writes the time."""
+
+    seconds: int
+    nanoseconds: int
+
+
+class FailedSearch(Record):
+    """The last search for idle cells that found none; it holds for no smaller wish until cells are given back."""
+
+    size_bytes: int
+    lasts: int  # tape time that the cells were wanted for
+    stream: int
+    released_before: int  # how often cells had been given back then; -1: there was no search
+
+
+class FarJump(Record):
+    """The last time that the cursor went far, and what such jumps have to show before they are believed."""
+
+    begin: int  # entry that the cursor was at
+    end: int  # entry that it went to
+    jumped_at: int  # history_count then; 0: the cursor did not come from there
+    needed: int  # requests in a row that have to match; 0: what was found by a few is believed
+    shadow: int  # the last entry that matched where the cursor did not go yet
+    matches: int  # requests in a row up to it
+    seen_at: int  # history_count then
+    padding: int
+
+
+class State(Record):
+    """One device.
+
+    reserved_bytes = sum of the bytes that are mapped of segments + arena_mapped_bytes
+    total.allocated_bytes + deferred_bytes <= reserved_bytes
+    arena_live = number of slots with an entry = hits - frees of planned blocks since the plan was put in force
+    ring_start <= cursor < ring_end once the first pass has begun; [ring_start, ring_end) is the ring that is followed
+    """
+
+    lock: int  # 1 while a thread is inside; alone in its line of the cache
+    lock_padding: Annotated[Words, 7]
+
+    # every request reads these
+    mode: int  # MODE_HEAP, MODE_FOLLOW or MODE_REPLAY
+    private_kind: int  # Python: the kind of pool that serves everything while a CUDA graph is captured, else 0
+    recording: int  # 1: requests are written to the table of events
+    has_handovers: int  # 1: the arena has cells that several streams use, one after the other
+    num_deferred: int  # blocks that were freed while other streams use them
+    last_stream: int  # handle of the stream that asked last
+    last_stream_index: int
+    step_allocated_peak: int  # bytes, since the step began
+
+    # every planned request reads and writes these
+    tape: int  # table of TapeEntry
+    ring_start: int  # the tape that is followed is [ring_start, ring_end)
+    ring_end: int
+    cursor: int  # entry that is expected next
+    arena: int  # address
+    arena_bytes: int  # addresses of it; 0: there is none
+    arena_live: int  # planned blocks that live
+    cell_bits: int  # a bit for each cell: 1 if it is taken
+    slots: int  # hash table of Slot
+    slots_mask: int
+    hits: int  # requests served from the plan
+    miss_run: int  # requests in a row that are not on the tape
+    excess_misses: int  # misses - matches, never below 0
+    ask_at_boundary: int  # Python: enter Python when the ring begins again (1), or AT_ANY_REQUEST that may be planned
+    history_count: int
+    num_strands: int  # 0: one cursor is for all requests
+    history: Annotated[Words, 4]  # keys of the last four requests, whatever became of them, at history_count modulo 4
+    num_tapes: int
+    strand: int  # whose cursor this is: the ring that is followed, misses in a row, history, tapes
+    strands: int  # table of Strand
+    askers: int  # table of Asker
+    task_of: int  # C function () -> 32 bits: what this thread is doing for another, -1: nothing; 0: nobody knows
+    stands_aside: int  # ASIDE, …: the heap serves what the plan has, too, as its arena has no memory; 0: it does not
+    left_out: int  # entries, ever, that the cursor passed over for one close by
+    line_padding: int  # what follows keeps its place in its line
+
+    # the tape and the cells, set when a plan is installed
+    num_entries: int  # of the tape
+    cells: int  # table of Cell
+    num_cells: int
+    use_starts: int  # the entries that need cell i are uses[use_starts[i]] to uses[use_starts[i + 1]], in order
+    uses: int  # 0: nothing is known of when cells are needed
+    lifespans: int  # how long unplanned requests lived, by part of the pass and class of size, tape time
+    tapes: int  # table of Ring
+    keys: int  # hash table of Key
+    keys_mask: int
+    places: int  # entries of the tapes, by key and position
+    cell_streams: int  # the streams that have any cells: a bit for each index modulo 64
+    pass_start: int  # tape time at which this pass began
+    last_miss: int  # history_count at the last miss: what it has grown by since are matches in a row
+    misses: int  # requests above TINY that are not on the tape
+    conflicts: int  # requests that the tape has, without a place or with one that is taken
+    ask_after_misses: int  # Python: enter Python when excess_misses are this many; 0: never
+    steps_ever: int  # passes that ended, whatever plan was in force
+
+    # leases
+    num_leases: int
+    leased_bytes: int
+    num_lent: int  # requests served from leases
+    num_revoked: int  # leases revoked for a planned request
+    cells_released: int  # how often cells were given back, other than by planned requests that were freed
+    failed_search: FailedSearch
+    far_jump: FarJump
+
+    # the step that runs, and the steps before
+    step_log: int  # table of StepRow
+    step_count: int  # steps since the plan was put in force
+    step_misses: int
+    step_unplanned: int  # entries without a place, of the misses
+    hits_before: int  # hits when the step began
+    conflicts_before: int
+    step_reserved_peak: int
+    span_allocated_peak: int  # over the steps that ended since the plan was put in force (or ever)
+    span_reserved_peak: int
+    bad_passes: int  # passes in a row that missed much
+    recovering: int  # 1: displaced requests may take more memory in this pass, so that they displace no others
+    recover_after: int  # the pass before which there is no recovering again
+
+    # handovers between streams
+    previous_users: int  # a word a cell: the entry that used it last, NO_PREVIOUS_USER, or from UNRECORDED_USER down
+    record_event: int  # the driver's functions
+    wait_event: int
+    is_capturing: int
+    num_waits: int  # of a stream for an event of another
+
+    # the arena's memory
+    arena_mapped_bytes: int  # those of its addresses that have memory
+    arena_pages: int  # a bit for each page: 1 if it has memory; 0: all of the arena has
+
+    # the heap
+    blocks: int  # table of Block
+    blocks_used: int  # rows that were ever used, with row 0
+    blocks_capacity: int
+    free_block_row: int  # the first of those that were used and are not; Block.next leads on
+    segments: int  # table of Segment
+    segments_used: int
+    segments_capacity: int
+    free_segment_row: int  # Segment.first leads on
+    pools: int  # hash table of Pool
+    pools_mask: int
+    pools_used: int
+    bins: int  # table of Bins
+    bins_used: int
+    bins_capacity: int
+    live: int  # hash table of LiveBlock; small at first, the next one lies behind it
+    live_mask: int
+    live_count: int
+    max_live_mask: int
+    streams: int  # table of handles
+    num_streams: int
+    allocating_persistent: int  # Python, 1: large requests are meant to last and get segments that hold nothing else
+    memory_is_short: int  # Python, 1: segments are cut to what is asked for and holes of all pools are used
+    small_apart: int  # Python, APART_IN_FULL, …: small blocks get no places of the plan where they may live on; or 0
+    expects_marks: int  # Python, 1: the program marks steps, or has an optimizer, whose steps will be marked
+    expected_peak: int  # Python: allocated at most before the plan, or what its arena holds; 0: not known
+    first_unmapped: int  # block of addresses without memory; Block.right leads on, Block.left back
+
+    # what Python is entered for
+    doubt_at: int  # Python: enter Python at a miss when so many requests were served; 0: never
+    slow_function: int  # C function (device, request, argument) -> 1: try again, 0: out of memory
+    device: int
+    driver_error: int  # status of the driver when it last refused memory; 0: out of memory
+    oom_text: int  # address of what an out-of-memory error is to say
+    oom_text_length: int
+    clock: Clock
+
+    # the record
+    events: int  # table of Event
+    num_events: int  # since the record began, those that a ring has lost included
+    events_capacity: int
+    events_wrap: int  # 1: the last events are kept instead of the first
+    events_clock: int  # CLOCK, or COARSE_CLOCK while nobody looks for steps in them
+    num_sizable: int  # requests above TINY seen while recording
+    check_at: int  # Python: enter Python for a look at the record at this many; 0: never
+
+    # statistics; those of small requests and segments are a part of the others
+    reserved_bytes: int  # the arena is a segment
+    small_reserved_bytes: int
+    reserved_ever: int
+    small_reserved_ever: int
+    num_segments: int
+    small_segments: int
+    segments_ever: int
+    small_segments_ever: int
+    reserved_peak: Peaks
+    segments_peak: Peaks
+    active_bytes_peak: Peaks  # while blocks were deferred; else those of what is allocated
+    active_blocks_peak: Peaks
+    small_deferred: int
+    deferred_bytes: int
+    small_deferred_bytes: int
+    num_segment_allocs: int
+    num_segment_frees: int
+    num_ooms: int
+    num_unknown_frees: int
+    num_retries: int  # Python: requests that were served after memory had been given back to the device
+
+    padding: Annotated[Words, 2]  # the counts begin at a line
+    total: Total
+    large: Part
+    small: Part
