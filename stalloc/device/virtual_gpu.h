@@ -12,6 +12,7 @@
 #define MAX_DEVICES 64
 #define PAGE_BYTES ((size_t)4096)
 #define SLOT_BYTES ((size_t)2 << 20) // every block starts at a multiple of this
+#define UNIT_BYTES ((size_t)512)     // accounts count multiples of this
 
 // cudaError_t and CUresult share these numbers.
 enum {
@@ -94,9 +95,11 @@ void memory_drop_pages(void *address, size_t size_bytes);
 void memory_copy(void *to, const void *from, size_t size_bytes);
 void memory_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height);
 void memory_set(void *address, int byte, size_t size_bytes);
-void pool_regains(int device, size_t size_bytes); // a block of its stream-ordered pool is freed
+void *memory_scratch(void); // 2 MiB of device memory outside all accounts, for device-side variables
+
+// Stream-ordered pools.
+void pool_regains(int device, size_t size_bytes); // a block of the device's pool is freed
 void pools_wait(void);                            // the program has waited for the device
-void *memory_scratch(void);                       // 2 MiB of device memory outside all accounts, for device-side variables
 
 // Handles and time.
 void *new_handle(void);

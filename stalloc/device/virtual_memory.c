@@ -115,7 +115,7 @@ int memory_allocate(void **address, size_t size_bytes, int kind, int device, int
         count(COUNT_OOM);
         return OUT_OF_MEMORY;
     }
-    size_t charged = round_up(size_bytes, 512), wanted = round_up(size_bytes, SLOT_BYTES) / SLOT_BYTES;
+    size_t charged = round_up(size_bytes, UNIT_BYTES), wanted = round_up(size_bytes, SLOT_BYTES) / SLOT_BYTES;
     if (counted == COUNTED_BY_DEVICE && !memory_charge(device, charged)) return OUT_OF_MEMORY;
     pthread_mutex_lock(&memory_lock);
     bool placed = false;
@@ -160,7 +160,7 @@ int memory_free(void *address) {
     block->kind = MEMORY_UNREGISTERED;
     unused_blocks[num_unused++] = (uint32_t)(block - blocks);
     pthread_mutex_unlock(&memory_lock);
-    size_t charged = round_up(freed.size_bytes, 512);
+    size_t charged = round_up(freed.size_bytes, UNIT_BYTES);
     if (freed.counted == COUNTED_BY_DEVICE) memory_refund(freed.device, charged);
     if (freed.counted == COUNTED_BY_POOL) pool_regains(freed.device, charged);
     return SUCCESS;

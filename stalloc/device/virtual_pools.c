@@ -16,7 +16,6 @@ typedef void *Handle; // streams, pools
 Error cudaFree(void *address);
 
 #define STEP_BYTES ((size_t)32 << 20)
-#define UNIT_BYTES ((size_t)512)
 
 typedef struct {
     size_t used, used_high;
@@ -28,9 +27,9 @@ static Pool pools[MAX_DEVICES]; // under pool_lock
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 FREE_AT_FORK(pool_lock)
 
-static Pool *pool_of(Handle handle) {
-    uintptr_t index = (uintptr_t)handle - 1;
-    return &pools[index < MAX_DEVICES ? (int)index : current_device];
+static int device_of_pool(Handle pool) {
+    uintptr_t index = (uintptr_t)pool - 1;
+    return index < MAX_DEVICES ? (int)index : current_device;
 }
 
 static size_t higher(size_t one, size_t other) { return one > other ? one : other; }
@@ -101,13 +100,15 @@ Error cudaMemPoolCreate(Handle *pool, const void *properties) {
 Error cudaMemPoolDestroy(Handle pool) { return SUCCESS; }
 Error cudaMemPoolTrimTo(Handle pool, size_t keep) {
     pthread_mutex_lock(&pool_lock);
-    shrink((int)(pool_of(pool) - pools), keep);
+    shrink(device_of_pool(pool), keep);
     pthread_mutex_unlock(&pool_lock);
     return SUCCESS;
 }
 Error cudaMemPoolSetAccess(Handle pool, const void *list, size_t num) { return SUCCESS; }
 Error cudaMemPoolGetAttribute(Handle handle, int attribute, void *value) {
-    Pool pool = *pool_of(handle);
+    pthread_mutex_lock(&pool_lock);
+    Pool pool = pools[device_of_pool(handle)];
+    pthread_mutex_unlock(&pool_lock);
     switch (attribute) {
     case 1:
     case 2:
@@ -123,7 +124,7 @@ Error cudaMemPoolGetAttribute(Handle handle, int attribute, void *value) {
 }
 Error cudaMemPoolSetAttribute(Handle handle, int attribute, const void *value) {
     pthread_mutex_lock(&pool_lock);
-    Pool *pool = pool_of(handle);
+    Pool *pool = &pools[device_of_pool(handle)];
     if (attribute == 4) pool->threshold = *(const uint64_t *)value;
     if (attribute == 6) pool->reserved_high = pool->reserved;
     if (attribute == 8) pool->used_high = pool->used;
