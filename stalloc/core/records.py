@@ -10,7 +10,7 @@ Everything that turns an address and a row into a record is at the end of this f
 
 from typing import Annotated
 
-from stalloc.core.device_record import Part, State, Total
+from stalloc.core.device_record import State
 from stalloc.core.record_types import (
     Record,
     Words,
@@ -27,7 +27,7 @@ from stalloc.core.record_types import (
     word_of,
 )
 
-__all__ = ["Part", "Total", "dtype_of", "offset_of", "table", "view_at"]  # and what is declared here
+__all__ = ["dtype_of", "offset_of", "table", "view_at"]  # and what is declared here
 
 
 class Word(Record):
