@@ -91,7 +91,7 @@ def _choose(state, stream, size, stage):
 def _fills_pages(state):
     """Whether small requests use what large ones leave over of their pages before more are mapped.
 
-    Where steps are marked and planned they do not: those that live on would keep pages from what the plan serves.
+    Where steps are marked they do not, unless the plan stands aside: what lives on would keep pages from the plan.
     """
     return state.small_apart != APART_FOR_LONG and (state.expects_marks == 0 or state.stands_aside != 0)
 
