@@ -27,8 +27,10 @@ class LeadingOptimizers(threading.local):
         self._led_at: dict[int, int] = {}  # bytes that had been asked for when the leader's step was over
         self._follows: set[int] = set()  # devices on which the step that was begun last comes right after the leader's
 
-    def begin_step(self) -> None:
+    def begin_step(self, optimizer: Any) -> None:
         """An optimizer is about to make a step; where this is not said, none steps right after the leader."""
+        if all(leader() is optimizer for leader in self._leaders.values()):
+            return  # itself
         now = self._requested_bytes
         self._follows = {device for device, then in self._led_at.items() if now(device) < then + LITTLE}
 
@@ -37,15 +39,14 @@ class LeadingOptimizers(threading.local):
         return {device for device in devices if self._leads(optimizer, device)}
 
     def _leads(self, optimizer: Any, device: int) -> bool:
-        leader = self._leaders.get(device, lambda: None)()
-        stepped = self._stepped.setdefault(device, weakref.WeakSet())
-        is_led = leader is not None and leader is not optimizer
-        takes_over = is_led and device in self._follows
-        if is_led and not takes_over and optimizer not in stepped:
-            stepped.add(optimizer)
-            return False
-        stepped.clear()
+        leader, takes_over = self._leaders.get(device, lambda: None)(), False
         if leader is not optimizer:
+            stepped = self._stepped.setdefault(device, weakref.WeakSet())
+            takes_over = leader is not None and device in self._follows
+            if leader is not None and not takes_over and optimizer not in stepped:
+                stepped.add(optimizer)
+                return False
             self._leaders[device] = weakref.ref(optimizer)
+        self._stepped.pop(device, None)
         self._led_at[device] = self._requested_bytes(device)
         return not takes_over

@@ -119,12 +119,13 @@ def _watch_optimizers(runtime: Runtime, stepped: Callable[[Collection[int]], Non
         if not optimizer.state and optimizer not in known:
             known.add(optimizer)
             runtime.expect_lasting(devices.of(optimizer))
-        leaders.begin_step()
+        leaders.begin_step(optimizer)
 
     def has_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         its = devices.of(optimizer)
         led = leaders.devices_led(optimizer, its)
-        runtime.end_lasting(its - led)
+        if len(led) < len(its):
+            runtime.end_lasting(its - led)
         if led:
             stepped(led)
 
