@@ -92,6 +92,7 @@ class DeviceArena:
                 "last_miss": 0,
                 "excess_misses": 0,
                 "ask_at_boundary": 0,
+                "ask_at_step": 0,
                 "mode": MODE_FOLLOW,
             }
         )
@@ -210,7 +211,7 @@ class DeviceArena:
 
     def drop_tape(self) -> None:
         """Serve everything from the heap again; what lives in the arena stays valid until it is freed."""
-        self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_after_misses": 0})
+        self._tables.write({"mode": MODE_HEAP, "ask_at_boundary": 0, "ask_at_step": 0, "ask_after_misses": 0})
 
     def count(self, arena_bytes: int) -> None:
         """Count an arena that came from the device (negative: went back)."""

@@ -78,6 +78,27 @@ class FarJump(Record):
     padding: int
 
 
+class KnownSteps(Record):
+    """Steps that are expected, of which Python is told later; with counts as of the mark of the last that came.
+
+    Python reads it while `num_expected` is 0.
+    """
+
+    num_expected: int
+    count: int  # how many of them came
+    expected: int  # table of ExpectedStep
+    overdue: int  # requests after which a mark should have come
+    misses: int
+    hits: int
+    conflicts: int
+    followed: int  # history_count
+    num_allocs: int
+    requested_ever: int  # bytes
+    allocated_bytes: int
+    place: int  # entries from where the ring begins
+    padding: Annotated[Words, 4]
+
+
 class State(Record):
     """One device.
 
@@ -145,6 +166,7 @@ class State(Record):
     conflicts: int  # requests that the tape has, without a place or with one that is taken
     ask_after_misses: int  # Python: enter Python when excess_misses are this many; 0: never
     steps_ever: int  # passes that ended, whatever plan was in force
+    ask_at_step: int  # Python: enter Python when the ring begins again after so many of them; 0: not for their number
 
     # leases
     num_leases: int
@@ -216,6 +238,7 @@ class State(Record):
     oom_text: int  # address of what an out-of-memory error is to say
     oom_text_length: int
     clock: Clock
+    known_steps: KnownSteps
 
     # the record
     events: int  # table of Event
@@ -248,7 +271,7 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 2]  # the counts begin at a line
+    padding: Annotated[Words, 1]  # the counts begin at a line
     total: Total
     large: Part
     small: Part

@@ -198,6 +198,19 @@ class StepRow(Record):
     padding: Annotated[Words, 3]
 
 
+class ExpectedStep(Record):
+    """A step that the tape has, and what is followed after it."""
+
+    end: int  # entry that the cursor is at when it is over
+    num_entries: int
+    ring_start: int  # of the step after it
+    ring_end: int
+    cursor: int
+    tapes: int
+    num_events: int  # in the record, when it was over
+    padding: int
+
+
 class Owner(Record):
     """What is known of the block at an address."""
 
@@ -226,6 +239,7 @@ ring_at = row_of("tapes", Ring)
 strand_at = row_of("strands", Strand)
 asker_at = row_of("askers", Asker)
 step_at = row_of("step_log", StepRow)
+expected_step_at = row_of("expected", ExpectedStep)  # (known steps, which one)
 stream_at = row_of("streams", Word)
 place_at = row_of("places", Word)
 use_at = row_of("uses", Word)

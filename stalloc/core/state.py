@@ -18,6 +18,7 @@ from stalloc.core.constants import (
 )
 from stalloc.core.device_arena import DeviceArena
 from stalloc.core.device_heap import DeviceHeap
+from stalloc.core.device_steps import DeviceSteps
 from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.host_memory import forget_pages
 from stalloc.core.record_types import Words
@@ -42,7 +43,10 @@ class Step:
 
 
 class DeviceState:
-    """One device: `record` are its fields, `tables` its tables; `heap` and `arena` are where memory is served from."""
+    """One device: `record` are its fields, `tables` its tables; `heap` and `arena` are where memory is served from.
+
+    `expected` are the steps that a plan in force expects.
+    """
 
     def __init__(self, device: int, slow_function: int) -> None:
         self.device = device
@@ -50,6 +54,8 @@ class DeviceState:
         self.address, self.record = self.tables.address, self.tables.record
         self.heap = DeviceHeap(self.tables)
         self.arena = DeviceArena(self.tables, self.heap)
+        self.expected = DeviceSteps(self.tables, self.arena)
+        self._parts = self.record.small, self.record.large
         self._texts: list[np.ndarray] = []
         self.tables.write({"slow_function": slow_function, "device": device})
         self.write(**self._text_fields("CUDA out of memory. stalloc: out of memory"))
@@ -115,7 +121,7 @@ class DeviceState:
     @property
     def requested_ever_bytes(self) -> int:
         """What was requested so far, whatever has become of it."""
-        return int(self.record.small.requested_ever + self.record.large.requested_ever)
+        return sum(part.requested_ever for part in self._parts)
 
     @property
     def num_displaced(self) -> int:

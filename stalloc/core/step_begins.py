@@ -8,7 +8,7 @@ from stalloc.core.tape_cursor import SURE, go_to
 
 
 @inner()
-def _follow(state, begin, end, position):
+def follow(state, begin, end, position):
     """Follow the tape [begin, end) from a position on: the place is beyond doubt."""
     if state.cursor != position or state.ring_start != begin:
         go_to(state, begin, end, position)
@@ -22,7 +22,7 @@ def begin_step(device, begin, end, position, tapes):
     state = locked(device)
     if state.mode != MODE_HEAP:
         state.tapes = tapes
-        _follow(state, begin, end, position)
+        follow(state, begin, end, position)
     unlock(state)
 
 
@@ -32,5 +32,5 @@ def begin_strand_step(device, index, begin, end, position):
     state = locked(device)
     if state.mode != MODE_HEAP and index < state.num_strands:
         switch_to(state, index)
-        _follow(state, begin, end, position)
+        follow(state, begin, end, position)
     unlock(state)

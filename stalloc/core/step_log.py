@@ -97,6 +97,8 @@ def end_step(state):
         state.stands_aside = ASIDE_IN_NEXT_PASS
     state.step_count += 1
     state.steps_ever += 1
+    if state.steps_ever == state.ask_at_step:
+        state.ask_at_boundary = max(state.ask_at_boundary, 1)
     state.cells_released += 1  # when cells are needed next has changed
     begin_counting(state)
 

@@ -71,6 +71,7 @@ class History:
             controller.status.settings = settings
             controller.state.write(events_wrap=int(self.enabled))
             if self.enabled:
+                controller.steady.end()
                 controller.recording.go_on(settings)
             elif was_enabled and controller.status.phase in (Phase.PLANNED, Phase.RESTING):
                 controller.recording.end(settings)

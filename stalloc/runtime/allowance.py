@@ -10,9 +10,13 @@ or than an eighth where it keeps streams apart as PyTorch does, and the device h
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from stalloc.core.constants import GRANULE, MODE_REPLAY
 from stalloc.core.state import DeviceState
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _SPARE_BYTES = 4 << 20  # that is always allowed
 _PLANNED_BYTES = 8 << 20  # beyond one part, that are allowed at most where a plan serves
@@ -103,6 +107,10 @@ class Allowance:
             self._parts = max(self._parts, min(self._parts + 1, most, _MOST))
             if planned and self._restless > _NO_REST:
                 self._let_rest(free_bytes)
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by in which no page moved."""
+        self._step_began, self._restless = steps.num_requests, max(0, self._restless - steps.count)
 
     def _let_rest(self, free_bytes: Callable[[], int]) -> None:
         """Allow what gives all places of the plan pages, if that is no more than fragmentation commonly costs.

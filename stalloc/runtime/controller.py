@@ -25,6 +25,7 @@ from stalloc.runtime.shortage import Shortage
 from stalloc.runtime.sources import Source
 from stalloc.runtime.standing_aside import StandingAside
 from stalloc.runtime.status import Status
+from stalloc.runtime.steady_marks import SteadyMarks
 from stalloc.runtime.steps import Steps
 from stalloc.runtime.strands import Strands
 from stalloc.runtime.tidying import Tidying
@@ -58,27 +59,31 @@ class Controller:
         self.status = Status(settings, Effort(settings.max_effort))
         self.steps = Steps(self.state, self.recording, self.status.effort)
         self.lasting = Lasting(self.memory, self.recording)
-        self._shortage = Shortage(self.arenas, self.recording)
+        self.shortage = Shortage(self.arenas, self.recording, self.status)
         self._tidying = Tidying(self.arenas, self.status.effort)
         self.strands = Strands(self.status, self.memory, self.recording, self.steps)
-        self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self._shortage, self._tidying)
+        self.serving = Serving(self.status, self.arenas, self.recording, self.steps, self.shortage, self._tidying)
         self.next_plan = NextPlan(self.status, self.arenas, self.recording, planner)
         self.watching = Watching(
             self.status, self.arenas, self.recording, self.steps, self.lasting, self._tidying, self.next_plan
         )
         self._aside = StandingAside(self.status, self.arenas, self.recording)
+        told = self.status.effort, self.memory.paging.allowance, self.serving.full_device, self.lasting, self._aside
+        self.steady = SteadyMarks(self.memory, self.recording, self.steps, told)
         self.observe()
 
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
         with self.lock:
+            if reason not in (constants.DEFER, constants.POLL):
+                self.steady.end()
             if reason == constants.NEED_SEGMENT:
                 return self._add_segment(detail, argument)
             if reason == constants.REFUSED:
                 if detail == constants.FULL_STREAMS and self._forget_streams():
                     return True
-                self._shortage.explain_refusal(detail, argument)
+                self.shortage.explain_refusal(detail, argument)
                 return False
             if reason == constants.NEED_PAGES:
                 self.memory.free_deferred()
@@ -105,10 +110,10 @@ class Controller:
         planned, record = self.status.phase is Phase.PLANNED, self.state.record
         if planned:
             record.ask_at_boundary = max(record.ask_at_boundary, 1)  # to give it back when it is no longer used
-        served = self._shortage.add_segment(pool, size_bytes, planned=planned)
-        if not served and planned and self._shortage.is_enough_in_pieces(size_bytes):
+        served = self.shortage.add_segment(pool, size_bytes, planned=planned)
+        if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):
             self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
-            served = self._shortage.add_segment(pool, size_bytes, planned=False)
+            served = self.shortage.add_segment(pool, size_bytes, planned=False)
         return served
 
     def _forget_streams(self) -> bool:
@@ -130,7 +135,7 @@ class Controller:
             if reason == constants.DEFER:
                 self.memory.deferred.add(argument, capturing=True)  # its events come later
             elif reason == constants.NEED_SEGMENT:
-                self._shortage.explain_failure(argument, error)
+                self.shortage.explain_failure(argument, error)
             elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES, constants.OUT_OF_MEMORY):
                 self._give_up(error)
             self.arenas.match()
@@ -139,9 +144,7 @@ class Controller:
         """Planning, a switch or a look was stopped somewhere: watch anew after an interruption, else leave it."""
         goes_on = self.status.phase is not Phase.RESTING and is_passing(error)
         self.state.arena.drop_tape()
-        self.next_plan.forget()
-        self.steps.forget()
-        self.strands.forget()
+        self._forget_plans()
         self.arenas.match()
         if goes_on:
             self.arenas.drop_tape()
@@ -150,20 +153,16 @@ class Controller:
             self.rest(f"{type(error).__name__}: {error}")
 
     def mark(self, kind: int, name: str) -> None:
-        """Note a mark of the program (trace.MARK_STEP, …) and, at a step, look for a plan."""
+        """Note a mark of the program (trace.MARK_STEP, …)."""
+        if kind != MARK_STEP or not self.steady.ends_step(name):
+            self.hear_mark(kind, name)
+
+    def hear_mark(self, kind: int, name: str) -> None:
+        """The same for one that is not of a steady step: if it is of a step, look for a plan."""
         with self.lock:
-            if kind == MARK_STEP:
-                self.status.effort.note_step()
-                self.memory.paging.allowance.note_step(self.memory.source.free_bytes)
-                self.watching.expects_marks = True
-                self.lasting.end_step()
-                self.serving.probation.end()
-                if self.watching.leave_unmarked():
-                    self._drop_plan("the first plan did not follow the steps that are marked now")
-                if self.strands.follow_something_else:
-                    self._drop_plan("its threads do something else now")
-                if self.status.phase is Phase.PLANNED and self.steps.novelty.ends_plan():
-                    self._drop_plan("most of its steps were new to it")
+            self.steady.end()
+            if kind == MARK_STEP and (note := self.watching.note_step(self.strands, self.serving.probation)):
+                self._drop_plan(note)
             self.recording.note_mark(kind, name)
             if kind == MARK_STEP:
                 try:
@@ -178,26 +177,22 @@ class Controller:
                 self._look()
                 if self.memory.poison is not None:
                     self.memory.poison.check()
+                elif self.status.phase is Phase.PLANNED and self.strands.is_one and self._aside.is_far:
+                    self.steady.begin()
 
     def expect_lasting(self) -> None:
         """What is allocated up to the next mark of a step is meant to last (an optimizer makes its state)."""
         with self.lock:
+            self.steady.end()
             watching = self.status.phase is Phase.OBSERVING and self.status.settings.plan
             self.lasting.expect(watching=watching, planned=self.status.phase is Phase.PLANNED)
-
-    def take_lacking(self) -> tuple[int, bool]:
-        """The bytes there was hardly room for since this was asked, and whether for an arena, which is tried again."""
-        with self.lock:
-            lacking, for_arena = self._shortage.take_lacking()
-            if for_arena and self.status.phase is Phase.PLANNING:
-                self.state.record.ask_at_boundary = 1
-        return lacking, for_arena
 
     def begin_in_child(self) -> None:
         """This process is a fork: other threads are gone, wherever they were; serve from the heap from now on."""
         self.memory.forked()
         self.arenas.forked()
         self.lock = self.memory.lock
+        self.steady.end()
         self.next_plan.forget()
         self.state.arena.drop_tape()
         self.state.write(recording=0, check_at=0, allocating_persistent=0)
@@ -205,7 +200,7 @@ class Controller:
 
     def observe(self) -> None:
         """Watch from here on."""
-        self._shortage.forget_arena()
+        self.shortage.forget_arena()
         self.serving.probation.leave()
         self.watching.begin()
 
@@ -258,11 +253,10 @@ class Controller:
 
     def _judge_plan(self) -> bool:
         """A plan that was found without marks was in force for some passes; whether it goes."""
-        if is_part := self.watching.is_part(self.serving.probation):
+        is_part = self.watching.is_part(self.serving.probation)
+        if is_part:
             self._drop_plan("its ring was only a part of what the program repeats", is_part=True)
-        elif is_part is not None:
-            self.serving.probation.end()
-        return bool(is_part)
+        return is_part
 
     def _drop_plan(self, note: str, *, is_part: bool = False) -> None:
         """Go back to the heap and, unless there were too many plans, watch anew; `is_part`: what repeats is longer."""
@@ -270,9 +264,7 @@ class Controller:
             return
         goes_on = self.status.note_dropped(note, self.state.record.step_count)
         follows_ring = self.steps.tapes is None
-        self.next_plan.forget()
-        self.steps.forget()
-        self.strands.forget()
+        self._forget_plans()
         self.arenas.drop_tape()
         if self.state.record.conflicts > self.state.record.misses:
             self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
@@ -282,12 +274,18 @@ class Controller:
             self.rest(f"{note} (after {self.status.num_plans} plans)")
             return
         self.status.note = note
-        self._shortage.forget_arena()
+        self.shortage.forget_arena()
         self.watching.begin(anew=not self.serving.probation.leave() or not is_part)
+
+    def _forget_plans(self) -> None:
+        self.next_plan.forget()
+        self.steps.forget()
+        self.strands.forget()
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""
         with self.lock:
+            self.steady.end()
             if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
                 self.rest("the plan was dropped on request")
             self.status.phase = Phase.RESTING
@@ -296,5 +294,6 @@ class Controller:
     def watch_anew(self) -> None:
         """Watch from here on, whatever there was before."""
         with self.lock:
+            self.steady.end()
             self.status.note = ""
             self.observe()

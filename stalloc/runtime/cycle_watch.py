@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stalloc.runtime.step_cycle import Cycle
 
 LEAST_STEPS = 16  # in which the order repeats
+_MANY = 1 << 30
 _PATIENCE = 3  # steps that the plan of a cycle waits for lifespans which are not known yet
 
 
@@ -55,6 +56,11 @@ class CycleWatch:
     def is_found(self) -> bool:
         """Whether there is one."""
         return self._found is not None
+
+    @property
+    def num_left(self) -> int:
+        """Recorded steps before the one after which a cycle is looked for; many if none is."""
+        return self._search_at - self._recorded.count - 1 if self._search_at else _MANY
 
     def is_due(self, *, pages_move: bool) -> bool:
         """Whether one is to be looked for in what was recorded so far; `pages_move` in every step of the plans."""

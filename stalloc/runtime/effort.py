@@ -8,8 +8,12 @@ are short. What is under way when that is spent comes to its end.
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from stalloc.compiled import compile_time
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _FIRST_NS = 1_000_000_000  # before the first plan
 _LEAST_NS = 300_000_000  # after it
@@ -40,6 +44,10 @@ class Effort:
         if self._num_steps == 0:
             self._began_ns = time.process_time_ns()
         self._num_steps += 1
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """More steps went by."""
+        self._num_steps += steps.count
 
     def note_plan(self) -> None:
         """A plan is in force; the first ends what is spent before it."""

@@ -9,9 +9,13 @@ this holds.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from stalloc.core.constants import APART_IN_FULL
 from stalloc.runtime.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _RECENT_STEPS = 8  # at whose peaks is looked before a plan is put in force
 _COVERED = 0.9  # of those peaks has to be what the plan and what lives hold, or other steps need more than they
@@ -39,6 +43,11 @@ class FullDevice:
             self._highest_bytes, self._num_settled = peak_bytes, 0
             self._note_peak()
         self._peaks.append(peak_bytes)
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by that were like the last."""
+        self._num_settled += steps.count
+        self._peaks.extend(steps.count * [self._peaks[-1]])
 
     def may_begin(self, arena_bytes: int) -> bool:
         """Whether a plan is of the steps that need most, and fits beside what lives as its first step begins."""

@@ -6,9 +6,14 @@ and ever more small blocks live on although nothing told that they would, each i
 requests get places no more in which that could go on.
 """
 
+from typing import TYPE_CHECKING
+
 from stalloc.core.constants import APART_FOR_LONG
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.recording import Recording
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _LOOK_STEPS = 8  # from one look at small blocks to the next: those that are there at both live on
 _FEW_SMALL, _GROWTHS = 16, 3  # and looks at which they have become more
@@ -21,7 +26,7 @@ class Lasting:
     def __init__(self, memory: DeviceMemory, recording: Recording) -> None:
         self._memory, self._state, self._recording = memory, memory.state, recording
         self._building = False
-        self._num_steps = 0
+        self._num_steps = 0  # since the last look at small blocks
         self._small: set[int] = set()  # addresses of small blocks among large ones, at the last look
         self._num_small = self._num_growths = 0  # of them that lived on then; looks at which they were more than before
 
@@ -49,15 +54,20 @@ class Lasting:
         self.end()
         self._num_steps += 1
         if (
-            self._num_steps % _LOOK_STEPS == 0
+            self._num_steps >= _LOOK_STEPS
             and self._state.record.small_apart != APART_FOR_LONG
             and self._memory.source.paged
         ):
+            self._num_steps = 0
             before, self._small = self._small, self._state.heap.scattered()
             last, self._num_small = self._num_small, len(before & self._small)
             self._num_growths += self._num_small > last
             if self._num_small > _FEW_SMALL and self._num_growths >= _GROWTHS:
                 self._state.record.small_apart = APART_FOR_LONG
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by in which nothing was said to last."""
+        self._num_steps += steps.count
 
     def end(self) -> None:
         """What comes now is not meant to last."""

@@ -71,5 +71,8 @@ def _serve_on(arenas: "Arenas", memory: Any, tape: ArenaTape, cursor: int, *, an
 
 def back(arenas: "Arenas", position: int) -> None:
     """Map what the place of a tape's entry lacks, if there is memory for it."""
+    record = arenas.state.record
     if arenas.arena is not None and arenas.memory.source.paged:
         arenas.memory.paging.back(position)
+    if record.ask_at_step:  # passes are counted in which pages move
+        record.ask_at_boundary = max(record.ask_at_boundary, 1)

@@ -3,6 +3,7 @@
 Contract: a program in which something was found ends with exit code 1, whatever it does itself.
 """
 
+import atexit
 import ctypes
 import os
 import sys
@@ -23,6 +24,7 @@ class Watch:
     def __init__(self) -> None:
         self.devices: dict[int, Poison] = {}  #: by the address of the state
         self._pid = os.getpid()
+        atexit.register(self.at_exit)  # before other handlers of ours, so that it runs after them
 
     def add(self, device: "Device", state: "DeviceState") -> Poison | None:
         """Watch a device; None, and a sentence, if its memory does not exist."""

@@ -3,7 +3,6 @@
 Contract: made once, never torn down, since torch and CuPy hold addresses into it for as long as the process lives.
 """
 
-import atexit
 import contextlib
 import ctypes
 import itertools
@@ -174,9 +173,8 @@ class Runtime:
             return 0
         controller = self.controllers[device]
         if request & ((1 << constants.REASON_BITS) - 1) == constants.MARK:
-            name = self._names.pop(argument, None)
-            if name is not None:  # else it was interrupted in the middle
-                controller.mark(request >> constants.REASON_BITS, name)
+            if (name := self._names.pop(argument, None)) is not None:  # else it was interrupted in the middle
+                controller.hear_mark(request >> constants.REASON_BITS, name)
             return 1
         if request == constants.OUT_OF_MEMORY:
             if tell:
@@ -223,12 +221,14 @@ class Runtime:
         """
         for controller in () if self._refusal else self.controllers:
             is_meant = devices is None or controller.device.index in devices
+            if is_meant and kind == MARK_STEP and controller.steady.ends_step(name):
+                continue
             if is_meant and controller.state.record.total.num_allocs:
                 number = next(self._numbers)
                 self._names[number] = name
                 self._enter(controller.device.index, constants.MARK | kind << constants.REASON_BITS, number)
                 if kind == MARK_STEP and self.room_maker is not None and not controller.state.record.private_kind:
-                    lacking, for_arena = controller.take_lacking()
+                    lacking, for_arena = controller.shortage.take_lacking()
                     if lacking:
                         self.room_maker(controller.device.index, lacking, for_arena)
         if self.watch is not None:
@@ -241,7 +241,7 @@ class Runtime:
         self.room_maker = room_maker
         for controller in self.controllers:
             controller.serving.may_move = room_maker is not None
-            controller.take_lacking()
+            controller.shortage.take_lacking()
 
     def expect_marks(self, devices: Collection[int]) -> None:
         """The program will mark its steps on these devices: look for them at the marks only."""
@@ -261,12 +261,14 @@ class Runtime:
 
     def recorded(self) -> "list[Trace]":
         """What was recorded so far, of each device of which something was."""
+        for one in self.controllers:
+            one.steady.end()
         return [one.recording.trace() for one in self.controllers if one.state.record.num_events]
 
     def reports(self) -> list[Report]:
         """One report for each device that the program has used, or tried to use."""
-        records = ((controller, controller.state.record) for controller in self.controllers)
-        return [report(controller) for controller, record in records if record.total.num_allocs or record.num_ooms]
+        used = (one for one in self.controllers if one.state.record.total.num_allocs or one.state.record.num_ooms)
+        return [report(controller) for controller in used]
 
 
 def _start_watch() -> "Watch | None":
@@ -274,9 +276,7 @@ def _start_watch() -> "Watch | None":
         return None
     from stalloc.runtime.poison_watch import Watch
 
-    watch = Watch()
-    atexit.register(watch.at_exit)  # before other handlers of ours, so that it runs after them
-    return watch
+    return Watch()
 
 
 _runtime: Runtime | None = None

@@ -4,6 +4,7 @@ Contract: how often a kind was seen is kept, whatever becomes of records and pla
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from stalloc.runtime.recording import Recording
 from stalloc.runtime.stray_requests import StrayRequests
 
 if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
     from stalloc.trace.record import Column
 
 _MAX_REMEMBERED = 4096  # kinds of steps that were seen
@@ -71,6 +73,17 @@ class RecordedSteps:
             self._strays.look(*step)
         self.last = followed or self._name(*step)
         self._count(self.last)
+
+    def pass_over(self, steps: "SteadySteps", names: Sequence[bytes]) -> None:
+        """Steps went by, which had these names as far as they are in the record."""
+        num_requests, requested_bytes = self._asked
+        self._asked = steps.num_requests, steps.requested_bytes
+        self._last_asked = (
+            (steps.num_requests - num_requests) // steps.count,
+            (steps.requested_bytes - requested_bytes) // steps.count,
+        )
+        for name in names:
+            self._count(name)
 
     def _begin_to_count(self) -> None:
         self._of_kind.clear()

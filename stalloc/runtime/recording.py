@@ -15,7 +15,6 @@ import numpy as np
 from stalloc.columns import Column, distinct
 from stalloc.core.constants import (
     ACTION_ALLOC,
-    ACTION_OOM,
     ACTION_SEGMENT_ALLOC,
     ACTION_SEGMENT_FREE,
     ACTION_SEGMENT_MAP,
@@ -26,6 +25,7 @@ from stalloc.core.state import DeviceState
 from stalloc.device import Device
 from stalloc.runtime.askers import strands_of
 from stalloc.runtime.irregular_threads import events_of_others, irregular_threads
+from stalloc.runtime.refusals import Refusals
 from stalloc.torch_release import known_release
 from stalloc.trace import MARK_STEP
 from stalloc.trace.packing import KeptTrace
@@ -33,6 +33,7 @@ from stalloc.trace.packing import KeptTrace
 if TYPE_CHECKING:
     from stalloc.runtime.call_sites import CallSites
     from stalloc.runtime.runtime_settings import Settings
+    from stalloc.runtime.steady_marks import SteadySteps
     from stalloc.trace import Trace
 
 _FIRST_LOOK, SHORT_RECORD = 24, 64  # requests in a record that is looked at, if no mark came: the first, and others
@@ -59,7 +60,7 @@ class Recording:
         self.call_sites: CallSites | None = None  #: where they are noted
         self.more_tables: list[Callable[[], dict[str, Column]]] = []  #: each gives what else a trace has in `extra`
         self._sited_from = 0, 0  # the event and the call from which on call sites are known
-        self._refusals: list[tuple[int, int]] = []  # events before each refusal for lack of memory, bytes free then
+        self.refusals = Refusals(state)
 
     def begin(self, *, lasting: bool) -> None:
         """Begin anew. With `lasting`, what is requested first is meant to last."""
@@ -100,17 +101,13 @@ class Recording:
         self.step_events[:] = [0] if begins else []
         self.mark_threads[:] = [threading.get_ident()] if begins else []
         self._before_marks = None
-        self._refusals.clear()
+        self.refusals.forget()
         self._sited_from = 0, self.call_sites.num_calls if self.call_sites is not None else 0
 
     def name_call_sites(self, call_sites: "CallSites") -> None:
         """The call sites of requests are noted from here on."""
         self.call_sites = call_sites
         self._sited_from = int(self._state.record.num_events), call_sites.num_calls
-
-    def note_refusal(self, free_bytes: int) -> None:
-        """A request is refused, with so much free on the device."""
-        self._refusals.append((int(self._state.record.num_events), free_bytes))
 
     def note_mark(self, kind: int, name: str) -> None:
         """The program sets a mark (trace.MARK_STEP, …)."""
@@ -124,6 +121,14 @@ class Recording:
             if kind == MARK_STEP:
                 self.step_events.append(self.marks[-1][0])
                 self.mark_threads.append(threading.get_ident())
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by."""
+        self._allocs_before = steps.num_requests
+        if self._state.record.recording:
+            self.marks += [(at, MARK_STEP, name) for at, name in zip(steps.num_events, steps.names, strict=True)]
+            self.step_events += steps.num_events
+            self.mark_threads += [self.mark_threads[-1]] * steps.count
 
     @property
     def overdue_requests(self) -> int:
@@ -151,8 +156,7 @@ class Recording:
 
     def requests(self, begin: int, end: int) -> tuple[Column, Column]:
         """Sizes and streams of what was asked for among the events [begin, end), threads apart that are left out."""
-        size, stream, _ = self._regular_requests(begin, end)
-        return size, stream
+        return self._regular_requests(begin, end)[:2]
 
     def requests_before_marks(self) -> tuple[Column, Column]:
         """The same of all events before the first mark of a step."""
@@ -204,7 +208,7 @@ class Recording:
         bases = np.array([segment.address for segment in held], np.int64).view(np.uint64)
         sizes = np.array([segment.size_bytes for segment in held], np.int64)
         trace = self._trace(events, marks, (bases, sizes, np.zeros(len(held), np.int64)))
-        address = self._with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
+        address = self.refusals.with_free_bytes(events["action"] & 0xFF, events["address"]).view(np.uint64)
         trace = self._with_call_sites(dataclasses.replace(trace, address=address), events)
         more = {name: column for table in self.more_tables for name, column in table().items()}
         return dataclasses.replace(trace, extra=trace.extra | more)
@@ -277,18 +281,6 @@ class Recording:
         born = np.flatnonzero(action == ACTION_ALLOC)
         site[trace.event_request[born]] = stacks[born]
         return dataclasses.replace(trace, extra=trace.extra | self.call_sites.columns(stacks, site))
-
-    def _with_free_bytes(self, action: Column, address: Column) -> Column:
-        """The addresses of events, where those of out-of-memory errors are what was free on the device, as torch's."""
-        errors = np.flatnonzero(action == ACTION_OOM)
-        if not len(errors) or not self._refusals:
-            return address
-        events, free_bytes = np.array(self._refusals, np.int64).T
-        events = events - self._state.first_event
-        last = np.searchsorted(events, errors, side="right") - 1
-        address = address.copy()
-        address[errors[last >= 0]] = free_bytes[last[last >= 0]]
-        return address
 
     @property
     def observed_trace(self) -> "Trace | None":

@@ -294,5 +294,7 @@ class Serving:
         # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
         patience = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
         self._state.record.ask_after_misses = self.full_device.most_misses(patience) if was_observed else patience
-        self._state.record.ask_at_boundary = int(self._tidying.at_boundary() or self.probation.is_on)
+        passes, at = self._tidying.at_boundary(), self._state.record.steps_ever
+        asks = passes == 1 or self.probation.is_on
+        self._state.write(ask_at_boundary=int(asks), ask_at_step=at + passes if passes > 1 else 0)
         return True

@@ -11,15 +11,17 @@ from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.full_tables import FULL_TABLES, full_table_text
 from stalloc.runtime.interruptions import driver_status
 from stalloc.runtime.recording import Recording
+from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.segment_sizes import round_up, segment_bytes, tight_segment_bytes
+from stalloc.runtime.status import Status
 
 
 class Shortage:
     """The segments that requests lack, on one device."""
 
-    def __init__(self, arenas: Arenas, recording: Recording) -> None:
+    def __init__(self, arenas: Arenas, recording: Recording, status: Status) -> None:
         self._arenas, self._memory, self._state = arenas, arenas.memory, arenas.state
-        self._recording = recording
+        self._recording, self._status = recording, status
         self._lacks_arena = False
 
     def add_segment(self, pool: int, size_bytes: int, *, planned: bool) -> bool:
@@ -94,7 +96,7 @@ class Shortage:
 
         device, source = self._memory.device, self._memory.source
         free = max(0, source.free_bytes())
-        self._recording.note_refusal(free)
+        self._recording.refusals.note(free)
         text = out_of_memory_text(
             device,
             self._state,
@@ -132,6 +134,9 @@ class Shortage:
         return True
 
     def take_lacking(self) -> tuple[int, bool]:
-        """How many bytes there was hardly room for, or none, since this was asked last, and whether for an arena."""
-        lacking, self._memory.lacking_bytes = self._memory.lacking_bytes, 0
-        return lacking, self._lacks_arena
+        """The bytes there was hardly room for since this was asked, and whether for an arena, which is tried again."""
+        with self._memory.lock:
+            lacking, self._memory.lacking_bytes = self._memory.lacking_bytes, 0
+            if self._lacks_arena and self._status.phase is Phase.PLANNING:
+                self._state.record.ask_at_boundary = 1
+            return lacking, self._lacks_arena

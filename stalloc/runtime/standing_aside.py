@@ -6,12 +6,17 @@ addresses without memory, and the heap has all that is free where it was. After 
 which it serves what it can.
 """
 
+from typing import TYPE_CHECKING
+
 from stalloc.core.constants import ASIDE
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.paged_arena import move
 from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _LEFT_OUT, _RING_SHARE = 16, 32  # requests, and of the ring one in so many, that a step has to leave out
 _MORE_BYTES, _MORE_SHIFT = 8 << 20, 5  # more than was expected, and 1 / 2 ** shift of that
@@ -111,6 +116,15 @@ class StandingAside:
             self._in_a_row = 0
         self._came_late = False
         self._note_place()
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the last step was served as far as it was planned."""
+        return not (self._stood or self._in_a_row)
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by as planned."""
+        self._place, self._allocated_bytes = steps.place, steps.allocated_bytes
 
     def _note_place(self) -> None:
         self._place, self._left_out = self._place_now, int(self._state.record.left_out)

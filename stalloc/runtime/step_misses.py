@@ -3,7 +3,12 @@
 Contract: it is counted from mark to mark, and from the first mark after a plan came into force.
 """
 
+from typing import TYPE_CHECKING
+
 from stalloc.core.state import DeviceState
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _ASTRAY = 16  # one request of a known step in so many, where the cycle in force expected another one
 _MOST_ASTRAY, _IN_ORDER = 4, 8  # such steps, beyond one in so many that came in order
@@ -26,6 +31,10 @@ class StepMisses:
         self._counts, self._plans = counts, num_plans
         self._bad = self._bad + 1 if _BAD_SHARE * missed > hits + missed else 0
         return missed, missed / max(hits + missed, 1)
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by of which hardly anything was missed."""
+        self._counts, self._bad = (steps.hits, steps.lost), 0
 
     @property
     def are_few(self) -> bool:

@@ -6,10 +6,17 @@ has, from its begin to its end, is known without a look at the record. Without a
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from stalloc.core.device_steps import StepAhead
 from stalloc.core.state import DeviceState
+from stalloc.runtime.kind_order import KindOrder
 
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
+
+_REMEMBERED = 16  # marks
 _NEAR = 8  # requests: the cursor may be so far from a mark, since marks and requests may come from several threads
 
 
@@ -27,16 +34,10 @@ class StepPlaces:
         self._names: list[bytes] = []  # of the steps that begin there, or of the kinds of steps
         self._begins: list[int] = []  # where the tapes of all kinds begin, those of one turn after those of another
         self._ends: list[int] = []
-        self._ends_turn: list[bool] = []  # for each kind, whether the other turn's tapes are followed after it
-        self._turn = 0  # whose tapes are followed
-        self._forget_order()
-
-    def _forget_order(self) -> None:
+        self._order = KindOrder([])  # of the kinds
         self._current = 0  # which of the positions was the last
-        self._followers: dict[tuple[int, int], int] = {}  # two kinds in a row -> the one that came next
-        self._run = -1, -1, 0  # the kind before the last one, the last one, and how often that came in a row
-        self._runs: dict[tuple[int, int], tuple[int, int]] = {}  # the first two -> how often it was, and what came next
-        self._order = -1, -1  # the last two kinds
+        self._seen: list[int] = []  # where the last marks came, if no positions are known, as of a plan from a file
+        self._ahead: list[StepAhead] = []  # steps that were expected after the last mark
         self._since = -1, 0, 0, 0  # at the last mark: the cursor, requests followed, misses, and where its ring begins
 
     def follow_ring(self, places: dict[int, bytes]) -> None:
@@ -59,7 +60,7 @@ class StepPlaces:
         those of the other turn are followed.
         """
         self.forget()
-        self._begins, self._names, self._ends_turn = [*begins], [*names], [*ends_turn]
+        self._begins, self._names, self._order = [*begins], [*names], KindOrder(ends_turn)
         self._ends = [begin + length for begin, length in zip(begins, itertools.cycle(lengths), strict=False)]
 
     def find(self) -> None:
@@ -70,28 +71,63 @@ class StepPlaces:
             self._state.arena.begin_step(begin, end, begin)
         elif self._positions:
             self._find_position(record.ring_start, record.ring_end, record.cursor)
+        else:
+            self._seen = [*self._seen, record.cursor - record.ring_start][-_REMEMBERED:]
         self._since = record.cursor, record.history_count, record.misses, record.ring_start
 
     def expected_after(self, ring_start: int) -> tuple[int, int]:
         """The tape [begin, end) of the step that is expected after the one whose tape begins there."""
-        followed = (bisect.bisect_right(self._begins, ring_start) - 1) % len(self._names)
-        self._turn ^= self._ends_turn[followed]
-        self._followers[self._order] = followed
-        self._order = self._order[1], followed
-        before, last, count = self._run
-        if followed != last:
-            self._runs[before, last] = count, followed
-        self._run = (before, last, count + 1) if followed == last else (last, followed, 1)
-        expected = self._turn * len(self._names) + self._expected()
+        expected = self._order.after(self._kind_of(ring_start))
         return self._begins[expected], self._ends[expected]
 
-    def _expected(self) -> int:
-        """The kind that comes next, by how often this one came in a row the last time; else by the last two."""
-        before, last, count = self._run
-        earlier, following = self._runs.get((before, last), (0, last))
-        if count <= earlier:
-            return following if count == earlier else last
-        return self._followers.get(self._order, last)
+    def _kind_of(self, ring_start: int) -> int:
+        return (bisect.bisect_right(self._begins, ring_start) - 1) % len(self._names)
+
+    def ahead(self, most: int) -> Iterator[tuple[StepAhead, bytes]]:
+        """The steps that are expected after the last mark, and their names, `most` of them.
+
+        They are what is known of the program's order, not more; b"": a name that is not known.
+        """
+        self._ahead = []
+        for step, name in itertools.islice(self._kinds_ahead() if self._begins else self._ring_ahead(), most):
+            self._ahead.append(step)
+            yield step, name
+
+    def _kinds_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
+        order, tape = self._order.copy(), bisect.bisect_right(self._begins, self._since[3]) - 1
+        while True:
+            begin, length, kind = self._begins[tape], self._ends[tape] - self._begins[tape], tape % len(self._names)
+            tape = order.after(kind)
+            following = self._begins[tape], self._ends[tape], self._begins[tape]
+            yield StepAhead(begin, length, following), self._names[kind]
+
+    def _ring_ahead(self) -> Iterator[tuple[StepAhead, bytes]]:
+        positions, at, names = self._positions, self._current, self._names
+        if not positions:
+            last, seen = self._seen[-1:], self._seen[:-1]
+            if not {*last} & {*seen}:
+                return
+            positions = sorted({*seen[len(seen) - 1 - seen[::-1].index(*last) :]})
+            at, names = positions.index(*last), [b""] * len(positions)
+        begin, end = self._since[3], self._state.record.ring_end
+        while True:
+            name, before, at = names[at], positions[at], (at + 1) % len(positions)
+            cursor, length = begin + positions[at], end - begin
+            yield StepAhead(cursor, (positions[at] - before - 1) % length + 1, (begin, end, cursor)), name
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """So many of the steps that were expected went by."""
+        ahead = self._ahead[: steps.count]
+        if self._begins:
+            for step in ahead:
+                self._order.after(self._kind_of(step.end))
+        elif self._positions:
+            self._current = (self._current + steps.count) % len(self._positions)
+        else:
+            self._seen.append(steps.place)
+        if ahead:
+            begin, _, cursor = ahead[-1].following
+            self._since = cursor, steps.followed, self._since[2], begin
 
     def _find_position(self, begin: int, end: int, cursor: int) -> None:
         """The position next to the cursor; the one after the last where there is none near."""

@@ -5,9 +5,14 @@ time after plans of kinds of steps came into force. A watch that brought no plan
 as the one before; a step that the plan knows nothing of shortens it.
 """
 
+from typing import TYPE_CHECKING
+
 from stalloc.core.state import DeviceState
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.recorded_steps import RecordedSteps
+
+if TYPE_CHECKING:
+    from stalloc.runtime.steady_marks import SteadySteps
 
 _STEPS = 64  # watched for a kind that recurs; the next watch comes after twice as many steps as the last
 _SOONER = 8  # steps of a pause that one counts for which the plan does not know
@@ -35,6 +40,18 @@ class StepWatch:
     def pause(self) -> None:
         """The watch was of no use."""
         self._steps, self._pause = 0, self._next_pause
+
+    @property
+    def num_left(self) -> int:
+        """Steps for which this watch goes on."""
+        return _STEPS - self._steps if self._steps else 0
+
+    def pass_over(self, steps: "SteadySteps") -> None:
+        """Steps went by, all of them known."""
+        if self._steps:
+            self._steps += steps.count
+        else:
+            self._pause -= steps.count
 
     def note_step(self, *, missed: bool, is_unknown: bool) -> None:
         """A step ended of which something was missed, or of which little was served."""

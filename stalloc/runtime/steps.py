@@ -50,20 +50,20 @@ class Steps:
         self._made: dict[bytes, Layout] = {}
         self.misses = StepMisses(state)
         self.recorded = RecordedSteps(state, recording)
-        self._planned: set[bytes] = set()  # names of the kinds that the plan, or the one in the making, knows
+        self.planned: set[bytes] = set()  #: names of the kinds that the plan, or the one in the making, knows
         self._refused: set[bytes] = set()  # that no plan can be made for
         self._waited_for: dict[bytes, int] = {}  # kinds that a search put off, and how often they were seen by then
         self.cycles = CycleWatch(self.recorded)
         self.novelty = Novelty()
-        self._watch = StepWatch(state, self.recorded, effort)
+        self.watch = StepWatch(state, self.recorded, effort)
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
         self.tapes, self.search, self.waiting = None, None, None
-        self._watch.end()
+        self.watch.end()
         self.cycles.forget()
         self.places.forget()
-        self._planned.clear()
+        self.planned.clear()
         self.misses.begin_cycle()
         self.recorded.forget()
 
@@ -76,14 +76,14 @@ class Steps:
         at = np.searchsorted(trace.start[sizable], marks)
         at = at[(at >= first) & (at <= first + tape.covered_requests)]
         size, stream = trace.size[sizable], trace.stream[sizable]
-        self._planned.clear()
+        self.planned.clear()
         self.misses.begin_cycle()
         period, places = tape.period_requests, {(last - first) % tape.period_requests: b"" for last in at[-1:].tolist()}
         for begin, end in itertools.pairwise(at.tolist()):
             name = name_of(size[begin:end], stream[begin:end])
-            self._planned.add(name)
+            self.planned.add(name)
             places[(begin - first) % period] = name
-        if self.search is not None and self.search.wanted <= self._planned:
+        if self.search is not None and self.search.wanted <= self.planned:
             self.search = None  # a cycle of them knows more: what is handed on through several steps too
         self.places.follow_ring(places)
         self.unroll(tape)
@@ -103,7 +103,7 @@ class Steps:
         if self.cycles.ends(search):
             return None
         if search.admitted is None:
-            self._refused |= search.looked_for - search.put_off - self._planned
+            self._refused |= search.looked_for - search.put_off - self.planned
             return None
         return search
 
@@ -123,17 +123,17 @@ class Steps:
         """
         missed, share = self.misses.of_step(num_plans)
         is_unknown = share * _UNKNOWN_SHARE > 1
-        if self.recorded.last in self._planned:
+        if self.recorded.last in self.planned:
             self.misses.note_known(share)
         if records:
-            self._watch.note_step(missed=missed > 0, is_unknown=is_unknown)
+            self.watch.note_step(missed=missed > 0, is_unknown=is_unknown)
         return is_unknown
 
     @property
     def _is_out_of_order(self) -> bool:
         """Whether the steps of the cycle in force come in another order, and the record shows them all."""
-        is_cycle = self.tapes is None and len(self._planned) > 1 and self.misses.are_out_of_order
-        return is_cycle and self._planned <= self.recorded.recurring and all(map(self.recorded.is_shown, self._planned))
+        is_cycle = self.tapes is None and len(self.planned) > 1 and self.misses.are_out_of_order
+        return is_cycle and self.planned <= self.recorded.recurring and all(map(self.recorded.is_shown, self.planned))
 
     def note_step(self) -> None:
         """Count the step that just ended, if it is in the record from its begin."""
@@ -176,11 +176,11 @@ class Steps:
 
     def goes_on(self) -> bool:
         """A plan is put in force: whether the record holds steps that it does not know, and is to go on."""
-        more = bool(self.recorded.names - self._planned - self._refused)
+        more = bool(self.recorded.names - self.planned - self._refused)
         if more:
-            self._watch.begin(anew=False)
+            self.watch.begin(anew=False)
         else:
-            self._watch.end()
+            self.watch.end()
         return more
 
     def _fresh(self) -> set[bytes]:
@@ -190,7 +190,7 @@ class Steps:
             return set()
         if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different
-        fresh = {name for name in recorded.recurring - self._planned - self._refused if recorded.is_shown(name)}
+        fresh = {name for name in recorded.recurring - self.planned - self._refused if recorded.is_shown(name)}
         fresh = {name for name in fresh if recorded.times_seen(name) > self._waited_for.get(name, 0)}
         return set() if fresh and self._effort.is_spent else fresh
 
@@ -205,7 +205,7 @@ class Steps:
         Or a cycle of those that it knows, as where `pages_move` in every step.
         """
         if self._is_out_of_order and self.search is None and not self._effort.is_spent:
-            self._planned.clear()
+            self.planned.clear()
         fresh, recorded = self._fresh(), self.recorded
         pages_move = pages_move and self.tapes is not None and recorded.count > LEAST_STEPS
         again = self.cycles.is_due(pages_move=pages_move) and self.search is None
@@ -213,9 +213,9 @@ class Steps:
             return False
         # the plan of a ring says nothing of its single steps: what it was found in has to tell, or the record, or they
         # have to be over
-        is_over = self._planned.isdisjoint(recorded.names) and any(map(recorded.comes_twice, fresh))
+        is_over = self.planned.isdisjoint(recorded.names) and any(map(recorded.comes_twice, fresh))
         is_told = (
-            self.tapes is not None or self._recording.kept is not None or all(map(recorded.is_shown, self._planned))
+            self.tapes is not None or self._recording.kept is not None or all(map(recorded.is_shown, self.planned))
         )
         if not is_over and not is_told:
             return False
@@ -245,7 +245,7 @@ class Steps:
         search = KindSearch(self.tapes, wanted, self._made, self._effort, in_turn=True)
         search.looked_for, search.in_time = wanted if only is None else only, {*self._waited_for}
         if self._ring_tells:
-            search.ring, search.of_ring = self._recording.kept, {*self._planned}
+            search.ring, search.of_ring = self._recording.kept, {*self.planned}
         if only is None:
             search.may_wait, search.pages_move = self.cycles.note_search(pages_move=pages_move), pages_move
             search.record = None if self._recording.left_out else self.recorded.num_records
@@ -255,18 +255,18 @@ class Steps:
     def are_planned(self, search: KindSearch) -> None:
         """The plans of a search are about to be put in force: what they are of is known from here on."""
         assert search.tapes is not None
-        self._planned = {name_of(kind.size, kind.stream) for kind in search.tapes.kinds}
+        self.planned = {name_of(kind.size, kind.stream) for kind in search.tapes.kinds}
 
     def were_refused(self) -> None:
         """There is no room for an arena of all kinds: these are not tried again as long as the program runs."""
-        self._watch.pause()
-        self._refused |= self._planned
+        self.watch.pause()
+        self._refused |= self.planned
 
     def follow_unmarked(self, search: KindSearch) -> None:
         """The same where no mark says when a step begins."""
         self.places.forget()
         self.tapes = search.tapes
-        self._watch.end()
+        self.watch.end()
 
     def follow(self, search: KindSearch) -> None:
         """The plans of a search are in force."""
@@ -277,7 +277,7 @@ class Steps:
         self.cycles.begin_plans()
         self.places.follow_kinds(search.tapes.begins, lengths, names, search.tapes.ends_turn)
         self.tapes = search.tapes
-        self._watch.begin(anew=True)
+        self.watch.begin(anew=True)
         if self._state.record.num_events:
             self._state.write(recording=1)  # other kinds may have been seen once already: watch on
         else:

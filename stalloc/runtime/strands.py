@@ -103,6 +103,11 @@ class Strands:
         num_threads = len(set(self._last_threads))
         return num_threads > 1 and num_threads <= sum(map(operator.ne, self._last_threads, self._last_threads[1:]))
 
+    @property
+    def is_one(self) -> bool:
+        """Whether one thread set all of the last marks, and none are told apart."""
+        return not self.are_apart and len(set(self._last_threads)) < 2
+
     def _note_mark(self) -> None:
         record = self._state.record
         if self._plans != self._status.num_plans:

@@ -31,6 +31,7 @@ class Tidying:
         self._segments_kept = 0  # of the heap, when the plan had settled
         self._move_after, self._move_wait = 0, 1  # passes ever before the arena moves again, and from the last move on
         self._growths_seen = 0  # of the paging, at the last boundary
+        self._boundary_at = 0  # passes ever at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: what steps need is held in one segment, or not to be
@@ -44,8 +45,8 @@ class Tidying:
         self._patience = 1
         self._move_after, self._move_wait = 0, 1
 
-    def at_boundary(self) -> bool:
-        """Give back what the switch left behind, then what deviations needed; whether to come again at the next."""
+    def at_boundary(self) -> int:
+        """Give back what the switch left behind, then what deviations needed; passes until it is to be done again."""
         arenas = self._arenas
         if arenas.memory.source.paged:
             return self._unmap_unused()
@@ -56,27 +57,28 @@ class Tidying:
             self._segments_kept = num_segments
         return self._boundaries > -_SHRINK_PASSES * arenas.too_large or num_segments > kept or arenas.retired
 
-    def _unmap_unused(self) -> bool:
+    def _unmap_unused(self) -> int:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
-        paging = self._arenas.memory.paging
+        paging, record = self._arenas.memory.paging, self._state.record
+        passes, self._boundary_at = record.steps_ever - self._boundary_at, record.steps_ever
         self._moving_passes = self._moving_passes + 1 if paging.num_moves != self._moves_seen else 0
         self._moves_seen = paging.num_moves
         if self._moves_out_of_the_way():
-            return True  # a pass takes its pages from where the arena was
+            return 1  # a pass takes its pages from where the arena was
         self._boundaries -= 1
         if self._boundaries == _FIRST_PASSES - 1:
-            return True  # the plan's first pass does
+            return 1  # the plan's first pass does
         if self._boundaries > 0:
             paging.release()
-            return True
+            return 1
         if paging.num_growths != self._growths_seen:
             self._growths_seen = paging.num_growths
             self._patience = self._quiet_passes = min(2 * self._patience, _MAX_QUIET_PASSES)
-            return True
-        self._quiet_passes -= 1
-        if self._quiet_passes == 0:
-            paging.release()
-        return self._quiet_passes > 0 or self._moving_passes > 0
+        elif self._quiet_passes > 0:
+            self._quiet_passes = max(0, self._quiet_passes - max(1, passes))
+            if self._quiet_passes == 0:
+                paging.release()
+        return 1 if self._moving_passes > 0 else self._quiet_passes
 
     @property
     def moves_pages(self) -> bool:

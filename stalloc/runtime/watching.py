@@ -19,6 +19,7 @@ from stalloc.runtime.recording import Recording
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.runtime.status import Status
 from stalloc.runtime.steps import Steps
+from stalloc.runtime.strands import Strands
 from stalloc.runtime.tidying import Tidying
 from stalloc.trace.packing import KeptTrace
 
@@ -89,40 +90,60 @@ class Watching:
         lost = record.misses + (record.conflicts if self._steps.tapes is not None else 0)
         return is_served and not self._recording.step_times_ns and _STRAYS * lost > record.hits
 
-    def is_part(self, probation: Probation) -> bool | None:
-        """Whether a ring found without marks is a part of what repeats; None: go on with it.
+    def is_part(self, probation: Probation) -> bool:
+        """Whether a ring found without marks is a part of what repeats; it stays on probation while that is not known.
 
         The record beside it has to show a longer one, or to be long enough for kinds of steps, where much is missed.
         Where it ended before anything was missed it begins again.
         """
         seems = self._seems_a_part
         if not (seems or probation.went_on):
+            probation.end()
             return False
         if not probation.is_on:
             if self._steps.tapes is not None or self._status.settings.keep_recording:
                 return True
             probation.begin()
-            return None
+            return False
         with self._status.effort.counted():
             if self._looking.shows_longer_ring():
                 return True
-        if self._looking.is_long:
-            return seems and _MISSED * self._state.record.misses > self._state.record.hits
-        probation.go_on()
-        return None
-
-    def leave_unmarked(self) -> bool:
-        """At a mark: leave a plan in the making that was found before there were any; whether one in force is to go."""
-        status, record = self._status, self._state.record
-        if self._recording.marks or not status.settings.plan:
+        if not self._looking.is_long:
+            probation.go_on()
             return False
-        self._steps.search = None  # steps that it found where there are no marks are none
-        if status.phase is Phase.PLANNING:
-            self._arenas.drop_tape()
-            self._steps.forget()
-            status.phase = Phase.OBSERVING
-            self._next_plan.forget()
-        return status.phase is Phase.PLANNED and 10 * record.misses > record.hits
+        if seems and _MISSED * self._state.record.misses > self._state.record.hits:
+            return True
+        probation.end()
+        return False
+
+    def note_step(self, strands: Strands, probation: Probation) -> str | None:
+        """The program marks a step: why the plan in force goes; None: it stays."""
+        memory = self._arenas.memory
+        self._status.effort.note_step()
+        memory.paging.allowance.note_step(memory.source.free_bytes)
+        self.expects_marks = True
+        self._lasting.end_step()
+        probation.end()
+        return self._why_plan_goes(strands)
+
+    def _why_plan_goes(self, strands: Strands) -> str | None:
+        """The same; a plan in the making that was found without marks is left."""
+        status, record = self._status, self._state.record
+        is_first = not self._recording.marks and status.settings.plan
+        if is_first:
+            self._steps.search = None  # steps that it found where there are no marks are none
+            if status.phase is Phase.PLANNING:
+                self._arenas.drop_tape()
+                self._steps.forget()
+                status.phase = Phase.OBSERVING
+                self._next_plan.forget()
+        if status.phase is not Phase.PLANNED:
+            return None
+        if is_first and 10 * record.misses > record.hits:
+            return "the first plan did not follow the steps that are marked now"
+        if strands.follow_something_else:
+            return "its threads do something else now"
+        return "most of its steps were new to it" if self._steps.novelty.ends_plan() else None
 
     def look(self) -> str | None:
         """Look for a repeating step in the record and start planning it; why the device is to rest, if it is.

@@ -33,10 +33,13 @@ class Program:
         keeps_batch: bool = False,
         streams: int = 1,
         arena: Arena = "pages",
+        hears_all: bool = False,
     ) -> None:
+        """`hears_all`: each mark of a step is looked at, one of a step that goes as planned too."""
         settings = Settings(plan=plan, plan_wait_seconds=1e6, max_effort=math.inf, keep_recording=not plan, arena=arena)
         self.controller: Controller = make_controller(capacity_bytes, settings)
         self.controller.watching.expects_marks = True
+        self._mark = self.controller.hear_mark if hears_all else self.controller.mark
         self.state = self.controller.state
         self.streams = streams
         self.live, self.owners = Intervals(), Owners()
@@ -105,7 +108,7 @@ class Program:
         after = self.counts()
         if plans != self.controller.status.num_plans:  # the counting begins anew with a plan
             before = (0, 0)
-        self.controller.mark(MARK_STEP, "")
+        self._mark(MARK_STEP, "")
         search = self.controller.steps.search
         if search is not None and waits:  # equal runs, equal figures: what runs beside the program is waited for
             assert search.done.wait(60)
