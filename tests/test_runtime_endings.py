@@ -158,6 +158,30 @@ sys.exit(7)
     assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
 
 
+def test_a_thread_that_compiles_is_stopped_once_it_has_compiled(run_fresh: Any) -> None:
+    """Not in the middle: LLVM's text was given back twice where it came between giving it back and a note of that."""
+    work = """
+from stalloc.held_signals import uninterrupted
+entered = threading.Event()
+def compile():
+    entered.set()
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:
+        sum(range(100))
+    os.write(1, b"compiled")
+def plan_and_compile(tape, **options):
+    while True:
+        uninterrupted(uninterrupted, compile)
+planners.append(plan_and_compile)
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+steps(6)
+entered.wait()
+sys.exit(7)
+"""
+    done = run_fresh(_PROLOGUE + work)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "compiled", "")
+
+
 #: what waits at its end for a planner that takes long
 _LONG = "a thread that waits for such a planner"
 

@@ -1,7 +1,8 @@
 """Threads of ours: they work beside the program, and are over when it ends.
 
-Contract: at the end of the interpreter each is stopped between two of its lines and waited for. One that were left
-would be ended by the interpreter wherever it is, in C++ code too, and take the process with it.
+Contract: at the end of the interpreter each is stopped between two of its lines, not in the middle of compiling, and
+waited for. One that were left would be ended by the interpreter wherever it is, in C++ code too, and take the process
+with it.
 """
 
 import _thread
@@ -13,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from stalloc.held_signals import stops_later
 
 _PATIENCE_SECONDS = 20  # for compiled code, and for LLVM, which have to come to their end first
 _LOOK_SECONDS = 0.02  # between two looks at a thread that is to end
@@ -45,9 +48,12 @@ def _run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         over.set()
 
 
-def _end(number: int) -> None:
-    """Raise SystemExit in a thread, between two of its lines."""
+def _end(number: int) -> bool:
+    """Raise SystemExit in a thread, between two of its lines; whether this was done, and not left to the thread."""
+    if stops_later(number):
+        return False
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(number), ctypes.py_object(SystemExit))
+    return True
 
 
 @atexit.register
@@ -64,13 +70,15 @@ def _stop() -> None:
     sys.unraisablehook = hear
     threads = list(_running.items())
     for number, _ in threads:
-        _end(number)
+        if not _end(number):
+            missed.add(number)  # unless it ends by itself
     end = time.monotonic() + _PATIENCE_SECONDS
     for number, over in threads:
         while not over.wait(_LOOK_SECONDS) and time.monotonic() < end:
             if number in missed:
                 missed.discard(number)
-                _end(number)
+                if not _end(number):
+                    missed.add(number)
 
 
 os.register_at_fork(after_in_child=_running.clear)  # the parent's go on there
