@@ -138,6 +138,15 @@ entered.wait()
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
 
 
+#: the program ends once the planner has set `entered`
+_END_WHILE_PLANNING = """
+CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
+steps(6)
+entered.wait()
+sys.exit(7)
+"""
+
+
 def test_a_planner_at_work_is_stopped_and_waited_for(run_fresh: Any) -> None:
     work = """
 def plan_for_ever(tape, **options):
@@ -149,12 +158,8 @@ def plan_for_ever(tape, **options):
         time.sleep(0.3)
         os.write(1, b"stopped")
 planners.append(plan_for_ever)
-CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
-steps(6)
-entered.wait()
-sys.exit(7)
 """
-    done = run_fresh(_PROLOGUE + work)
+    done = run_fresh(_PROLOGUE + work + _END_WHILE_PLANNING)
     assert (done.returncode, done.stdout, done.stderr) == (7, "stopped", "")
 
 
@@ -162,7 +167,6 @@ def test_a_thread_that_compiles_is_stopped_once_it_has_compiled(run_fresh: Any) 
     """Not in the middle: LLVM's text was given back twice where it came between giving it back and a note of that."""
     work = """
 from stalloc.held_signals import uninterrupted
-entered = threading.Event()
 def compile():
     entered.set()
     end = time.monotonic() + 0.4
@@ -173,12 +177,8 @@ def plan_and_compile(tape, **options):
     while True:
         uninterrupted(uninterrupted, compile)
 planners.append(plan_and_compile)
-CONTROLLER.status.settings = stalloc.integrations.Settings(plan_wait_seconds=0.0)
-steps(6)
-entered.wait()
-sys.exit(7)
 """
-    done = run_fresh(_PROLOGUE + work)
+    done = run_fresh(_PROLOGUE + work + _END_WHILE_PLANNING)
     assert (done.returncode, done.stdout, done.stderr) == (7, "compiled", "")
 
 
