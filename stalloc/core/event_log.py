@@ -7,9 +7,9 @@ it is not asked either for whom a thread works, which takes as long: 0 in the ta
 """
 
 from stalloc.compiled import BORROWING, inner, njit
-from stalloc.core.constants import ACTION_FREE_COMPLETED, CLOCK
+from stalloc.core.constants import ACTION_ALLOC, ACTION_FREE_COMPLETED, CLOCK, TINY
 from stalloc.core.intrinsics import call3, locked, now_ns, this_thread, unlock
-from stalloc.core.records import event_at
+from stalloc.core.records import event_at, state_at
 
 _NO_TASK = 0xFFFF_FFFF  # -1, in 32 bits
 
@@ -59,6 +59,20 @@ def narrow(device, capacity, moved):
     if capacity < before:
         state.events_capacity = capacity
     unlock(state)
+
+
+@njit(**BORROWING)
+def copy_requests(device, begin, end, sizes, streams, askers):
+    """Write the requests above TINY among the events [begin, end), which the record has; how many. For Python."""
+    state, count = state_at(device), 0
+    for i in range(begin, end):
+        event = event_at(state, i % state.events_capacity)
+        if event.action & 0xFF == ACTION_ALLOC and event.requested_bytes > TINY:
+            sizes[count] = event.requested_bytes
+            streams[count] = event.action >> 8
+            askers[count] = event.thread
+            count += 1
+    return count
 
 
 @inner()

@@ -198,10 +198,10 @@ class DeviceState:
 
     def recorded_requests(self, begin: int, end: int) -> tuple[Words, Words, Words]:
         """Sizes in bytes, streams and threads of the requests above TINY among the recorded events [begin, end)."""
-        events = self._events(begin, end)
-        tag, size = events["action"], events["requested_bytes"]
-        rows = np.flatnonzero(((tag & 0xFF) == ACTION_ALLOC) & (size > TINY))
-        return size[rows], tag[rows] >> 8, events["thread"][rows]
+        begin = max(begin, self.first_event)
+        sizes, streams, askers = np.empty((3, max(0, end - begin)), np.int64)
+        count = event_log.copy_requests(self.address, begin, end, sizes, streams, askers)
+        return sizes[:count], streams[:count], askers[:count]
 
     def note_asker(self, begin: int, end: int, chosen: np.ndarray, asker: int) -> None:
         """Have some of the requests above TINY among the recorded events [begin, end) be another thread's.
