@@ -227,3 +227,32 @@ def test_a_planned_request_whose_place_is_taken_does_not_take_the_place_of_anoth
     assert machine.state.record.conflicts == conflicts + 1
     program.one_pass()
     assert machine.state.record.conflicts == conflicts + 1
+
+
+def test_what_the_plan_does_not_know_lies_side_by_side_in_what_it_borrows() -> None:
+    """Blocks that are smaller than the places that are idle would leave the end of each to nobody."""
+    ring = Ring(np.random.default_rng(70), 16)
+    ring.size[:], ring.lifespan[:] = 6 * MIB, 16
+    ring.offset[:] = 6 * MIB * np.arange(16)
+    ring.peak = 96 * MIB
+    machine = Machine()
+    machine.install(ring)
+    program = Program(machine, ring, np.random.default_rng(70))
+    for _ in range(2):
+        program.one_pass()
+    program.end()
+    assert machine.allocate(1) > 0
+    for size in range(40):
+        machine.free(machine.allocate(2 * MIB + 512 * size))  # from here on it does something else
+    taken = machine.taken
+    for size in range(25):
+        assert machine.allocate(15 * MIB // 4 - 512 * size) > 0
+    assert machine.taken == taken
+    machine.check_counts()
+    for address in machine.live.addresses():
+        machine.free(address)
+    for _ in range(2):
+        hits = machine.state.record.hits
+        program.one_pass()
+    assert machine.state.record.hits == hits + 16
+    machine.check_counts()

@@ -1,29 +1,24 @@
-"""What the heap borrows of the arena: idle cells, leased for a while to requests that the plan does not serve.
+"""Leases: idle cells of the arena that the heap has for a while.
 
 Contract: the lock is held. A lease covers whole cells of one stream and is a segment of the heap, so its blocks are
 allocated, split and coalesced like any other. It is revoked only when nothing lives in it: a planned request that meets
 a live block in a lease goes to the heap, and nothing is ever moved or overlapped.
-
-A lease is taken where the plan needs the cells the latest, and at least for as long as such requests lived there before
-(STAlloc's paper, section 5.2, goes by layers; here time is the place in the pass, and lifespans are learnt).
 """
 
 from stalloc.compiled import inner
-from stalloc.core.cells import NEVER, cells_empty, flip_cells, has_memory, needed_at, tape_time
-from stalloc.core.constants import LEASED_KIND, STREAM_BITS, UNMAPPED
-from stalloc.core.free_lists import best_fit
-from stalloc.core.hash_table import live_is_full
-from stalloc.core.heap import take_block
-from stalloc.core.learnt_lifespans import note_birth, outlives_pass
-from stalloc.core.pages import take_off
-from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, cell_at, entry_at, lifespan_at, segment_at, word_at
-from stalloc.core.segments import add_segment, release_block_row, release_segment_row
+from stalloc.core.cells import cells_empty, flip_cells, has_memory
+from stalloc.core.constants import BLOCK_FREE, UNMAPPED
+from stalloc.core.pages import put_on, take_off
+from stalloc.core.records import block_at, cell_at, segment_at
+from stalloc.core.segments import release_block_row, release_segment_row
 
-_MAX_LEASES = 4096
-_MIN_LEASE = 2 << 20  # bytes; small requests share a lease of this size
-_HALVINGS = 4  # of the time that a request lasts, to find cells that are needed late if none is needed late enough
-_LOST = 16  # requests in a row that are not on the tape, after which the program does something else
+
+@inner()
+def _take_cells(state, row, low, high):
+    """Let a lease have the empty cells [low, high)."""
+    flip_cells(state.cell_bits, low, high)
+    for index in range(low, high):
+        cell_at(state, index).lease = row
 
 
 @inner()
@@ -33,11 +28,26 @@ def begin_lease(state, row, low, high, until):
     segment.cell_low = low
     segment.cell_high = high
     segment.until = until
-    flip_cells(state.cell_bits, low, high)
-    for index in range(low, high):
-        cell_at(state, index).lease = row
+    _take_cells(state, row, low, high)
     state.num_leases += 1
     state.leased_bytes += segment.size_bytes
+
+
+@inner()
+def extend_lease(state, block, low, high, until):
+    """Let a lease that ends in a free block have the empty cells [low, high) behind it, too; the block."""
+    row = block_at(state, block).segment
+    segment, more = segment_at(state, row), cell_at(state, high).offset - cell_at(state, low).offset
+    _take_cells(state, row, low, high)
+    segment.cell_high = high
+    segment.until = min(segment.until, until)
+    segment.size_bytes += more
+    segment.mapped_bytes += more
+    take_off(state, block)
+    block_at(state, block).size_bytes += more
+    put_on(state, block, BLOCK_FREE)
+    state.leased_bytes += more
+    return block
 
 
 @inner()
@@ -108,161 +118,12 @@ def revoke(state, low, high):
 
 
 @inner()
-def _find_idle(state, stream, size, until):
-    """The first cell of the smallest idle range of a stream that holds `size` bytes and is not needed before `until`.
-
-    -1 if there is none.
-    """
-    bits, count, now = state.cell_bits, state.num_cells, tape_time(state)
-    best, best_bytes, run, i = -1, NEVER, -1, 0
-    while i <= count:
-        idle = False
-        if i < count:
-            word = word_at(bits, i >> 6).value
-            if word == -1 and i & 63 == 0 and run < 0:
-                i += 64
-                continue
-            idle = (word >> (i & 63)) & 1 == 0 and cell_at(state, i).stream == stream
-            idle = idle and needed_at(state, i, now) >= until
-        if idle:
-            if run < 0:
-                run = i
-        elif run >= 0:
-            length = cell_at(state, i).offset - cell_at(state, run).offset
-            if size <= length < best_bytes:
-                best, best_bytes = run, length
-            run = -1
-        i += 1
-    return best
-
-
-@inner(forceinline=True)
-def _take(state, block, size, requested, row):
-    block = take_block(state, block, size, requested)
-    note_birth(state, block, row)
-    return block_at(state, block).address
-
-
-@inner(forceinline=True)
-def _times_released(state):
-    """How often cells were given back: by planned requests that were freed, and otherwise."""
-    return state.hits - state.arena_live + state.cells_released
-
-
-@inner(forceinline=True)
-def _failed_before(state, stream, size, lasts):
-    """Whether the last search found nothing, and this one asks for no less: no cell was given back since."""
-    search = state.failed_search
-    same = search.released_before == _times_released(state) and search.stream == stream
-    return same and size >= search.size_bytes and lasts >= search.lasts
-
-
-@inner()
-def _planned_to_last(state, now):
-    """The most that the entry before the cursor lives, as the plan has it: until one of its cells is needed again.
-
-    It is served from a lease because its place is taken. If it stood where others belong, they would be displaced in
-    turn, and so on from step to step. 0: it has no place.
-    """
-    cursor = state.cursor
-    entry = entry_at(state, (cursor if cursor != state.ring_start else state.ring_end) - 1)
-    if state.uses == 0 or entry.offset < 0:
+def free_end(state, pool, index):
+    """The free block at the end of the lease before a cell, if that is one of the pool; 0: there is none."""
+    row = cell_at(state, index - 1).lease if index > 0 else 0
+    if pool < 0 or row <= 0 or segment_at(state, row).pool != pool:
         return 0
-    until = NEVER
-    for index in range(entry.cell_low, entry.cell_high):
-        until = min(until, needed_at(state, index, now))
-    return until - now
-
-
-@inner()
-def _find_late(state, stream, size, now, lasts):
-    """The first of idle cells for a request that lasts so long, those that the plan needs late before others; -1."""
-    low = -1
-    for shift in range(_HALVINGS if lasts > 0 else 0):
-        low = _find_idle(state, stream, size, now + (lasts >> shift)) if low < 0 else low
-    return low if low >= 0 else _find_idle(state, stream, size, 0)
-
-
-@inner()
-def _find_for(state, stream, size, lasts, is_lost):
-    """Idle cells for a request that is expected to last so long (0: unknown): the first one, and for how long.
-
-    The first is -1 if there are none, and the search is remembered then.
-    """
-    length = state.ring_end - state.ring_start
-    least = 0 if is_lost else lasts if lasts > 0 else length >> 2
-    if _failed_before(state, stream, size, least):
-        return -1, 0
-    now, low = tape_time(state), -1
-    if is_lost:
-        low = _find_late(state, stream, size, now, lasts if state.miss_run < _LOST else 0)
-        lasts = 0
-        before = state.num_leases
-        if low < 0:
-            revoke_all(state)
-            low = _find_idle(state, stream, size, 0) if state.num_leases < before else -1
-    elif lasts > 0:
-        low = _find_idle(state, stream, size, now + lasts)
-    else:
-        for lasts in (length, least):  # nothing is known: only what is idle for long
-            low = _find_idle(state, stream, size, now + lasts)
-            if low >= 0:
-                break
-    if low < 0:
-        search = state.failed_search
-        search.released_before = _times_released(state)
-        search.stream = stream
-        search.size_bytes = size
-        search.lasts = least
-    return low, lasts
-
-
-@inner()
-def _lease(state, pool, stream, low, size, lasts, is_lost):
-    """A lease of the idle cells from `low` on that are enough for a request, or for several; its row, 0 if none."""
-    begin, now = cell_at(state, low).offset, tape_time(state)
-    wanted, bits = max(size, _MIN_LEASE), state.cell_bits
-    high, until = low, NEVER
-    while high < state.num_cells and cell_at(state, high).offset - begin < wanted:
-        usable = cells_empty(bits, high, high + 1) and cell_at(state, high).stream == stream
-        needed = needed_at(state, high, now) if usable else 0
-        if not usable or (needed < now + lasts and not is_lost):
-            break
-        until = min(until, needed)
-        high += 1
-    row = add_segment(state, pool, state.arena + begin, cell_at(state, high).offset - begin)
-    if row != 0:
-        begin_lease(state, row, low, high, until)
-    return row
-
-
-@inner()
-def lend(state, stream, size, requested, row, anything):
-    """Serve a request that the plan does not from an idle part of the arena: its address, 0 if there is none.
-
-    While the program does something that is on no tape all that is idle will do, as with `anything`, before memory runs
-    short. `row` is that of the request in the table of lifespans.
-    """
-    if state.cell_streams >> (stream & 63) & 1 == 0 or live_is_full(state):
-        return 0
-    now, is_lost = tape_time(state), anything or state.miss_run >= _LOST
-    known = lifespan_at(state, row).value
-    if is_lost and not anything and outlives_pass(state, row):
-        return 0  # it would stand in the way of the next pass, whatever this one is
-    lasts = max(known, _planned_to_last(state, now) if state.miss_run == 0 else 0)
-    if state.num_tapes > 1 and not is_lost and now + lasts > state.pass_start + state.ring_end:
-        return 0  # a step of another kind may come next: what this one leaves idle is that one's
-    pool = find_pool(state, stream, LEASED_KIND, True)
-    if pool < 0:
-        return 0
-    fit = best_fit(state, pool, size)
-    if fit != 0 and (is_lost or segment_at(state, block_at(state, fit).segment).until >= now + lasts):
-        return _take(state, fit, size, requested, row)
-    if state.num_leases >= _MAX_LEASES or state.num_cells == 0:
-        return 0
-    owner = state.strand << STREAM_BITS | stream
-    low, lasts = _find_for(state, owner, size, lasts, is_lost)
-    if low < 0:
-        return 0
-    lease = _lease(state, pool, owner, low, size, lasts, is_lost)
-    return _take(state, segment_at(state, lease).first, size, requested, row) if lease != 0 else 0
+    block = segment_at(state, row).first
+    while block_at(state, block).next != 0:
+        block = block_at(state, block).next
+    return block if block_at(state, block).state == BLOCK_FREE else 0

@@ -52,7 +52,8 @@ from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
 from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pass
-from stalloc.core.leases import lend, revoke
+from stalloc.core.leases import revoke
+from stalloc.core.lending import lend
 from stalloc.core.records import entry_at, slot_at, state_at
 from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
