@@ -45,8 +45,8 @@ def _find_idle(state, stream, size, until, pool):
             if run < 0:
                 run = i
         elif run >= 0:
-            before = free_end(state, pool, run)
             length = cell_at(state, i).offset - cell_at(state, run).offset
+            before = free_end(state, pool, run) if length < best_bytes else 0
             length += block_at(state, before).size_bytes if before != 0 else 0
             if size <= length < best_bytes:
                 best, best_bytes = run, length

@@ -59,7 +59,7 @@ from stalloc.core.slots import find_slot, in_arena
 from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
-from stalloc.core.tape_cursor import at_boundary, follow
+from stalloc.core.tape_cursor import follow, is_asked_for
 
 
 @inner(forceinline=True)
@@ -104,7 +104,7 @@ def _try(state, stream, size, requested, stage, position):
             key = size << STREAM_BITS | stream
             if state.num_strands > 0 and not choose_strand(state, key):
                 return heap_allocate(state, stream, size, requested, stage)
-            if stage == FIRST_TRY and state.ask_at_boundary != 0 and _is_asked_for(state, key):
+            if stage == FIRST_TRY and state.ask_at_boundary != 0 and is_asked_for(state, key):
                 state.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)
             if stage == GOT_PAGES:
@@ -196,12 +196,6 @@ def _count(state, stream, address, size, requested):
         record(state, ACTION_ALLOC, stream, address, requested)
         if size > TINY:
             state.num_sizable += 1
-
-
-@inner()
-def _is_asked_for(state, key):
-    """Whether Python wants to be entered before this request is served."""
-    return state.ask_at_boundary == AT_ANY_REQUEST or at_boundary(state, key)
 
 
 @inner()

@@ -7,6 +7,7 @@ stands, not for each entry of the tape, so a request that is on no tape costs ne
 
 from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.cells import tape_time
+from stalloc.core.constants import AT_ANY_REQUEST
 from stalloc.core.far_jumps import CONTEXT, WINDOW, asked, far_away, note_move
 from stalloc.core.hash_table import find_row
 from stalloc.core.intrinsics import first_at_least
@@ -163,8 +164,14 @@ def go_to(state, begin, end, position):
 
 
 @inner()
-def at_boundary(state, key):
-    """Whether this request begins the ring anew, after enough matches in a row to be sure of the place."""
+def is_asked_for(state, key):
+    """Whether Python wants to be entered before this request is served, since it is any, or begins the ring anew."""
+    return state.ask_at_boundary == AT_ANY_REQUEST or _at_boundary(state, key)
+
+
+@inner()
+def _at_boundary(state, key):
+    """Whether this request does so, after enough matches in a row to be sure of the place."""
     start = state.ring_start
     if state.cursor != start or entry_at(state, start).key != key:
         return False
