@@ -1,15 +1,17 @@
 """One program in this process, looked at from outside its allocator: python observe.py OPTIONS PROGRAM ARGS.
 
 Contract: bytes held are those that the virtual driver handed out (cudaMalloc, cuMemCreate), never an allocator's own
-count. The peaks are those of each step, so that the parts of a run can be judged; nothing else is asked at the end of a
-step where only processor time is wanted (--only-time). Under STALLOC=1 stalloc's hook has chosen the device before this
-begins; natively --memory and --devices choose it.
+count. The peaks are those of each step, so that the parts of a run can be judged. With --turns processor time is told
+instead, and nothing else is asked at the end of a step. Under STALLOC=1 stalloc's hook has chosen the device before
+this begins; natively --memory and --devices choose it.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "harm_programs"
 class Observer:
     """Listens to the ends of steps and keeps one row a step."""
 
-    def __init__(self, num_devices: int, only_time: bool) -> None:
-        self._devices, self._only_time = range(num_devices), only_time
-        self._worked_ns: list[int] = []
+    def __init__(self, num_devices: int) -> None:
+        self._devices = range(num_devices)
         self._rows: list[dict[str, Any]] = []
         self._before = 0, 0
 
     def __call__(self, kind: str) -> None:
-        self._worked_ns.append(time.process_time_ns())
-        if not self._only_time:
-            self._look(kind)
-
-    def _look(self, kind: str) -> None:
         from stalloc.device import virtual
 
         held = [virtual.peak_bytes(device) for device in self._devices]
@@ -62,17 +58,28 @@ class Observer:
         """What is written once the program is over."""
         from stalloc.device import virtual
 
-        if not self._only_time:
-            self._look("after the last step")
+        self("after the last step")
         return {
             "exit_code": code,
-            "worked_ns": self._worked_ns,
             "steps": self._rows[:-1],
-            "end": self._rows[-1] if self._rows else None,
+            "end": self._rows[-1],
             "plans_made": sum(report.plans_made for report in _reports()),
             "gave_up": [report.note for report in _reports() if report.phase == Phase.RESTING.value],
             "statistics": virtual.statistics(),
         }
+
+
+class Turns:
+    """Tells at the end of each step what processor time the process took so far, and waits for its turn."""
+
+    def __init__(self, go: int, told: int) -> None:
+        self._go, self._told = go, told  # what is read and written, as the operating system numbers it
+        self._are_taken = True
+
+    def __call__(self, kind: str) -> None:
+        if self._are_taken:
+            os.write(self._told, b"%d\n" % time.process_time_ns())
+            self._are_taken = os.read(self._go, 1) != b""
 
 
 def _reports() -> list[Any]:
@@ -85,14 +92,14 @@ def _reports() -> list[Any]:
         return []  # stalloc is not in this process
 
 
-def _watch_optimizers(observer: Observer) -> None:
+def _watch_optimizers(listener: Callable[[str], None]) -> None:
     """For programs that are not ours and say nothing: a step is over when an optimizer's is."""
     from stalloc.imports import after_import
 
     def register() -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda *_: observer(""))
+        register_optimizer_step_post_hook(lambda *_: listener(""))
 
     after_import("torch", register)
 
@@ -100,14 +107,18 @@ def _watch_optimizers(observer: Observer) -> None:
 def main() -> int:
     """Run the program, write what was seen; the program's exit code."""
     parser = argparse.ArgumentParser(prog="observe.py", allow_abbrev=False)
-    parser.add_argument("--result", required=True)
+    parser.add_argument("--result", help="the file to write")
     parser.add_argument("--memory", type=int, help="run natively on devices of so many bytes")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--only-time", action="store_true")
+    parser.add_argument("--turns", type=int, nargs=2, metavar=("GO", "TOLD"), help="files that are open already")
+    parser.add_argument("--processor", type=int, help="run on this one alone")
     parser.add_argument("--cupy-async", action="store_true", help="CuPy allocates by its MemoryAsyncPool")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    observer = Observer(args.devices, args.only_time)
+    observer = Observer(args.devices)
+    listener = Turns(*args.turns) if args.turns else observer
+    if args.processor is not None:
+        os.sched_setaffinity(0, {args.processor})
     if args.memory is not None:
         from stalloc import device
 
@@ -123,11 +134,12 @@ def main() -> int:
         sys.path.insert(0, str(FOLDER))
         import steps  # type: ignore[import-not-found]
 
-        steps.listeners.append(observer)
+        steps.listeners.append(listener)
     else:
-        _watch_optimizers(observer)
+        _watch_optimizers(listener)
     code = run_program(args.program)
-    Path(args.result).write_text(json.dumps(observer.result(code)), encoding="utf-8")
+    if args.result:
+        Path(args.result).write_text(json.dumps(observer.result(code)), encoding="utf-8")
     return code
 
 

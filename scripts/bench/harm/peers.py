@@ -55,9 +55,7 @@ class KeptPeers:
         peer = Peer(**entry["peer"]) if entry and entry["of"] == print_ else _measure(program, setting)
         if least and peer.least_bytes is None and not peer.failure:
             too_little = peer.too_little_bytes - GRANULE
-            found = smallest(
-                lambda size: run(program, setting, size, only_time=True).is_complete, too_little, peer.enough_bytes
-            )
+            found = smallest(lambda size: run(program, setting, size).is_complete, too_little, peer.enough_bytes)
             peer = replace(peer, least_bytes=found)
         new = {"of": print_, "peer": asdict(peer)}
         if new != entry and not peer.failure:

@@ -6,11 +6,10 @@ if it failed, with the exit code that the operating system saw.
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,6 @@ AMPLE_BYTES = 80 << 30
 LIMIT_SECONDS = 300
 _OBSERVE = Path(__file__).with_name("observe.py")
 _OURS = ("STALLOC", "PYTORCH_", "CUPY_GPU_MEMORY")
-
-
-class RunError(Exception):
-    """A program failed that is to run through; the text says under which setting, and how."""
 
 
 class Setting(Enum):
@@ -72,13 +67,6 @@ class Outcome:
     def _devices(self) -> range:
         return range(len(self.steps[-1]["held"]))
 
-    @property
-    def worked_ms(self) -> float:
-        """Processor time a step, over the later half of the steps."""
-        times = self.seen["worked_ns"]
-        middle = len(times) // 2
-        return (times[-1] - times[middle]) / max(1, len(times) - 1 - middle) / 1e6
-
 
 def peak(steps: list[dict[str, Any]], name: str) -> int:
     """The highest sum over the devices' peaks; each device's is that of all the steps."""
@@ -86,28 +74,12 @@ def peak(steps: list[dict[str, Any]], name: str) -> int:
     return sum(max(column) for column in zip(*rows, strict=True))
 
 
-def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, only_time: bool = False) -> Outcome:
+def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES) -> Outcome:
     """Run it once."""
     variables = variables_of(program, setting, memory_bytes)
-    options = ["--devices", str(program.num_devices)]
-    if only_time:
-        options.append("--only-time")
-    if setting is not Setting.STALLOC:
-        options += ["--memory", str(memory_bytes)]
-    if setting is Setting.ASYNC:
-        options.append("--cupy-async")
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         result = Path(folder) / "seen.json"
-        command = [
-            sys.executable,
-            "-P",
-            str(_OBSERVE),
-            "--result",
-            str(result),
-            *options,
-            str(program.script),
-            *program.arguments,
-        ]
+        command = command_of(program, setting, memory_bytes, "--result", str(result))
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
@@ -119,6 +91,16 @@ def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES, *, 
     return Outcome(done.returncode, lines[-1][:200] if done.returncode and lines else "", seen)
 
 
+def command_of(program: Program, setting: Setting, memory_bytes: int, *options: str) -> list[str]:
+    """The command line that runs a program under observe.py, with more options of that."""
+    devices = ["--devices", str(program.num_devices)]
+    if setting is not Setting.STALLOC:
+        devices += ["--memory", str(memory_bytes)]
+    if setting is Setting.ASYNC:
+        devices.append("--cupy-async")
+    return [sys.executable, "-P", str(_OBSERVE), *options, *devices, str(program.script), *program.arguments]
+
+
 def variables_of(program: Program, setting: Setting, memory_bytes: int) -> dict[str, str]:
     """The environment of a program; for stalloc it is all that switches it on."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
@@ -128,23 +110,3 @@ def variables_of(program: Program, setting: Setting, memory_bytes: int) -> dict[
     if setting is Setting.EXPANDABLE:
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables
-
-
-def processor_ratio(program: Program, num_pairs: int, num_steps: int | None) -> float:
-    """Processor time of a step under stalloc by that under the library's default; the median of alternating pairs.
-
-    Runs have `num_steps` steps where it is given and the program takes a number. Raises RunError if one of them fails.
-    """
-    if num_steps is not None and program.takes_steps:
-        program = replace(program, arguments=(*program.arguments, str(num_steps)))
-    ratios = []
-    for number in range(num_pairs):
-        order = [Setting.DEFAULT, Setting.STALLOC]
-        if number % 2:
-            order.reverse()
-        took = {setting: run(program, setting, only_time=True) for setting in order}
-        for setting, outcome in took.items():
-            if not outcome.is_complete:
-                raise RunError(f"ends with {outcome.code} under {setting.value}: {outcome.last_line}")
-        ratios.append(took[Setting.STALLOC].worked_ms / took[Setting.DEFAULT].worked_ms)
-    return statistics.median(ratios)
