@@ -126,7 +126,7 @@ class RecordedSteps:
             return True
         early_size, early_stream = self._recording.requests_before_marks()
         tail = slice(len(early_size) - len(size), None)
-        if not len(size) or len(early_size) < len(size):
+        if not len(size) or len(early_size) < len(size) or early_size[-1] != size[-1]:
             return False
         return bool((early_size[tail] == size).all() and (early_stream[tail] == stream).all())
 

@@ -51,8 +51,7 @@ class Runner:
 
 def host_step(num_pairs: int) -> list[tuple[str, float, float | None]]:
     """The rows; none, with the reason printed, where torch with CUDA or CuPy is missing."""
-    if not _torch_has_cuda() or importlib.util.find_spec("cupy") is None:
-        print("  (host_step: skipped, it needs a CUDA build of torch and CuPy)", file=sys.stderr)
+    if not can_run("host_step"):
         return []
     core = max(os.sched_getaffinity(0))
     native, ours = runners = [Runner(allocator, core) for allocator in ("native", "stalloc")]
@@ -84,10 +83,15 @@ def host_step(num_pairs: int) -> list[tuple[str, float, float | None]]:
     ]
 
 
-def _torch_has_cuda() -> bool:
+def can_run(group: str) -> bool:
+    """Whether there are torch with CUDA and CuPy, which a group of rows needs; the reason is printed if not."""
     spec = importlib.util.find_spec("torch")
     places = (spec.submodule_search_locations if spec is not None else None) or []
-    return any((Path(place) / "lib" / "libtorch_cuda.so").exists() for place in places)
+    has_cuda = any((Path(place) / "lib" / "libtorch_cuda.so").exists() for place in places)
+    has_all = has_cuda and importlib.util.find_spec("cupy") is not None
+    if not has_all:
+        print(f"  ({group}: skipped, it needs a CUDA build of torch and CuPy)", file=sys.stderr)
+    return has_all
 
 
 def main() -> None:
