@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,8 @@ class _Player:
 
     def take_turn(self) -> bool:
         """Let it make a step; False: the program has come to its end."""
-        os.write(self._go, b".")
+        with suppress(BrokenPipeError):  # it has come to a bad one between its turns
+            os.write(self._go, b".")
         return self.wait()
 
     def finish(self) -> None:
