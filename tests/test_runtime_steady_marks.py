@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from programs.step_program import Program, in_rounds
 
+from stalloc.core import constants
 from stalloc.runtime.runtime_settings import Phase
 from stalloc.trace import Trace
 
@@ -83,3 +84,16 @@ def test_each_mark_keeps_its_time() -> None:
     for number in range(50):
         program.step(lambda: program.train(2000))
         assert len(program.controller.recording.step_times_ns) == number + 1
+
+
+def test_an_interruption_while_steps_go_by_leaves_the_program_to_be_watched_anew() -> None:
+    """It may come before the parts are told of those steps, which belong to a record that is forgotten then."""
+    program = Program()
+    for _ in range(60):
+        program.step(lambda: program.train(2000))
+    assert program.controller.status.phase is Phase.PLANNED
+    program.controller.recover(constants.AT_BOUNDARY, 0, KeyboardInterrupt())
+    for _ in range(20):
+        program.step(lambda: program.train(2000))
+    assert program.controller.status.phase is Phase.PLANNED
+    assert program.controller.status.num_plans == 2

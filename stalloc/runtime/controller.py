@@ -200,6 +200,7 @@ class Controller:
 
     def observe(self) -> None:
         """Watch from here on."""
+        self.steady.end()
         self.shortage.forget_arena()
         self.serving.probation.leave()
         self.watching.begin()

@@ -138,6 +138,7 @@ class Soak:
         arena_bytes = round_up(peak_bytes)
         tape = ArenaTape(arena_bytes=arena_bytes, size=size, stream=stream, offset=offset, begins=begins)
         with controller.lock:
+            controller.steady.end()  # as whoever enters Python
             if controller.status.phase is not Phase.PLANNED:
                 controller.serving.note_observed()
             if controller.serving.put_in_force(tape):
