@@ -35,7 +35,7 @@ def begin_lease(state, row, low, high, until):
 
 @inner()
 def extend_lease(state, block, low, high, until):
-    """Let a lease that ends in a free block have the empty cells [low, high) behind it, too; the block."""
+    """Let a lease that ends in a free block have the empty cells [low, high) behind it, too."""
     row = block_at(state, block).segment
     segment, more = segment_at(state, row), cell_at(state, high).offset - cell_at(state, low).offset
     _take_cells(state, row, low, high)
@@ -47,7 +47,6 @@ def extend_lease(state, block, low, high, until):
     block_at(state, block).size_bytes += more
     put_on(state, block, BLOCK_FREE)
     state.leased_bytes += more
-    return block
 
 
 @inner()

@@ -151,7 +151,8 @@ def _lease(state, pool, stream, low, size, lasts, is_lost):
         until = min(until, needed)
         high += 1
     if before != 0:
-        return extend_lease(state, before, low, high, until)
+        extend_lease(state, before, low, high, until)
+        return before
     row = add_segment(state, pool, state.arena + begin, cell_at(state, high).offset - begin)
     if row != 0:
         begin_lease(state, row, low, high, until)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from harm.catalogue import OWN, ROOT, Program, programs
-from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, variables_of
+from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, last_line, variables_of
 
 _FILES = ("lasting", "lengths", "failures", "changing", "phases", "streams")
 _MOST_STEPS = 30
@@ -55,5 +55,4 @@ def _end(program: Program, num_steps: int, code: int) -> Ending:
         )
     except subprocess.TimeoutExpired:
         return Ending(" ".join(command), code, 124, f"no end within {LIMIT_SECONDS} s")
-    lines = done.stderr.strip().splitlines()
-    return Ending(" ".join(command), code, done.returncode, lines[-1][:200] if lines else "")
+    return Ending(" ".join(command), code, done.returncode, last_line(done.stderr))

@@ -87,8 +87,12 @@ def run(program: Program, setting: Setting, memory_bytes: int = AMPLE_BYTES) -> 
         except subprocess.TimeoutExpired:
             return Outcome(124, f"no end within {LIMIT_SECONDS} s", {})
         seen = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    lines = done.stderr.strip().splitlines()
-    return Outcome(done.returncode, lines[-1][:200] if done.returncode and lines else "", seen)
+    return Outcome(done.returncode, last_line(done.stderr) if done.returncode else "", seen)
+
+
+def last_line(said: str) -> str:
+    """The last line of what a program said, cut short; "": it said nothing."""
+    return (said.strip().splitlines() or [""])[-1][:200]
 
 
 def command_of(program: Program, setting: Setting, memory_bytes: int, *options: str) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harm.catalogue import ROOT, Program
-from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, variables_of
+from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_line, variables_of
 
 
 class RunError(Exception):
@@ -33,8 +33,9 @@ class _Player:
 
     def __init__(self, program: Program, setting: Setting, processor: int, open_until: ExitStack) -> None:
         self._setting, folder = setting, open_until.enter_context(tempfile.TemporaryDirectory(prefix="stalloc-"))
-        go, self._go = os.pipe()
+        go, turn = os.pipe()
         ends, told = os.pipe()
+        self._go = open_until.enter_context(os.fdopen(turn, "wb", buffering=0))
         self._ends = open_until.enter_context(os.fdopen(ends))
         self._said = Path(folder) / "said"
         options = ["--turns", str(go), str(told), "--processor", str(processor)]
@@ -65,16 +66,15 @@ class _Player:
     def take_turn(self) -> bool:
         """Let it make a step; False: the program has come to its end."""
         with suppress(BrokenPipeError):  # it has come to a bad one between its turns
-            os.write(self._go, b".")
+            self._go.write(b".")
         return self.wait()
 
     def finish(self) -> None:
         """Let it come to its end. Raises RunError if that is not a good one."""
-        os.close(self._go)
+        self._go.close()
         code = self._process.wait()
         if code:
-            lines = self._said.read_text().strip().splitlines()
-            raise RunError(f"ends with {code} under {self._setting.value}: {lines[-1][:200] if lines else ''}")
+            raise RunError(f"ends with {code} under {self._setting.value}: {last_line(self._said.read_text())}")
 
     @property
     def later_half_ns(self) -> int:

@@ -9,11 +9,9 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from running.host_step import can_run
+from running.host_step import ROOT, can_run
 
-ROOT = Path(__file__).resolve().parents[3]
 _NUM_REQUESTS, _NUM_LIVE, _NUM_STEPS, _WARM_UP_STEPS = 400, 50, 300, 60
 _ALLOCATORS = "native", "expandable", "stalloc"
 
