@@ -1,9 +1,9 @@
 """One program in this process, looked at from outside its allocator: python observe.py OPTIONS PROGRAM ARGS.
 
 Contract: bytes held are those that the virtual driver handed out (cudaMalloc, cuMemCreate), never an allocator's own
-count. The peaks are those of each step, so that the parts of a run can be judged. With --turns processor time is told
-instead, and nothing else is asked at the end of a step. Under STALLOC=1 stalloc's hook has chosen the device before
-this begins; natively --memory and --devices choose it.
+count. The peaks are those of each step, so that the parts of a run can be judged. With --turns times are told instead,
+and nothing else is asked at the end of a step. Under STALLOC=1 stalloc's hook has chosen the device before this begins;
+natively --memory and --devices choose it.
 """
 
 import argparse
@@ -70,16 +70,19 @@ class Observer:
 
 
 class Turns:
-    """Tells at the end of each step what processor time the process took so far, and waits for its turn."""
+    """Tells at the end of each step what it took, by the clock and on the processor, and waits for its turn."""
 
     def __init__(self, go: int, told: int) -> None:
         self._go, self._told = go, told  # what is read and written, as the operating system numbers it
         self._are_taken = True
+        self._began_ns, self._worked_ns = time.perf_counter_ns(), 0
 
     def __call__(self, kind: str) -> None:
         if self._are_taken:
-            os.write(self._told, b"%d\n" % time.process_time_ns())
+            ended, worked = time.perf_counter_ns(), time.process_time_ns()
+            os.write(self._told, b"%d %d\n" % (ended - self._began_ns, worked - self._worked_ns))
             self._are_taken = os.read(self._go, 1) != b""
+            self._began_ns, self._worked_ns = time.perf_counter_ns(), worked
 
 
 def _reports() -> list[Any]:

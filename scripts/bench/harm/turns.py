@@ -1,9 +1,8 @@
-"""Processor time of a program under stalloc against that under its library's default: two processes that take turns.
+"""Times of a program's steps under stalloc and under its library's default: two processes that take turns.
 
 Contract: a step of one, then the same step of the other, on one processor and in changing order, so that what disturbs
-the machine disturbs both. The later half of the steps counts, and in it all that a process does, whichever thread does
-it. Single runs, one after the other, differ by a quarter from one to the next on a busy machine; of four programs that
-took turns twice none differed by more than 2 %.
+the machine disturbs both. Single runs, one after the other, differ by a quarter from one to the next on a busy machine;
+of four programs that took turns twice none differed by more than 2 %.
 """
 
 import os
@@ -13,11 +12,19 @@ import subprocess
 import tempfile
 import threading
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harm.catalogue import ROOT, Program
 from harm.running import AMPLE_BYTES, LIMIT_SECONDS, Setting, command_of, last_line, variables_of
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a step took, in nanoseconds."""
+
+    clock_ns: int  #: from the begin of its turn
+    processor_ns: int  #: of all threads, from the end of the step before
 
 
 class RunError(Exception):
@@ -32,7 +39,9 @@ for _number in sorted(os.sched_getaffinity(0)):
 class _Player:
     """A program that stands still at the end of each step until it is its turn."""
 
-    def __init__(self, program: Program, setting: Setting, processor: int, open_until: ExitStack) -> None:
+    def __init__(
+        self, program: Program, setting: Setting, memory_bytes: int, processor: int, open_until: ExitStack
+    ) -> None:
         self._setting, folder = setting, open_until.enter_context(tempfile.TemporaryDirectory(prefix="stalloc-"))
         go, turn = os.pipe()
         ends, told = os.pipe()
@@ -42,9 +51,9 @@ class _Player:
         options = ["--turns", str(go), str(told), "--processor", str(processor)]
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
-                command_of(program, setting, AMPLE_BYTES, *options),
+                command_of(program, setting, memory_bytes, *options),
                 cwd=ROOT,
-                env=variables_of(program, setting, AMPLE_BYTES),
+                env=variables_of(program, setting, memory_bytes),
                 pass_fds=(go, told),
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -55,17 +64,14 @@ class _Player:
         limit.start()
         for ending in (self._process.wait, self._process.kill, limit.cancel):
             open_until.callback(ending)
-        self._worked_ns: list[int] = []  # of the whole process, at the end of each step
 
-    def wait(self) -> bool:
-        """Wait for the end of a step; False: the program has come to its own."""
+    def wait(self) -> Turn | None:
+        """Wait for the end of a step; None: the program has come to its own."""
         line = self._ends.readline()
-        if line:
-            self._worked_ns.append(int(line))
-        return bool(line)
+        return Turn(*map(int, line.split())) if line else None
 
-    def take_turn(self) -> bool:
-        """Let it make a step; False: the program has come to its end."""
+    def take_turn(self) -> Turn | None:
+        """Let it make a step; None: the program has come to its end."""
         with suppress(BrokenPipeError):  # it has come to a bad one between its turns
             self._go.write(b".")
         return self.wait()
@@ -77,34 +83,50 @@ class _Player:
         if code:
             raise RunError(f"ends with {code} under {self._setting.value}: {last_line(self._said.read_text())}")
 
-    @property
-    def later_half_ns(self) -> int:
-        """Processor time of the later half of the steps."""
-        return self._worked_ns[-1] - self._worked_ns[(len(self._worked_ns) - 1) // 2]
-
 
 def processor_ratio(program: Program, num_runs: int, num_steps: int | None) -> float:
     """Processor time of a step under stalloc by that under the library's default; the median of so many runs.
 
-    Runs have `num_steps` steps where it is given and the program takes a number. Raises RunError if one of them fails.
+    The later half of the steps counts, and in it all that a process does, whichever thread does it. Runs
+    have `num_steps` steps where it is given and the program takes a number. Raises RunError if one of them fails.
     """
     if num_steps is not None and program.takes_steps:
         program = replace(program, arguments=(*program.arguments, str(num_steps)))
+    ratios = []
+    for _ in range(num_runs):
+        turns = take_turns(program)
+        later = turns[len(turns) // 2 :]
+        ratios.append(sum(ours.processor_ns for _, ours in later) / sum(theirs.processor_ns for theirs, _ in later))
+    return statistics.median(ratios)
+
+
+def take_turns(program: Program, memory_bytes: int = AMPLE_BYTES) -> list[tuple[Turn, Turn]]:
+    """Each step but the first under the library's default and under stalloc, on a processor that no other pair uses.
+
+    Raises RunError if one of them fails.
+    """
     processor = _processors.get()
     try:
-        return statistics.median(_ratio(program, processor) for _ in range(num_runs))
+        with ExitStack() as open_until:
+            settings = Setting.DEFAULT, Setting.STALLOC
+            players = [_Player(program, one, memory_bytes, processor, open_until) for one in settings]
+            turns = _of_all_steps(*players)
+            for player in players:
+                player.finish()
+            return turns
     finally:
         _processors.put(processor)
 
 
-def _ratio(program: Program, processor: int) -> float:
-    with ExitStack() as open_until:
-        theirs, ours = (_Player(program, one, processor, open_until) for one in (Setting.DEFAULT, Setting.STALLOC))
-        order = [theirs, ours]
-        going = all(player.wait() for player in order)
-        while going:
-            order.reverse()
-            going = all(player.take_turn() for player in order)
-        for player in order:
-            player.finish()
-        return ours.later_half_ns / theirs.later_half_ns
+def _of_all_steps(native: _Player, ours: _Player) -> list[tuple[Turn, Turn]]:
+    order = [native, ours]
+    for player in order:
+        player.wait()  # for the end of the first step, which is nobody's turn
+    turns: list[tuple[Turn, Turn]] = []
+    while True:
+        order.reverse()
+        took = {player: player.take_turn() for player in order}
+        theirs, mine = took[native], took[ours]
+        if theirs is None or mine is None:
+            return turns
+        turns.append((theirs, mine))

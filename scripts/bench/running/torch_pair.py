@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 
-from running.host_step import ROOT, can_run
+from harm.catalogue import ROOT
+
+from running.host_step import can_run
 
 _NUM_REQUESTS, _NUM_LIVE, _NUM_STEPS, _WARM_UP_STEPS = 400, 50, 300, 60
 _ALLOCATORS = "native", "expandable", "stalloc"
