@@ -5,6 +5,9 @@ from files that nobody else can write, or from the package itself, and only if i
 versions, from these sources, for exactly this function, signature and processor. Anything else is compiled anew. A
 cache that cannot be read or written costs time and one sentence, nothing more.
 
+Most of what a file holds is LLVM's code of the function, for others that are compiled later and call it. numba parses
+it at once, which takes longer than all the rest; here it is parsed when it is needed.
+
 numba's cache keeps an index and numbered files of code: where the disk fills up between the two, or two processes
 save at once, an index may lead to code of other sources. Here each file says itself what it holds.
 
@@ -24,6 +27,7 @@ from typing import Any
 
 import llvmlite
 import numba
+from llvmlite import binding
 from numba.core import config
 from numba.core.caching import FunctionCache
 from numba.core.compiler import CompileResult
@@ -103,6 +107,29 @@ def _shipped() -> Path | None:
     return _SHIPPED if _SHIPPED.is_dir() else None
 
 
+@cache
+def _no_code() -> bytes:
+    """LLVM's code of nothing."""
+    empty: bytes = binding.parse_assembly("").as_bitcode()
+    return empty
+
+
+def _names_in(library: Any) -> set[str]:
+    """Of the functions and variables that a library defines."""
+    module = library._get_module_for_linking()
+    return {one.name for one in (*module.functions, *module.global_variables) if not one.is_declaration}
+
+
+def _rebuilt(target_context: Any, names: set[str], reduced: tuple[Any, ...]) -> Any:
+    """A compiled function as it was, of `_names_in` its library and `CompileResult._reduce`."""
+    (library, kind, (machine_code, code)), *rest = reduced
+    codegen = target_context.codegen()
+    codegen._engine._defined_symbols.update(names)  # numba would ask the parsed code for them
+    result = CompileResult._rebuild(target_context, (library, kind, (machine_code, _no_code())), *rest)
+    result.library._get_module_for_linking = cache(lambda: binding.parse_bitcode(code))
+    return result
+
+
 class KeptCode(FunctionCache):
     """What numba asks for compiled code of one function before it compiles, and gives it to afterwards."""
 
@@ -142,9 +169,9 @@ class KeptCode(FunctionCache):
             digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
             if hashlib.sha256(data).digest() == digest:
                 with contextlib.suppress(Exception):  # of many kinds, if two builds call themselves the same version
-                    made_of, made_for, payload = pickle.loads(data)
+                    made_of, made_for, *made = pickle.loads(data)
                     if (made_of, made_for) == (self._made_of, key):
-                        return CompileResult._rebuild(target_context, *payload)
+                        return _rebuilt(target_context, *made)
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -153,7 +180,7 @@ class KeptCode(FunctionCache):
         if folder is None or data.library.has_dynamic_globals or not all(lifted.can_cache for lifted in data.lifted):
             return
         key = self._index_key(sig, data.codegen)
-        content = dumps((self._made_of, key, data._reduce()))
+        content = dumps((self._made_of, key, _names_in(data.library), data._reduce()))
         try:
             write_whole(folder / self._file_name(key), hashlib.sha256(content).digest() + content, private=True)
         except BadInputError as error:

@@ -16,6 +16,7 @@ _HERE = dirname(__file__)
 _MAKERS = [join(_HERE, name) for name in ("compiled.py", "compiler.py", "kept_code.py")]
 _IMPORT = re.compile(rb"^(?:from +([\w.]+) +import +(\([^)]*\)|.*)|import +(.*))", re.MULTILINE)
 _NAME = re.compile(rb"[\w.]+")
+_is_file, _is_folder = cache(isfile), cache(isdir)  # many files import the same ones
 
 
 @cache
@@ -66,14 +67,14 @@ def _files(source: str, module: str, names: list[bytes]) -> list[str]:
         place = dirname(place)
     place = join(place, *filter(None, module.split(".")))
     places = [place]
-    if isdir(place):
+    if _is_folder(place):
         places += [join(place, name.decode()) for name in names]
-    return [path for one in places for path in (one + ".py", join(one, "__init__.py")) if isfile(path)]
+    return [path for one in places for path in (one + ".py", join(one, "__init__.py")) if _is_file(path)]
 
 
 @cache
 def _root(folder: str) -> str:
     """The folder that a package lies in; a folder without packages is its own."""
-    while isfile(join(folder, "__init__.py")):
+    while _is_file(join(folder, "__init__.py")):
         folder = dirname(folder)
     return folder

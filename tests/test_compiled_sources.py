@@ -100,10 +100,18 @@ def several(x):
     "top.py": """
 from stalloc.compiled import njit
 from made_up_package.between import several
+from made_up_package.one import one
 
 @njit()
 def more(x):
-    return several(x) + 1
+    return several(x) + one(x)
+""",
+    "one.py": """
+from stalloc.compiled import njit
+
+@njit()
+def one(x):
+    return 1
 """,
     "other.py": """
 from stalloc.compiled import njit
@@ -119,11 +127,12 @@ def not_compiled():
 }
 
 
-CHANGES = [  # of a file, what `more` gives of 10 then, and whether `more` and `other` were found compiled
-    ("sizes.py", "NUMBER = 3", 31, [0, 1]),
-    ("between.py", "from .base import several", 31, [0, 1]),
-    ("base.py", IMPORTING["base.py"].replace("* x", "* x + 5"), 36, [0, 1]),
-    ("other.py", IMPORTING["other.py"].replace("return x", "return x + 1"), 36, [1, 0]),
+CHANGES = [  # of a file, what `more` gives of 10 then, and whether `more`, `one` and `other` were found compiled
+    ("sizes.py", "NUMBER = 3", 31, [0, 1, 1]),
+    ("between.py", "from .base import several", 31, [0, 1, 1]),
+    ("base.py", IMPORTING["base.py"].replace("* x", "* x + 5"), 36, [0, 1, 1]),
+    ("one.py", IMPORTING["one.py"].replace("return 1", "return 2"), 37, [0, 0, 1]),
+    ("other.py", IMPORTING["other.py"].replace("return x", "return x + 1"), 37, [1, 0, 0]),
 ]
 
 
@@ -134,8 +143,8 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
         (folder / name).write_text(source)
     program = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); from made_up_package.top import more\n"
-        "from made_up_package.other import other\nresult = more(10); other(1)\n"
-        "print(json.dumps([result, [sum(one.stats.cache_hits.values()) for one in (more, other)]]))\n"
+        "from made_up_package.one import one; from made_up_package.other import other\nresult = more(10); other(1)\n"
+        "print(json.dumps([result, [sum(each.stats.cache_hits.values()) for each in (more, one, other)]]))\n"
     )
 
     def run() -> list[object]:
@@ -143,7 +152,7 @@ def test_a_changed_file_has_compiled_anew_what_depends_on_it_and_nothing_else(tm
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    assert run() == [21, [0, 0]]
+    assert run() == [21, [0, 0, 0]]
     for changed, source, result, hits in CHANGES:
         (folder / changed).write_text(source)
         assert run() == [result, hits], changed
