@@ -24,7 +24,7 @@ from stalloc.lifespans import (
     reorder,
     repeated_blocks,
 )
-from stalloc.lifespans.operation_graph import crossing_bytes
+from stalloc.lifespans.operation_dependencies import crossing_bytes
 from stalloc.lifespans.operation_modules import calls_of
 from stalloc.lifespans.steady_step import outermost
 from stalloc.trace import Trace, load_traces, save_traces

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stalloc.columns import Rows
-from stalloc.lifespans.operation_graph import operation_graph
+from stalloc.lifespans.operation_dependencies import operation_graph
 from stalloc.lifespans.steady_step import SteadyStep
 from stalloc.trace import Trace
 from stalloc.trace.operations import Operations

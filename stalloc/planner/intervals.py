@@ -9,14 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner.annealing import anneal
 from stalloc.planner.budget import Budget
 from stalloc.planner.methods import GROUPS, place_by_name
 from stalloc.planner.orders import SINGLE
 from stalloc.planner.pieces import Piece, parts_of, pieces_of, place_stacks
 from stalloc.planner.portfolio import Packing, compressed, improve, quick, solve
 from stalloc.planner.problem import Problem, epochs, load_curve
-from stalloc.planner.search import searching
 
 #: parts with more requests than this are not searched exactly
 SEARCHED = 2_000
@@ -70,6 +68,8 @@ def place_line(start: Column, end: Column, size: Column, budget: Budget) -> Layo
             packing, low = _searched(problem, target, budget)
             if packing is None or packing.peak_bytes > max(target, low):
                 if budget.method == "annealing":
+                    from stalloc.planner.annealing import anneal
+
                     tried = anneal(problem, target, budget)
                 else:
                     tried = solve(problem, target, budget, share, enough - part.base_bytes)
@@ -97,6 +97,8 @@ def _searched(problem: Problem, target: int, budget: Budget) -> tuple[Packing | 
     budget.tell(count, packing.peak_bytes, problem.bound, packing.method)
     if packing.peak_bytes <= max(target, problem.bound) or budget.over():
         return packing, problem.bound
+    from stalloc.planner.search import searching  # what the quick try reaches needs none of it
+
     until = SHARE * budget.seconds + (1 - SHARE) * (time.monotonic() - budget.began) if budget.seconds else np.inf
     nodes = WORK // (count + len(problem.floor)) if budget.seconds is None else 1 << 62
     best, bound = packing, problem.bound

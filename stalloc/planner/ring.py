@@ -7,7 +7,6 @@ that wrap round from the pass before are live as well. The bound is the maximum 
 import numpy as np
 
 from stalloc.columns import Column
-from stalloc.planner.annealing import anneal_ring
 from stalloc.planner.budget import Budget
 from stalloc.planner.hole_filling import fill_holes
 from stalloc.planner.intervals import Layout, place_line, told
@@ -118,6 +117,8 @@ def _above_wrapping(
     load = load_curve(a, b, size, num_epochs) + load_curve(a2, b2, size, num_epochs)
     bound = max(bound, int(load.max()))
     if budget.method == "annealing":
+        from stalloc.planner.annealing import anneal_ring
+
         return anneal_ring(a, b, a2, b2, size, num_epochs, bound, budget)
     whole = _whole(a, b, a2, b2, size, num_epochs, bound, 0.0, 1.0)
     if whole is not None:
