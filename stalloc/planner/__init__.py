@@ -19,8 +19,8 @@ How a plan is found, from the outside to the inside; every step has a file of it
   good (orders), by compiled passes over the requests (placement, on trees), in two_layers, into holes (hole_filling) or
   into the tightest one at birth (best_fit_by_birth). The first that reaches the bound ends it; otherwise the target is
   ratcheted down.
-- validator: judges the plan by comparing intervals (in overlaps, for what shares bytes), and shares no code with any of
-  this.
+- validator: judges the plan by comparing intervals (in overlaps, for what shares bytes), and shares no code with what
+  places anything; what is asked to be at fixed places is judged by it first.
 
 A peak that reaches the bound is optimal, and the plan says so. replanning changes a plan for a trace that is nearly the
 same; joint_plans are for programs that take turns in one arena; least_moves finds which live blocks to move. groups

@@ -4,7 +4,6 @@ Contract: constraints that exist can be kept. Each alignment is a power of two, 
 row's alignment, no two fixed requests that are live together share a byte, and none uses a forbidden one.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.planner.overlaps import walk
+from stalloc.planner.verdict import Uses
 from stalloc.trace.record import MAX_BYTES
 
 Ranges = Iterable[tuple[int, int]]
@@ -125,26 +126,13 @@ def check_places(
         again, period = begins >= ring[0], ring[1] - ring[0]
         rows, begins = (np.concatenate([rows, rows[again]]), np.concatenate([begins, begins[again] + period]))
         ends = np.concatenate([ends, np.minimum(ends[again], ring[1]) + period])
-    low, high = given.fixed[rows].tolist(), (given.fixed + size)[rows].tolist()
-    numbers = np.arange(len(rows))
-    changes = np.concatenate([~numbers, numbers])[np.argsort(np.concatenate([ends, begins]), kind="stable")]
-    live: list[int] = []  # where they begin, ascending: no two begin at one place
-    stays: dict[int, int] = {}  # who does
-    for change in changes.tolist():
-        stay = change if change >= 0 else ~change
-        at = bisect_left(live, low[stay])
-        if change < 0:
-            live.pop(at)
-            continue
-        for place in live[max(at - 1, 0) : at + 1]:
-            if max(place, low[stay]) < min(high[stays[place]], high[stay]):
-                one, two = sorted(rows[[stays[place], stay]].tolist())
-                raise BadInputError(
-                    f"{given.name(one)} and {given.name(two)} are fixed at {given.fixed[one]} and {given.fixed[two]}, "
-                    f"share bytes there and are live together: leave one of them free."
-                )
-        live.insert(at, low[stay])
-        stays[low[stay]] = stay
+    low = given.fixed[rows]
+    if (pair := walk(Uses(begins, ends, low, low + size[rows], rows), 1).pair) is not None:
+        one, two = sorted(rows[[*pair]].tolist())
+        raise BadInputError(
+            f"{given.name(one)} and {given.name(two)} are fixed at {given.fixed[one]} and {given.fixed[two]}, "
+            f"share bytes there and are live together: leave one of them free."
+        )
 
 
 def _check_each(rows: Column, size: Column, given: Constraints) -> None:

@@ -1,6 +1,7 @@
 """A walk through what a plan places, in order of time: two stays that share bytes, and how much is live at most.
 
 Contract: as of validator.py, of which this is a part: no cleverness beyond keeping what is live sorted by address.
+What is asked to be at fixed places goes through it, too, before anything is placed.
 """
 
 from typing import NamedTuple
