@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.planner.budget import Budget
+from stalloc.planner.constrained import place_constrained, stays
 from stalloc.planner.constraints import Constraints, Ranges, check_places, constraints
 from stalloc.planner.intervals import Layout, place_line
 from stalloc.planner.problem import load_curve
@@ -68,8 +69,6 @@ def plan_arrays(
 def _constrained(
     start: Column, end: Column, size: Column, given: Constraints, ring: tuple[int, int] | None, budget: Budget
 ) -> Layout:
-    from stalloc.planner.constrained import place_constrained, stays
-
     live = stays(start, end, ring)
     if ring is None:
         bound = int(load_curve(live.start, live.end, size, live.num_epochs).max())
