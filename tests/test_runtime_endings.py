@@ -80,7 +80,7 @@ for _ in range(4):
 streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
 def work():
     block = alloc(3 * MIB)
-    CONTROLLER.memory.share(block.ptr, streams[0].ptr)
+    STATE.share(block.ptr, streams[0].ptr)
 in_thread(work)
 in_thread(lambda: steps(1))
 in_thread(CONTROLLER.memory.release_unused)
@@ -103,7 +103,7 @@ class Late:
     def __init__(self):
         self.blocks = [alloc(i * MIB) for i in range(1, 6)]
         for block in self.blocks:
-            CONTROLLER.memory.share(block.ptr, stream.ptr)
+            STATE.share(block.ptr, stream.ptr)
     def __del__(self):
         self.blocks.clear()
 sys.late = Late()

@@ -60,7 +60,7 @@ def program(marked):
                 size = MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)
                 held.append(alloc(size))
                 if i % 3 == 0:
-                    CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
+                    STATE.share(held[-1].ptr, streams[0].ptr)
             except cp.cuda.memory.OutOfMemoryError:
                 refused += 1
         if marked:
@@ -176,7 +176,7 @@ def program(marked):
         for i in range(8):
             held.append(alloc(MIB + 4096 * i if step < 9 else 3 * MIB - 8192 * (i * step % 11)))
             if i % 3 == 0:
-                CONTROLLER.memory.share(held[-1].ptr, streams[0].ptr)
+                STATE.share(held[-1].ptr, streams[0].ptr)
         if marked:
             stalloc.step()
         if step == 12:
@@ -267,37 +267,6 @@ print(json.dumps([heard, deferred, private, after, kinds, len(CONTROLLER.capture
 """
     )
     assert results == [[True] * 6, 1, True, 0, 1, 0, 0]
-
-
-def test_a_word_of_a_freed_block_that_comes_late_takes_nothing_from_the_next_one(run_checks: Any) -> None:
-    """A thread frees a block that two streams use, and is held up before it can say so."""
-    assert run_checks(
-        _PROLOGUE
-        + """
-stream = cp.cuda.Stream(non_blocking=True)
-block = alloc(3 * MIB)
-address = block.ptr
-CONTROLLER.memory.share(address, stream.ptr)
-holder = [block]
-del block
-late = threading.Thread(target=holder.clear)
-with CONTROLLER.lock:
-    late.start()
-    while not STATE.record.num_deferred:
-        pass
-    CONTROLLER.help(constants.POLL, 0)  # finds it, and its events are over
-    block = alloc(3 * MIB)
-    same = block.ptr == address
-    CONTROLLER.memory.share(address, stream.ptr)
-late.join()
-CONTROLLER.help(constants.POLL, 0)
-recorded, record = [], cp.cuda.runtime.eventRecord
-cp.cuda.runtime.eventRecord = lambda event, stream: (recorded.append(stream), record(event, stream))
-del block
-CONTROLLER.help(constants.POLL, 0)
-print(json.dumps([same, recorded == [stream.ptr], STATE.record.num_deferred, STATE.record.total.allocated_bytes]))
-"""
-    ) == [True, True, 0, 0]
 
 
 def test_deep_recursion_finds_memory(run_checks: Any) -> None:

@@ -1,108 +1,16 @@
 """Memory that passes between streams: every new owner runs after the last one, whatever the program does."""
 
-import ctypes
 import dataclasses
 
 import numpy as np
 import pytest
-from programs.core_machine import Machine, Ring
+from programs.core_machine import Ring
+from programs.ordered_machine import Checked
 from programs.ring_program import DROP, INSERT, LINGER, RESIZE, SWAP, Program
 
-from stalloc.core import frees
-from stalloc.device.ordering import Ordering
+from stalloc.core import shared_blocks
 from stalloc.lifespans.tape import Tape
 from stalloc.planner import Plan, plan_tape, validate
-from stalloc.runtime.segment_sizes import round_up
-
-_HANDLE = 16  # handles of streams are addresses
-_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-
-
-class Driver:
-    """Streams as clocks: which work of every other stream each one comes after, by the calls that order them."""
-
-    def __init__(self, num_streams: int) -> None:
-        self.clock = np.zeros((num_streams, num_streams), np.int64)  # [s, t]: work of t that s comes after
-        self.recorded: dict[int, np.ndarray] = {}
-        self.calls: list[tuple[str, int, int]] = []
-        self.fails: set[str] = set()
-        self._callbacks = [_CALL(self._record), _CALL(self._wait), _CALL(self._capturing)]
-        self.ordering = Ordering(*(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks))
-
-    def work(self, stream: int) -> int:
-        """Give a stream something to do; its number."""
-        self.clock[stream, stream] += 1
-        return int(self.clock[stream, stream])
-
-    def synchronize(self) -> None:
-        """All work so far is over."""
-        self.clock[:] = self.clock.max(axis=0)
-
-    def _record(self, event: int, handle: int, _: int) -> int:
-        stream = handle // _HANDLE
-        if "record" in self.fails:
-            return 1
-        self.recorded[event] = self.clock[stream].copy()
-        self.calls.append(("record", stream, event))
-        return 0
-
-    def _wait(self, handle: int, event: int, _: int) -> int:
-        stream = handle // _HANDLE
-        if "wait" in self.fails:
-            return 1
-        self.clock[stream] = np.maximum(self.clock[stream], self.recorded[event])
-        self.calls.append(("wait", stream, event))
-        return 0
-
-    def _capturing(self, stream: int, status: int, _: int) -> int:
-        ctypes.c_int.from_address(status).value = int("capture" in self.fails)
-        return 0
-
-
-class Checked(Machine):
-    """A machine whose every block must be safe to use on its stream when it is handed out."""
-
-    def __init__(self, num_streams: int) -> None:
-        super().__init__()
-        self.driver = Driver(num_streams)
-        self._stream_of: dict[int, int] = {}
-        self._used: list[tuple[int, int, int, int]] = []  # bytes [low, high), the stream that used them last, its work
-
-    def allocate(self, size: int, stream: int = 0) -> int:
-        """Allocate, check that the stream comes after all that used the memory before, and use it."""
-        address = super().allocate(size, _HANDLE * stream)
-        for low, high, other, work in self._used:
-            if low < address + size and address < high:
-                behind = self.driver.clock[stream, other] < work
-                assert not behind, f"stream {stream} got [{low:#x}, {high:#x}) before stream {other} was done with it"
-        self._stream_of[address] = stream
-        self.driver.work(stream)
-        return address
-
-    def free(self, address: int) -> None:
-        """Use the block once more and free it."""
-        size = dict(self.live.items())[address]
-        stream = self._stream_of.pop(address)
-        kept = [(low, min(high, address), s, work) for low, high, s, work in self._used if low < address]
-        kept += [(max(low, address + size), h, s, work) for low, h, s, work in self._used if h > address + size]
-        self._used = [use for use in kept if use[0] < use[1]] + [
-            (address, address + size, stream, self.driver.work(stream))
-        ]
-        super().free(address)
-
-    def follow(self, ring: Ring, plan: Plan, *, has_memory: bool = True) -> None:
-        """Serve a ring from its plan, hand-overs secured; with `has_memory` from all of the arena, else from none."""
-        ring.offset, ring.peak = plan.tape_offset, plan.peak_bytes
-        arena_bytes = round_up(ring.peak)
-        self.state.arena.install(ring.tape())
-        gives = np.unique(plan.handover_earlier)
-        self.state.arena.share_cells(gives, self.driver.ordering, list(range(1, ring.length + 1)))
-        base = self.take(arena_bytes)
-        if not has_memory:
-            self.state.arena.serve_pages(base, arena_bytes, anew=True)
-            return
-        self.state.arena.count(arena_bytes)
-        self.state.arena.serve(base, arena_bytes)
 
 
 def shared_plan(ring: Ring) -> Plan:
@@ -195,13 +103,12 @@ def test_a_block_that_was_used_by_other_streams_still_is_handed_over_with_a_wait
     program.one_pass()
     live = [address for address, size in machine.live.items() if size > 512]
     for address in live:
-        assert frees.share(machine.state.address, address)
-    deferred = []
-    machine.on_request[6] = lambda address: deferred.append(address) or 1  # DEFER
+        machine.share(address, (machine.stream_of(address) + 1) % 3)
     program.one_pass()
-    assert sorted(deferred) == sorted(live)
-    for address in deferred:
-        frees.finish_deferred(machine.state.address, address)
+    assert machine.state.record.num_deferred == len(live)
+    machine.driver.synchronize()
+    assert shared_blocks.poll(machine.state.address, 0) == shared_blocks.KNOWN
+    assert machine.state.record.num_deferred == 0
     for _ in range(3):
         program.one_pass()
     machine.check_counts()

@@ -30,13 +30,14 @@ APART_IN_FULL, APART_FOR_LONG = 1, 2
 MANY_DISPLACED = 8  # requests of a pass served elsewhere than where they have their place, at which Python is asked
 
 # why the core enters Python; 0, MARK: Python itself enters as the core does, since the program marks a step
-MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, DEFER, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(10)
+MARK, NEED_SEGMENT, AT_BOUNDARY, CHECK, STALE, POLL, REFUSED, NEED_PAGES, OUT_OF_MEMORY = range(9)
+POLL_FOR_PLACE, NEED_EVENTS = 9, 10  # freed blocks wait, maybe in the place of a request; streams use more blocks
 REASON_BITS = 4  # of what Python gets; above it is what the reason is about
 FULL_STREAMS, FULL_POOLS, FULL_LIVE = 1, 2, 3  # with REFUSED: the table that is full, 0: the request is too large
 
-# how far a request has come: nothing was tried; Python was asked before the tape moved; only the heap is left; Python
-# was asked for the pages of its place in the arena
-FIRST_TRY, PYTHON_WAS_ASKED, HEAP_ONLY, GOT_PAGES = 0, 1, 2, 3
+# how far a request has come: nothing was tried; somebody was asked before the tape moved; only the heap is left; Python
+# was asked for the pages of its place in the arena; blocks that waited, maybe in its place, were freed if they are over
+FIRST_TRY, ASKED, HEAP_ONLY, GOT_PAGES, POLLED = 0, 1, 2, 3, 4
 
 # Pool.kind. Leased: cells of the arena. Retired: what lives there stays, nothing is served from there. Persistent: for
 # what is meant to last.
@@ -45,11 +46,19 @@ PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
 POOL_USED, POOL_PINNED, POOL_RETIRED = 1, 2, 3  # Pool.status; pinned: its memory belongs to graphs, live or not
 
 # Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:
-# being freed, for another stream
+# being freed, for another stream. Of a shared or deferred block the bits above STATE_BITS are its first StreamUse
 BLOCK_FREE, BLOCK_LIVE, BLOCK_SHARED, BLOCK_DEFERRED, BLOCK_IN_HANDOVER = range(5)
 BLOCK_UNMAPPED = 5  # Block.state: addresses without memory, whole pages; nobody can have them
 BLOCK_LENT = 6  # Block.state: its memory has another address in a splice, and is used from there
 UNMAPPED = -1  # Cell.lease: some of its memory is missing, so that nobody can have it
+
+STATE_BITS, STATE_MASK = 3, 7
+
+# StreamUse.status: the block lives; it was freed, and the event is being recorded; is not recorded yet; is recorded;
+# the stream is done with the block
+USE_LIVE, USE_BEING_RECORDED, USE_UNRECORDED, USE_RECORDED, USE_OVER = range(5)
+DRIVER_STATUS = 0xFFFF_FFFF  # the driver's functions return 32 bits
+NOT_READY = 600  # what cuEventQuery returns for work that is not done
 
 # State.previous_users: nobody yet; from UNRECORDED_USER down: a stream (UNRECORDED_USER - index) without an event
 NO_PREVIOUS_USER = -1

@@ -22,7 +22,6 @@ from stalloc.core.device_tables import MAX_KEPT, DeviceTables
 from stalloc.core.record_types import Words
 from stalloc.core.regions import Region, moved_into
 from stalloc.core.tape_tables import TapeTables, make_tables
-from stalloc.device.ordering import Ordering
 
 _MOST_AHEAD = 16  # pages that get memory before they are asked for
 
@@ -110,7 +109,7 @@ class DeviceArena:
         self._last_tape = self.tape, self._previous_users
         self.tape, self._previous_users = tape, previous_users
 
-    def share_cells(self, handed_over: Words, ordering: Ordering, events: list[int]) -> None:
+    def share_cells(self, handed_over: Words, events: list[int]) -> None:
         """Let streams share cells of the tape that was just installed, with an event and a wait for each handover.
 
         `handed_over` (k,) are entries whose event is to be recorded when they are freed. `events` are at least as many
@@ -128,9 +127,6 @@ class DeviceArena:
             {
                 "has_handovers": int(len(rows) > 0),
                 "previous_users": self._previous_users.ctypes.data,
-                "record_event": ordering.record_event,
-                "wait_event": ordering.wait_event,
-                "is_capturing": ordering.is_capturing,
             }
         )
 

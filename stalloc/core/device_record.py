@@ -196,7 +196,18 @@ class State(Record):
     record_event: int  # the driver's functions
     wait_event: int
     is_capturing: int
+    query_event: int
     num_waits: int  # of a stream for an event of another
+
+    # blocks that several streams use
+    stream_uses: int  # table of StreamUse; row 0 means none
+    stream_uses_used: int  # rows that have an event
+    free_stream_use: int  # the first of those that nobody uses; StreamUse.next leads on
+    first_freed_use: int  # the first use of the block that was freed before all others that wait
+    last_freed_use: int
+    num_shared_frees: int  # how many such blocks were freed, ever
+    is_asking: int  # 1: a thread asks which uses are over
+    frees_in_python: int  # Python, 1: it frees blocks that waited
 
     # the arena's memory
     arena_mapped_bytes: int  # those of its addresses that have memory
@@ -271,7 +282,6 @@ class State(Record):
     num_unknown_frees: int
     num_retries: int  # Python: requests that were served after memory had been given back to the device
 
-    padding: Annotated[Words, 1]  # the counts begin at a line
-    total: Total
+    total: Total  # begins at a line
     large: Part
     small: Part

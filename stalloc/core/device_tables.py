@@ -19,6 +19,7 @@ from stalloc.core.records import (
     Segment,
     State,
     StepRow,
+    StreamUse,
     Word,
     offset_of,
     table,
@@ -33,6 +34,7 @@ _BINS = 1 << 8  # pools that keep free blocks in bins
 _LIVE = 1 << 12  # rows of the first table of live blocks; each one that follows has twice as many
 _MAX_LIVE = 1 << 22
 _EVENTS = 1 << 22
+_STREAM_USES = 1 << 20
 
 MAX_RANGES = 4096  # of pages that lose their memory at a time
 MAX_KEPT = 1 << 16  # blocks that may live in what an arena takes over
@@ -61,12 +63,13 @@ class DeviceTables:
         self.live = table(LiveBlock, 2 * _MAX_LIVE)  #: all tables of live blocks, one behind the other
         self.streams = table(Word, MAX_STREAMS)
         self.events = table(Event, _EVENTS)
+        self.stream_uses = table(StreamUse, _STREAM_USES)
         self.step_log = table(StepRow, STEP_LOG_ROWS)
         record = self.record
-        for name in ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log"):
+        for name in ("blocks", "segments", "pools", "bins", "live", "streams", "events", "step_log", "stream_uses"):
             setattr(record, name, getattr(self, name).ctypes.data)
-        # row 0 of blocks and segments means none; stream 0, the default stream, has index 0
-        record.blocks_used = record.segments_used = record.num_streams = 1
+        # row 0 of blocks, segments and uses means none; stream 0, the default stream, has index 0
+        record.blocks_used = record.segments_used = record.stream_uses_used = record.num_streams = 1
         record.blocks_capacity = _BLOCKS
         record.segments_capacity = _SEGMENTS
         record.pools_mask = _POOLS - 1

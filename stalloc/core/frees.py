@@ -1,9 +1,9 @@
-"""free and share: what lives at an address is freed at once, or when the other streams that use it are done with it.
+"""free: what lives at an address is freed at once, or waits for the other streams that use it (shared_blocks.py).
 
 Contract: as in requests.py. The functions that take a state are called with the lock held.
 """
 
-from stalloc.compiled import inner, njit
+from stalloc.compiled import inner
 from stalloc.core.cells import flip_cells
 from stalloc.core.constants import (
     ACTION_FREE_COMPLETED,
@@ -13,9 +13,10 @@ from stalloc.core.constants import (
     BLOCK_IN_HANDOVER,
     BLOCK_LIVE,
     BLOCK_SHARED,
-    DEFER,
     MAX_STREAMS,
     MODE_REPLAY,
+    STATE_BITS,
+    STATE_MASK,
     STREAM_BITS,
 )
 from stalloc.core.counters import count_deferred, count_free
@@ -24,60 +25,43 @@ from stalloc.core.free_lists import pool_of
 from stalloc.core.handovers import note_user, record_free
 from stalloc.core.hash_table import find_live
 from stalloc.core.heap import heap_free, rounded_bytes
-from stalloc.core.intrinsics import call3, lock, locked, unlock
+from stalloc.core.intrinsics import lock, locked, unlock
 from stalloc.core.learnt_lifespans import note_death
 from stalloc.core.records import block_at, entry_at, pool_at, slot_at
 from stalloc.core.slots import find_slot, in_arena
+from stalloc.core.stream_uses import await_uses, record_uses
 
 
 @inner(forceinline=True)
 def free(device, address):
-    """Free a block, or, if other streams have used it, leave that to Python, which waits for them."""
+    """Free a block, or, if other streams have used it, let it wait for them."""
     if address == 0:
         return
     state = locked(device)
     slot, block = find_block(state, address)
-    status = _status(state, slot, block)
+    status, uses = status_at(state, slot, block), 0
     if status == BLOCK_LIVE:
         if state.has_handovers == 1:
             _hand_over(state, address, slot, block)
         else:
             release(state, address, slot, block)
-    elif status == BLOCK_SHARED:
-        _set_status(state, slot, block, BLOCK_DEFERRED)
-        count_deferred(state, _size(state, slot, block), 1)
-        if state.recording == 1:
-            record(state, ACTION_FREE_REQUESTED, 0, address, 0)
+    elif status & STATE_MASK == BLOCK_SHARED:
+        uses = _defer(state, address, slot, block, status >> STATE_BITS)
     else:
         state.num_unknown_frees += 1
     unlock(state)
-    if status == BLOCK_SHARED:
-        call3(state.slow_function, state.device, DEFER, address)
+    if uses != 0:
+        record_uses(state, uses)
 
 
-@njit()
-def share(device, address):
-    """Note that another stream uses a block: True if that is the first one; False too if nothing lives there."""
-    state = locked(device)
-    slot, block = find_block(state, address)
-    first = _status(state, slot, block) == BLOCK_LIVE
-    if first:
-        _set_status(state, slot, block, BLOCK_SHARED)
-    unlock(state)
-    return first
-
-
-@njit()
-def finish_deferred(device, address):
-    """Free a block whose other streams are done with it."""
-    state = locked(device)
-    slot, block = find_block(state, address)
-    if _status(state, slot, block) == BLOCK_DEFERRED:
-        count_deferred(state, _size(state, slot, block), -1)
-        if slot >= 0 and state.has_handovers == 1:
-            note_user(state, slot_at(state, slot).entry, False)
-        release(state, address, slot, block)
-    unlock(state)
+@inner()
+def _defer(state, address, slot, block, uses):
+    """Let a block wait for its uses; those that are to be recorded as soon as the lock is released, 0: none."""
+    set_status(state, slot, block, BLOCK_DEFERRED | uses << STATE_BITS)
+    count_deferred(state, size_at(state, slot, block), 1)
+    if state.recording == 1:
+        record(state, ACTION_FREE_REQUESTED, 0, address, 0)
+    return uses if uses != 0 and await_uses(state, uses) else 0
 
 
 @inner(forceinline=True)
@@ -88,15 +72,16 @@ def find_block(state, address):
 
 
 @inner(forceinline=True)
-def _status(state, slot, block):
-    """The BLOCK_ state of a slot or a block."""
+def status_at(state, slot, block):
+    """The state of a slot or a block."""
     if slot >= 0:
         return slot_at(state, slot).state
     return block_at(state, block).state if block != 0 else BLOCK_FREE
 
 
 @inner(forceinline=True)
-def _set_status(state, slot, block, status):
+def set_status(state, slot, block, status):
+    """Write it."""
     if slot >= 0:
         slot_at(state, slot).state = status
     else:
@@ -104,7 +89,7 @@ def _set_status(state, slot, block, status):
 
 
 @inner()
-def _size(state, slot, block):
+def size_at(state, slot, block):
     """The bytes of what lives in a slot or a block, rounded up."""
     if slot >= 0:
         return entry_at(state, slot_at(state, slot).entry).key >> STREAM_BITS

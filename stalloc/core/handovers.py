@@ -13,12 +13,18 @@ previous users, and its block keeps the arena and its tables in place.
 
 from stalloc.compiled import inner, njit
 from stalloc.core.cells import cells_empty
-from stalloc.core.constants import MAX_STREAMS, MODE_REPLAY, NO_PREVIOUS_USER, NO_STREAM, UNMAPPED, UNRECORDED_USER
+from stalloc.core.constants import (
+    DRIVER_STATUS,
+    MAX_STREAMS,
+    MODE_REPLAY,
+    NO_PREVIOUS_USER,
+    NO_STREAM,
+    UNMAPPED,
+    UNRECORDED_USER,
+)
 from stalloc.core.intrinsics import address_of, call3, locked, unlock
 from stalloc.core.records import cell_at, entry_at, previous_user_at, segment_at, slot_at, status_of, stream_at
 from stalloc.core.slots import find_slot
-
-_STATUS = 0xFFFF_FFFF  # the driver's functions return 32 bits
 
 
 @inner()
@@ -39,7 +45,7 @@ def record_free(state, position):
     stream = stream_at(state, _stream_of(entry)).value
     if not _is_handle(stream):
         return False
-    return call3(state.record_event, entry.event, stream, 0) & _STATUS == 0
+    return call3(state.record_event, entry.event, stream, 0) & DRIVER_STATUS == 0
 
 
 @inner()
@@ -94,8 +100,8 @@ def _may_wait(state, entry, stream):
     if not _is_handle(handle):
         return False
     entry.status = 0
-    status = call3(state.is_capturing, handle, address_of(status_of(entry)), 0) & _STATUS
-    return status == 0 and entry.status & _STATUS == 0
+    status = call3(state.is_capturing, handle, address_of(status_of(entry)), 0) & DRIVER_STATUS
+    return status == 0 and entry.status & DRIVER_STATUS == 0
 
 
 @inner()
@@ -105,9 +111,9 @@ def _wait_for(state, entry, user, stream):
         event = entry_at(state, user).event
     else:
         used_on = stream_at(state, UNRECORDED_USER - user).value
-        if not _is_handle(used_on) or call3(state.record_event, event, used_on, 0) & _STATUS != 0:
+        if not _is_handle(used_on) or call3(state.record_event, event, used_on, 0) & DRIVER_STATUS != 0:
             return False
-    return call3(state.wait_event, stream_at(state, stream).value, event, 0) & _STATUS == 0
+    return call3(state.wait_event, stream_at(state, stream).value, event, 0) & DRIVER_STATUS == 0
 
 
 @njit()

@@ -211,6 +211,19 @@ class ExpectedStep(Record):
     padding: int
 
 
+class StreamUse(Record):
+    """A stream other than its own that uses a block."""
+
+    address: int  # of the block
+    stream: int  # handle
+    event: int  # of the driver: the row's for good
+    status: int  # USE_LIVE and so on
+    next: int  # another use of the block, 0: there is none; of a row that nobody uses: the next such row
+    next_freed: int  # in the block's first use: that of the one that was freed after it
+    number: int  # State.num_shared_frees when the block was freed
+    padding: int
+
+
 class Owner(Record):
     """What is known of the block at an address."""
 
@@ -245,6 +258,7 @@ place_at = row_of("places", Word)
 use_at = row_of("uses", Word)
 use_start_at = row_of("use_starts", Word)
 lifespan_at = row_of("lifespans", Word)
+stream_use_at = row_of("stream_uses", StreamUse)
 previous_user_at = row_of("previous_users", Word)
 history_at = word_of("history", Word)
 kept_at = word_of("history", Word)  # (strand, which one)

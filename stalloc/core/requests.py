@@ -14,29 +14,26 @@ the cache: those that `State` names as read by every request, its counts, the en
 """
 
 from stalloc.compiled import cfunc, inner
-from stalloc.core.arena_pages import lacks_only_pages
-from stalloc.core.cells import cells_empty, flip_cells
 from stalloc.core.constants import (
     ACTION_ALLOC,
     ACTION_OOM,
     ALIGNMENT,
-    AT_ANY_REQUEST,
+    ASKED,
     AT_BOUNDARY,
-    BLOCK_LIVE,
     CHECK,
     FIRST_TRY,
     FULL_STREAMS,
     GOT_PAGES,
     HEAP_ONLY,
     LITTLE,
-    MANY_DISPLACED,
     MAX_REQUEST,
     MODE_HEAP,
     MODE_REPLAY,
     NEED_PAGES,
     OUT_OF_MEMORY,
     POLL,
-    PYTHON_WAS_ASKED,
+    POLL_FOR_PLACE,
+    POLLED,
     REASON_BITS,
     REFUSED,
     SMALL_LIMIT,
@@ -52,14 +49,14 @@ from stalloc.core.hash_table import find_live
 from stalloc.core.heap import Outcome, any_pool_fit, heap_allocate
 from stalloc.core.intrinsics import call3, lock, unlock
 from stalloc.core.learnt_lifespans import lifespan_row, note_birth, outlives_pass
-from stalloc.core.leases import revoke
 from stalloc.core.lending import lend
-from stalloc.core.records import entry_at, slot_at, state_at
+from stalloc.core.planned_requests import serve_planned, take_place
+from stalloc.core.records import slot_at, state_at
+from stalloc.core.shared_blocks import free_those_over
 from stalloc.core.slots import find_slot, in_arena
-from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
 from stalloc.core.strand_cursors import choose_strand
 from stalloc.core.stream_table import stream_index
-from stalloc.core.tape_cursor import follow, is_asked_for
+from stalloc.core.tape_cursor import is_asked_for
 
 
 @inner(forceinline=True)
@@ -107,10 +104,10 @@ def _try(state, stream, size, requested, stage, position):
             if stage == FIRST_TRY and state.ask_at_boundary != 0 and is_asked_for(state, key):
                 state.ask_at_boundary = 0
                 return Outcome(0, AT_BOUNDARY, 0)
-            if stage == GOT_PAGES:
-                outcome = _take_place(state, position, key, requested)
+            if stage in (GOT_PAGES, POLLED):
+                outcome = take_place(state, position, key, requested, stage)
             else:
-                outcome = _serve_planned(state, key, requested, waiting)
+                outcome = serve_planned(state, key, requested, waiting)
             if outcome.address != 0 or outcome.reason != 0:
                 return outcome
             if state.excess_misses >= state.ask_after_misses > 0:
@@ -125,68 +122,6 @@ def _try(state, stream, size, requested, stage, position):
             state.check_at = 0
             return Outcome(0, CHECK, 0)
     return heap_allocate(state, stream, size, requested, stage)
-
-
-@inner(forceinline=True)
-def _serve_planned(state, key, requested, waiting):
-    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free.
-
-    `waiting`: some that were freed wait for other streams, which may be done with them.
-    """
-    position, begins = follow(state, key)
-    if position < 0 or state.mode != MODE_REPLAY:
-        return Outcome(0, 0, 0)
-    if begins:
-        end_step(state)
-    entry, bits = entry_at(state, position), state.cell_bits
-    low, high = entry.cell_low, entry.cell_high
-    lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
-    if state.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
-        lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
-    lasts = lasts or stands_aside(state, position)
-    if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
-        has_place = entry.offset >= 0 and not lasts
-        if has_place and (waiting or (state.arena_pages != 0 and lacks_only_pages(state, low, high))):
-            return Outcome(0, NEED_PAGES, position)
-        _count_conflict(state, not has_place)
-        return Outcome(0, 0, 0)
-    return _take_cells(state, position, requested)
-
-
-@inner()
-def _count_conflict(state, unplanned):
-    state.conflicts += 1
-    state.step_misses += 1
-    state.step_unplanned += unplanned
-    if state.arena_pages != 0 and num_displaced(state) == MANY_DISPLACED and unplanned == 0:
-        state.ask_at_boundary = AT_ANY_REQUEST  # those that are displaced displace others: the arena may move away
-
-
-@inner()
-def _take_place(state, position, key, requested):
-    """Serve a request from the place of an entry, for which Python was asked for pages; nothing: that did not help."""
-    if state.mode != MODE_REPLAY or position >= state.num_entries:
-        return Outcome(0, 0, 0)
-    entry, bits = entry_at(state, position), state.cell_bits
-    low, high = entry.cell_low, entry.cell_high
-    if entry.key == key and entry.offset >= 0 and (cells_empty(bits, low, high) or revoke(state, low, high)):
-        return _take_cells(state, position, requested)
-    _count_conflict(state, entry.offset < 0)
-    return Outcome(0, 0, 0)
-
-
-@inner(forceinline=True)
-def _take_cells(state, position, requested):
-    """Serve a request from the empty cells of an entry."""
-    entry = entry_at(state, position)
-    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
-    slot = slot_at(state, entry.slot)
-    slot.entry = position
-    slot.requested_bytes = requested
-    slot.state = BLOCK_LIVE
-    state.arena_live += 1
-    state.hits += 1
-    return Outcome(state.arena + entry.offset, 0, 0)
 
 
 @inner(forceinline=True)
@@ -222,10 +157,15 @@ def _serve_unplanned(state, stream, size, requested):
 
 @inner()
 def _ask(state, reason, subject, size, stage):
-    """Enter Python for what a request needs; the stage to go on with, -1 if nothing helped."""
-    helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
+    """Do what a request needs, in Python for the most part; the stage to go on with, -1 if nothing helped."""
+    polls = reason in (POLL, POLL_FOR_PLACE)
+    helped = polls and free_those_over(state)
+    if not helped:
+        helped = call3(state.slow_function, state.device, reason | subject << REASON_BITS, size) == 1
     if reason in (AT_BOUNDARY, POLL, CHECK):
-        return PYTHON_WAS_ASKED  # the tape has not moved yet
+        return ASKED  # the tape has not moved yet
+    if reason == POLL_FOR_PLACE:
+        return POLLED
     if reason == NEED_PAGES:
         return GOT_PAGES
     if reason == STALE or (helped and (reason != REFUSED or stage != HEAP_ONLY)):

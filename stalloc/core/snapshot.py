@@ -20,6 +20,7 @@ from stalloc.core.constants import (
     MAX_STREAMS,
     PRIVATE_KINDS,
     SMALL_KIND,
+    STATE_MASK,
     STREAM_BITS,
 )
 from stalloc.core.free_lists import pool_of
@@ -167,7 +168,7 @@ def _blocks(blocks: np.ndarray, row: int, stream: int) -> list[HeapBlock]:
     inside = []
     while row:
         block = blocks[row]
-        status = int(block["state"])
+        status = int(block["state"]) & STATE_MASK
         requested = int(block["requested_bytes"]) if status not in (BLOCK_FREE, BLOCK_UNMAPPED) else 0
         inside.append(HeapBlock(int(block["address"]), int(block["size_bytes"]), requested, status, stream))
         row = int(block["next"])
@@ -178,7 +179,13 @@ def _planned_blocks(arena: int, slots: np.ndarray, entries: np.ndarray, raw_stre
     """What lives in an arena as the plan has it."""
     live = slots[slots["entry"] >= 0]
     key = entries["key"][live["entry"]]
-    columns = live["offset"], key >> STREAM_BITS, live["requested_bytes"], live["state"], key & (MAX_STREAMS - 1)
+    columns = (
+        live["offset"],
+        key >> STREAM_BITS,
+        live["requested_bytes"],
+        live["state"] & STATE_MASK,
+        key & (MAX_STREAMS - 1),
+    )
     return [
         HeapBlock(arena + offset, size, requested, status, raw_streams[stream])
         for offset, size, requested, status, stream in zip(*(column.tolist() for column in columns), strict=True)
@@ -258,13 +265,13 @@ def _find_owner(device, address, owner_address):
         key = entry_at(state, planned.entry).key
         owner.size_bytes = key >> STREAM_BITS
         owner.raw_stream = stream_at(state, key & (MAX_STREAMS - 1)).value
-        owner.state = planned.state
+        owner.state = planned.state & STATE_MASK
         owner.is_private = 0
     elif block != 0:
         pool = pool_at(state, pool_of(state, block))
         owner.size_bytes = rounded_bytes(state, block)
         owner.raw_stream = stream_at(state, pool.stream).value
-        owner.state = block_at(state, block).state
+        owner.state = block_at(state, block).state & STATE_MASK
         owner.is_private = pool.kind >= PRIVATE_KINDS
     unlock(state)
     return slot >= 0 or block != 0

@@ -1,20 +1,21 @@
 """The state of one device as Python sees it: it serves requests, counts them, and has a heap and an arena."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from stalloc.core import counters, event_log, leaving, step_log, stream_table
+from stalloc.core import counters, event_log, leaving, step_log, stream_table, stream_uses
 from stalloc.core.constants import (
     ACTION_ALLOC,
-    BLOCK_DEFERRED,
     CLOCK,
     COARSE_CLOCK,
     MAX_STREAMS,
     MODE_HEAP,
     STEP_LOG_ROWS,
     TINY,
+    USE_RECORDED,
+    USE_UNRECORDED,
 )
 from stalloc.core.device_arena import DeviceArena
 from stalloc.core.device_heap import DeviceHeap
@@ -23,9 +24,12 @@ from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.host_memory import forget_pages
 from stalloc.core.record_types import Words
 from stalloc.core.requests import free_entry, malloc_entry
+from stalloc.core.shared_blocks import share_entry
+from stalloc.device.ordering import Ordering
 
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(malloc_entry.address)
 _FREE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(free_entry.address)
+_SHARE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(share_entry.address)
 
 _MAX_MOVED = 256  # segments that begin elsewhere when pages go
 _TEXT_BYTES = 4096  # room for what an out-of-memory error says
@@ -67,6 +71,29 @@ class DeviceState:
     def free(self, address: int) -> None:
         """Free what lives at an address, as C code would."""
         _FREE(self.address, address)
+
+    def share(self, address: int, stream: int) -> None:
+        """Let the free of a block wait for a raw stream that uses it, as C code would."""
+        _SHARE(self.address, address, stream)
+
+    def order_streams(self, ordering: Ordering) -> None:
+        """Have the functions that order streams; without them a block that streams share waits until these are idle."""
+        self.write(**asdict(ordering))
+
+    def give_events(self, events: list[int]) -> None:
+        """Let as many more uses of blocks by other streams be known as these events (handles), which are for that only.
+
+        Raises IndexError if there is no room for so many.
+        """
+        if self.record.stream_uses_used + len(events) > len(self.tables.stream_uses):
+            raise IndexError("more blocks are used by several streams at once than there is room for")
+        stream_uses.give_events(self.address, np.array(events, np.int64))
+
+    def awaited(self) -> tuple[list[int], list[int]]:
+        """What freed blocks wait for: events, and streams whose events are not recorded; both may change meanwhile."""
+        uses: np.ndarray = self.tables.stream_uses[1 : self.record.stream_uses_used].copy()
+        events = uses["event"][uses["status"] == USE_RECORDED].tolist()
+        return events, np.unique(uses["stream"][uses["status"] == USE_UNRECORDED]).tolist()
 
     def write(self, **fields: int) -> None:
         """Write several fields of the record at once, under the core's lock."""
@@ -212,16 +239,3 @@ class DeviceState:
         rows = np.arange(begin, end) % int(self.record.events_capacity)
         is_request = ((table["action"][rows] & 0xFF) == ACTION_ALLOC) & (table["requested_bytes"][rows] > TINY)
         table["thread"][rows[is_request][chosen]] = asker
-
-    def deferred_blocks(self) -> list[int]:
-        """Where blocks are that were freed while other streams used them; other threads may free more meanwhile."""
-        record, tables = self.record, self.tables
-        first = (record.live - tables.live.ctypes.data) // tables.live.itemsize
-        rows = tables.live[first : first + record.live_mask + 1]
-        rows = rows[rows["address"] != 0]
-        found = rows["address"][tables.blocks["state"][rows["block"]] == BLOCK_DEFERRED].tolist()
-        if record.arena_bytes and self.arena.tape is not None:
-            slots = self.arena.tape.slots
-            waiting = (slots["entry"] >= 0) & (slots["state"] == BLOCK_DEFERRED)
-            found += (record.arena + slots["offset"][waiting]).tolist()
-        return found

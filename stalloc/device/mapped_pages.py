@@ -133,32 +133,31 @@ class Pages:
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
         """Map pages from an address on, which `held` has by address then; False, and none, if the device lacks them."""
         end = address + count * PAGE_BYTES
-        for at in range(address, end, PAGE_BYTES):
-            if at in held:
-                continue
-            page = self._unmapped.pop() if self._unmapped else self._new_page()
-            if page is None or not page.ptr:
-                break
-            held[at] = page  # what is mapped is held, wherever this is interrupted
-            if _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
-                del held[at]  # the driver unmaps no range of which a part is not mapped
-                break
-        else:
-            if _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
-                return True
+        is_mapped = self._map_each(range(address, end, PAGE_BYTES), held)
+        if is_mapped and _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
+            return True
         self.unmap(address, count, held)
         self.free_unmapped()
         return False
 
-    def _new_page(self) -> Any:
-        """A page of the pool, None if the device has no more."""
+    def _map_each(self, addresses: range, held: dict[int, Any]) -> bool:
         import cupy
 
         try:
             with cupy.cuda.Stream.null:  # CuPy's pool keeps what is free apart by stream
-                return self.pool.malloc(PAGE_BYTES)
+                for at in addresses:
+                    if at in held:
+                        continue
+                    page = self._unmapped.pop() if self._unmapped else self.pool.malloc(PAGE_BYTES)
+                    if not page.ptr:
+                        return False
+                    held[at] = page  # what is mapped is held, wherever this is interrupted
+                    if _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
+                        del held[at]  # the driver unmaps no range of which a part is not mapped
+                        return False
         except cupy.cuda.memory.OutOfMemoryError:
-            return None
+            return False
+        return True
 
     @property
     def unmapped_bytes(self) -> int:

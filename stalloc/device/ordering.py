@@ -16,6 +16,7 @@ class Ordering:
     record_event: int  #: (event, stream)
     wait_event: int  #: (stream, event, flags)
     is_capturing: int  #: (stream, address of an int: not 0 while the stream is captured into a graph)
+    query_event: int  #: (event): 600 as long as what came before it is not done
 
 
 @cache
@@ -23,8 +24,7 @@ def ordering() -> Ordering | None:
     """The functions of the driver that this process uses; None where there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        functions = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuStreamIsCapturing
+        functions = driver.cuEventRecord, driver.cuStreamWaitEvent, driver.cuStreamIsCapturing, driver.cuEventQuery
     except (OSError, AttributeError):
         return None
-    record, wait, capturing = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return Ordering(record, wait, capturing)
+    return Ordering(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))

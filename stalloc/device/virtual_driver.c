@@ -103,6 +103,7 @@ Result cuEventRecord(Handle event, Handle stream) {
     count(COUNT_RECORD);
     return event_record(event, stream);
 }
+Result cuEventQuery(Handle event) { return SUCCESS; }
 Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
     count(COUNT_WAIT);
     stream_wait(stream, event);

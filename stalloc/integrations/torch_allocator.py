@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from stalloc.core.entry import torch_entries
+from stalloc.core.entry import torch_entries, torch_record_stream
 from stalloc.core.entry.linking import link
 from stalloc.errors import SetupError
 from stalloc.integrations import autograd_threads, torch_answers, torch_cache_info
@@ -150,11 +150,6 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
     """What torch asks for besides memory; all of it rare, so it may be Python."""
     controllers = runtime.controllers
 
-    def record_stream(address: int, stream: int, _: int) -> int:
-        for controller in controllers if address else ():
-            controller.memory.share(address, stream)
-        return 1
-
     def empty_cache(*_: int) -> int:
         for controller in controllers:
             controller.memory.wait_for_deferred()  # as torch does
@@ -185,7 +180,7 @@ def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
         (begin,) = link(__package__, "torch_older.ll", "begin_stream_capture", set_to={"begin_capture": begin})
         allocator.set_begin_allocate_stream_to_pool(begin)
         allocator.set_end_allocate_stream_to_pool_fn(end)
-    allocator.set_record_stream_fn(lasting_entry(record_stream))
+    allocator.set_record_stream_fn(torch_record_stream(runtime.states))
     allocator.set_reset_fn(lasting_entry(empty_cache))
     allocator.set_release_pool(lasting_entry(release_capture))
     callback = ctypes.CFUNCTYPE(None, ctypes.c_double, ctypes.c_int)(limit)

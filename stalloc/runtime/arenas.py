@@ -11,7 +11,6 @@ from stalloc.core import constants
 from stalloc.core.arena_tape import ArenaTape
 from stalloc.core.constants import GRANULE
 from stalloc.core.regions import moved_into
-from stalloc.device.ordering import ordering
 from stalloc.runtime.memory import DeviceMemory
 from stalloc.runtime.paged_arena import serve_by_pages
 
@@ -125,13 +124,12 @@ class Arenas:
         """Get ready to secure the hand-overs of the tape that was just installed."""
         import cupy
 
-        functions, tables = ordering(), self.state.arena.tape
-        assert functions is not None
+        tables = self.state.arena.tape
         assert tables is not None
         with cupy.cuda.Device(self.memory.device.index):
             while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
-        self.state.arena.share_cells(gives, functions, [event.ptr for event in self._events])
+        self.state.arena.share_cells(gives, [event.ptr for event in self._events])
 
     # --- giving up
 

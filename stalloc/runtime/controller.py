@@ -76,7 +76,7 @@ class Controller:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
         with self.lock:
-            if reason not in (constants.DEFER, constants.POLL):
+            if reason not in (constants.POLL, constants.POLL_FOR_PLACE, constants.NEED_EVENTS):
                 self.steady.end()
             if reason == constants.NEED_SEGMENT:
                 return self._add_segment(detail, argument)
@@ -95,9 +95,9 @@ class Controller:
                 self._look()
             elif reason == constants.STALE:
                 self._doubt_plan()
-            elif reason == constants.DEFER:
-                self.memory.deferred.add(argument, capturing=self.state.record.private_kind != 0)
-            elif reason == constants.POLL:
+            elif reason == constants.NEED_EVENTS:
+                self.memory.deferred.add_events()
+            elif reason in (constants.POLL, constants.POLL_FOR_PLACE):
                 self.memory.free_deferred()
         return True
 
@@ -132,11 +132,9 @@ class Controller:
         """Whatever `help` was at when an error stopped it: no memory is lost, and the heap serves."""
         reason = request & ((1 << constants.REASON_BITS) - 1)
         with self.lock:
-            if reason == constants.DEFER:
-                self.memory.deferred.add(argument, capturing=True)  # its events come later
-            elif reason == constants.NEED_SEGMENT:
+            if reason == constants.NEED_SEGMENT:
                 self.shortage.explain_failure(argument, error)
-            elif reason not in (constants.REFUSED, constants.POLL, constants.NEED_PAGES, constants.OUT_OF_MEMORY):
+            elif reason in (constants.MARK, constants.AT_BOUNDARY, constants.CHECK, constants.STALE):
                 self._give_up(error)
             self.arenas.match()
 

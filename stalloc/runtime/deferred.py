@@ -1,99 +1,88 @@
-"""Blocks that other streams still use when they are freed (torch's record_stream).
+"""Blocks that other streams still use when they are freed (torch's record_stream): their events, and waiting for them.
 
 Contract: such a block is handed out again only after every stream that was recorded for it has done all the work it
-had when the block was freed. The host never blocks for it, unless memory has run out.
+had when the block was freed. The host never blocks for it, unless memory has run out. The core does it all
+(core/shared_blocks.py) but for what is here.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-from stalloc.core.constants import BLOCK_DEFERRED, BLOCK_FREE, BLOCK_SHARED
-from stalloc.core.frees import finish_deferred, share
-from stalloc.core.snapshot import owner_of
+import numpy as np
 
+from stalloc.core import shared_blocks
+from stalloc.core.state import DeviceState
+from stalloc.device.ordering import ordering
 
-@dataclass(eq=False)
-class _Freed:
-    """A block that was freed while other streams used it."""
-
-    streams: list[int]
-    events: list[Any] | None = None  # of what the streams had been given; None: not recorded yet
+_FIRST_EVENTS = 64  # each time as many are added as there are
 
 
 class Deferred:
-    """The shared blocks of one device, and the freed ones that wait for events.
+    """The shared blocks of one device, and the freed ones that wait for events."""
 
-    No error, wherever it comes from, loses a block: what waits is noted before anything else is done, and forgotten
-    after it was freed.
-    """
-
-    def __init__(self, state_address: int, device: int) -> None:
-        self._state = state_address
+    def __init__(self, state: DeviceState, device: int) -> None:
+        self._state = state
         self._device = device
-        self._streams: dict[int, set[int]] = {}  # live block -> other streams that use it
-        self.on_end: Callable[[list[int]], None] | None = None  #: called before blocks that waited are free
-        self._waiting: dict[int, _Freed] = {}  # by address
+        self._on_end: Callable[[list[int]], None] | None = None
+        if (functions := ordering()) is not None:
+            state.order_streams(functions)
 
-    def __len__(self) -> int:
-        """How many freed blocks wait."""
-        return len(self._waiting)
+    def tell_first(self, on_end: Callable[[list[int]], None]) -> None:
+        """Have something be called with the addresses of blocks that waited before they are free."""
+        self._on_end = on_end
+        self._state.write(frees_in_python=1)
 
-    def share(self, address: int, stream: int) -> None:
-        """Note a stream that uses the live block at `address`; an address that is not stalloc's is left alone."""
-        if share(self._state, address) or self._held(address) == BLOCK_SHARED:
-            self._streams.setdefault(address, set()).add(stream)
-
-    def add(self, address: int, *, capturing: bool) -> None:
-        """A shared block was freed: wait for what its streams have been given so far.
-
-        While a CUDA graph is captured the events wait for its end: one recorded in a capture can never be asked.
-        """
-        if self._held(address) != BLOCK_DEFERRED:
-            return  # it was found before its word came, and may live again, shared with others
-        streams = self._streams.get(address)
-        if streams is None and address in self._waiting:
-            return  # told again after an interruption
-        freed = self._waiting[address] = _Freed(sorted(streams or ()))
-        self._streams.pop(address, None)
-        if not capturing:
-            freed.events = self._record(freed.streams)
-
-    def _held(self, address: int) -> int:
-        """The BLOCK_ state of what lives at an address."""
-        owner = owner_of(self._state, address)
-        return owner.state if owner is not None else BLOCK_FREE
-
-    def _record(self, streams: list[int]) -> list[Any]:
+    def add_events(self) -> None:
+        """Make events for more blocks; they are never given back, since the core asks for them as long as it serves."""
         import cupy
 
-        events = []
-        with cupy.cuda.Device(self._device):  # the thread that frees may be at another device
-            for stream in streams:
-                event = cupy.cuda.Event(disable_timing=True)
-                cupy.cuda.runtime.eventRecord(event.ptr, stream)
-                events.append(event)
-        return events
-
-    def _events(self, freed: _Freed) -> list[Any]:
-        if freed.events is None:
-            freed.events = self._record(freed.streams)
-        return freed.events
+        runtime = cupy.cuda.runtime
+        with cupy.cuda.Device(self._device):
+            number = max(_FIRST_EVENTS, self._state.record.stream_uses_used - 1)
+            events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
+        self._state.give_events(events)
 
     def poll(self) -> None:
-        """Free the waiting blocks whose events are over; not while a graph is captured."""
-        waiting = list(self._waiting.items())
-        over = {address: freed for address, freed in waiting if all(event.done for event in self._events(freed))}
-        if over and self.on_end is not None:
-            self.on_end(list(over))
-        for address, freed in over.items():
-            finish_deferred(self._state, address)
-            if self._waiting.get(address) is freed:
-                del self._waiting[address]
+        """Free the waiting blocks that other streams are done with; not while a graph is captured."""
+        import cupy
+
+        num_freed = self._state.record.num_shared_frees
+        with cupy.cuda.Device(self._device):  # what has no event yet gets it on a stream of this device
+            if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
+                _, streams = self._state.awaited()
+                if all(cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams):
+                    self._ask(num_freed)
 
     def wait(self) -> None:
-        """Wait for all events, since memory has run out."""
-        for freed in list(self._waiting.values()):
-            for event in self._events(freed):
-                event.synchronize()
-        self.poll()
+        """Wait for all that other streams have been given, since memory has run out."""
+        num_freed = self._state.record.num_shared_frees
+        if not self._state.record.num_deferred:
+            return
+        import cupy
+
+        with cupy.cuda.Device(self._device):
+            self._ask()
+            events, streams = self._state.awaited()
+            for event in events:
+                cupy.cuda.runtime.eventSynchronize(event)
+            for stream in streams:
+                cupy.cuda.runtime.streamSynchronize(stream)
+            self._ask(num_freed)
+
+    def _ask(self, num_idle: int = 0) -> bool:
+        """Free the blocks of which the driver says that their uses are over; whether it knew of all.
+
+        Of the first `num_idle` that were ever freed those are free too of which it does not: their streams are idle.
+        """
+        address = self._state.address
+        if self._on_end is None:
+            while (answer := shared_blocks.poll(address, num_idle)) == shared_blocks.BUSY:
+                time.sleep(0)
+            return bool(answer == shared_blocks.KNOWN)
+        found = np.empty(self._state.record.stream_uses_used, np.int64)
+        while (asked := shared_blocks.ask(address, num_idle, found))[0] == shared_blocks.BUSY:
+            time.sleep(0)
+        if asked[0]:
+            self._on_end(found[: asked[0]].tolist())
+            shared_blocks.release_those_over(address)
+        return bool(asked[1])

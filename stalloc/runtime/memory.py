@@ -47,10 +47,10 @@ class DeviceMemory:
         self.paging = Paging(self)
         self.kept: list[Any] = []  #: what a capture kept from being given back
         self._inherited: list[Any] = []  # what a parent of this process held when it forked
-        self.deferred = Deferred(self.state.address, device.index)
+        self.deferred = Deferred(self.state, device.index)
         self.poison = watch.add(device, self.state) if watch is not None else None
         if self.poison is not None:
-            self.deferred.on_end = self.poison.ending
+            self.deferred.tell_first(self.poison.ending)
         self._budget_bytes = 0  # 0: none
         self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
 
@@ -149,22 +149,10 @@ class DeviceMemory:
             self.source.wait()
             self.paging.sweep()
 
-    def share(self, address: int, stream: int) -> None:
-        """A stream other than the one that a block was allocated on uses it: its free has to wait for that stream."""
-        with self.lock:
-            self.deferred.share(address, stream)
-
-    def find_deferred(self) -> None:
-        """Know of freed blocks of which an interruption kept the word back."""
-        if self.state.record.num_deferred > len(self.deferred):
-            for address in self.state.deferred_blocks():
-                self.deferred.add(address, capturing=True)  # its events come later
-
     def wait_for_deferred(self) -> None:
         """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
         with self.lock:  # torch.cuda.empty_cache() calls this from any thread
             if not self.state.record.private_kind:  # a capture must not wait for events
-                self.find_deferred()
                 self.deferred.wait()
 
     def free_deferred(self) -> bool:
@@ -172,13 +160,13 @@ class DeviceMemory:
         before = self.state.record.num_deferred
         if before == 0 or self.state.record.private_kind:
             return False  # events must not be asked for while a graph is captured
-        self.find_deferred()
         self.deferred.poll()
         return self.state.record.num_deferred < before
 
     def forked(self) -> None:
         """This process is a fork: use what the parent took from the device, but never give it back."""
         self.lock = threading.RLock()
+        self.state.write(is_asking=0)  # whoever asked is gone
         self._inherited = [self.segments, self.kept]
         self.source.forked()
         self.state.heap.keep_ranges()

@@ -151,7 +151,7 @@ class Soak:
         row = self.slots[int(self.rng.integers(NUM_SLOTS))].ctypes.data
         address = threads.hold(row)
         if address:
-            self.controller.memory.share(address, int(self.streams[self.rng.integers(3)]))
+            self.state.share(address, int(self.streams[self.rng.integers(3)]))
             self._note("shares with events")
         threads.let_go(row)
 

@@ -7,9 +7,9 @@ word. At its free each word is compared: whatever was handed out twice, or writt
 """
 
 from stalloc.compiled import njit
-from stalloc.core.frees import share
 from stalloc.core.intrinsics import call3, lock, unlock
 from stalloc.core.records import word_at
+from stalloc.core.shared_blocks import share
 
 SLOT_ROW = 8  # words: a line of the cache, so that threads do not disturb each other
 BUSY, ADDRESS, SIZE, TAG, EVERY = range(5)
@@ -128,7 +128,8 @@ def roam(state, allocate, free, slots, num_slots, streams, sizes, largest, share
             size = sizes[(chance >> 4) % len(sizes)] if chance & 15 == 0 else _any_size(seed)
             fill_slot(row, allocate, streams[(chance >> 40) % len(streams)], min(size, largest), counts)
         else:
-            if draw(seed) % share_every == 0 and share(state, word_at(row, ADDRESS).value):
+            if draw(seed) % share_every == 0:
+                share(state, word_at(row, ADDRESS).value, streams[draw(seed) % len(streams)])
                 word_at(counts, SHARED).value += 1
             empty_slot(row, free, counts)
         unlock(word_at(row, BUSY))

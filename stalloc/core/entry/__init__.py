@@ -16,6 +16,7 @@ import numpy as np
 from stalloc.core.entry.linking import find, link, text, word
 from stalloc.core.records import State, offset_of
 from stalloc.core.requests import free_entry, malloc_entry
+from stalloc.core.shared_blocks import share_entry
 
 Handler = Callable[[int, int, int], int]
 Again = Callable[[int, int, int, list[BaseException]], int]
@@ -139,6 +140,12 @@ def torch_entries(
     set_to["construct_string"] = find((_STRING[_ERROR.index(error)],), libraries)[1]
     allocate, release = link(__package__, "torch.ll", "allocate", "free", set_to=set_to, libraries=libraries, hot=True)
     return allocate, release
+
+
+def torch_record_stream(states: np.ndarray) -> int:
+    """The address of torch's `void record_stream(void*, stream)`; `states` are the addresses of states, 0 for none."""
+    set_to = {"states": states.ctypes.data, "num_states": word(len(states)), "core_share": share_entry.address}
+    return link(__package__, "share.ll", "share", set_to=set_to)[0]
 
 
 def cupy_entries(states: int, entries: tuple[int, int] | None = None, malloc_word: int = 0) -> tuple[int, int]:

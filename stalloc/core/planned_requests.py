@@ -1,0 +1,94 @@
+"""Requests that the plan has: they are served from their places, whose memory is there and which nobody has.
+
+Contract: as in requests.py, with the lock held. An outcome with neither address nor reason leaves the request to the
+heap.
+"""
+
+from stalloc.compiled import inner
+from stalloc.core.arena_pages import lacks_only_pages
+from stalloc.core.cells import cells_empty, flip_cells
+from stalloc.core.constants import (
+    AT_ANY_REQUEST,
+    BLOCK_LIVE,
+    MANY_DISPLACED,
+    MODE_REPLAY,
+    NEED_PAGES,
+    POLL_FOR_PLACE,
+    POLLED,
+    SMALL_LIMIT,
+    STREAM_BITS,
+)
+from stalloc.core.heap import Outcome
+from stalloc.core.leases import revoke
+from stalloc.core.records import entry_at, slot_at
+from stalloc.core.step_log import end_step, is_astray, num_displaced, stands_aside
+from stalloc.core.tape_cursor import follow
+
+
+@inner(forceinline=True)
+def serve_planned(state, key, requested, waiting):
+    """Serve a request from its place on the plan, or say what that needs; nothing at all: it has none that is free.
+
+    `waiting`: some that were freed wait for other streams, which may be done with them.
+    """
+    position, begins = follow(state, key)
+    if position < 0 or state.mode != MODE_REPLAY:
+        return Outcome(0, 0, 0)
+    if begins:
+        end_step(state)
+    entry, bits = entry_at(state, position), state.cell_bits
+    low, high = entry.cell_low, entry.cell_high
+    lasts = state.allocating_persistent == 1 and position >= state.ring_start  # what comes once has a place that lasts
+    if state.small_apart != 0 and key >> STREAM_BITS <= SMALL_LIMIT and is_astray(state):
+        lasts = True  # its place would keep a page for it alone: with others like it it has a part of one
+    lasts = lasts or stands_aside(state, position)
+    if entry.offset < 0 or lasts or not (cells_empty(bits, low, high) or revoke(state, low, high)):
+        has_place = entry.offset >= 0 and not lasts
+        if has_place and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+            return Outcome(0, NEED_PAGES, position)
+        if has_place and waiting:
+            return Outcome(0, POLL_FOR_PLACE, position)
+        _count_conflict(state, not has_place)
+        return Outcome(0, 0, 0)
+    return _take_cells(state, position, requested)
+
+
+@inner()
+def _count_conflict(state, unplanned):
+    state.conflicts += 1
+    state.step_misses += 1
+    state.step_unplanned += unplanned
+    if state.arena_pages != 0 and num_displaced(state) == MANY_DISPLACED and unplanned == 0:
+        state.ask_at_boundary = AT_ANY_REQUEST  # those that are displaced displace others: the arena may move away
+
+
+@inner()
+def take_place(state, position, key, requested, stage):
+    """Serve a request from the place of an entry, after Python was asked for pages or what waited was freed (`stage`).
+
+    The outcome may ask for pages after the latter; nothing: it is not to be had.
+    """
+    if state.mode != MODE_REPLAY or position >= state.num_entries:
+        return Outcome(0, 0, 0)
+    entry, bits = entry_at(state, position), state.cell_bits
+    low, high = entry.cell_low, entry.cell_high
+    if entry.key == key and entry.offset >= 0 and (cells_empty(bits, low, high) or revoke(state, low, high)):
+        return _take_cells(state, position, requested)
+    if stage == POLLED and entry.key == key and state.arena_pages != 0 and lacks_only_pages(state, low, high):
+        return Outcome(0, NEED_PAGES, position)
+    _count_conflict(state, entry.offset < 0)
+    return Outcome(0, 0, 0)
+
+
+@inner(forceinline=True)
+def _take_cells(state, position, requested):
+    """Serve a request from the empty cells of an entry."""
+    entry = entry_at(state, position)
+    flip_cells(state.cell_bits, entry.cell_low, entry.cell_high)
+    slot = slot_at(state, entry.slot)
+    slot.entry = position
+    slot.requested_bytes = requested
+    slot.state = BLOCK_LIVE
+    state.arena_live += 1
+    state.hits += 1
+    return Outcome(state.arena + entry.offset, 0, 0)
