@@ -120,6 +120,8 @@ class Strands:
 
         The search is waited for: the program would go on without a plan meanwhile.
         """
+        if self.is_one:
+            return
         marks = Counter(self._recording.mark_threads)
         threads = [thread for thread, count in marks.items() if count >= _MARKS]
         if not 1 < len(threads) <= MAX_STRANDS:
