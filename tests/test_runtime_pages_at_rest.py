@@ -176,3 +176,18 @@ def test_pages_rest_where_a_plan_keeps_streams_apart() -> None:
     assert max(moves) > 0
     assert max(moves[-20:]) == 0
     assert state.record.reserved_bytes <= 1.125 * state.record.total.allocated_peak
+
+
+def test_what_a_step_needs_again_at_once_is_given_back_ever_more_rarely() -> None:
+    """A few bytes on each stream, free where a step ends, for which no plan has a place."""
+    controller = make_controller(0, Settings(plan_wait_seconds=1e6, max_effort=math.inf))
+    controller.watching.expects_marks = True
+    state, paging = controller.state, controller.memory.paging
+    growths = []
+    for _ in range(2_000):
+        for address in [int(state.malloc(size, stream)) for size in (40 * MIB, 500) for stream in (0, 16)]:
+            state.free(address)
+        controller.mark(MARK_STEP, "")
+        growths.append(paging.num_growths)
+    assert controller.status.phase is Phase.PLANNED
+    assert growths[-1] - growths[399] <= 8

@@ -13,6 +13,8 @@ from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
+_MAX_VAIN_PASSES = 1 << 12  # the same if what went was needed again at once, each time
+_AT_ONCE = 2  # passes
 _UNLIKE_PASSES = 4  # of which one displaces others, as where two optimizers take turns
 _FEW = 128  # one request in so many is displaced where a step is taken for one of another kind until they part
 _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes back
@@ -33,6 +35,8 @@ class Tidying:
         self._growths_seen = 0  # of the paging, at the last boundary
         self._boundary_at = 0  # passes ever at the last boundary
         self._quiet_passes, self._patience = 0, 1  # passes without a growth until pages go, and how many they were
+        self._most_patience = _MAX_QUIET_PASSES
+        self._released_at = -_AT_ONCE  # passes ever when pages went last
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
         self.settled = False  #: what steps need is held in one segment, or not to be
 
@@ -42,7 +46,7 @@ class Tidying:
             self._arenas.memory.paging.allowance.begin_plan()
         self._boundaries, self._segments_kept = _FIRST_PASSES, 0
         self._growths_seen = self._quiet_passes = self._moving_passes = 0
-        self._patience = 1
+        self._patience, self._most_patience = 1, _MAX_QUIET_PASSES
         self._move_after, self._move_wait = 0, 1
 
     def at_boundary(self) -> int:
@@ -73,11 +77,14 @@ class Tidying:
             return 1
         if paging.num_growths != self._growths_seen:
             self._growths_seen = paging.num_growths
-            self._patience = self._quiet_passes = min(2 * self._patience, _MAX_QUIET_PASSES)
+            if record.steps_ever <= self._released_at + _AT_ONCE:
+                self._most_patience = max(self._most_patience, min(2 * self._patience, _MAX_VAIN_PASSES))
+            self._patience = self._quiet_passes = min(2 * self._patience, self._most_patience)
         elif self._quiet_passes > 0:
             self._quiet_passes = max(0, self._quiet_passes - max(1, passes))
             if self._quiet_passes == 0:
                 paging.release()
+                self._released_at = record.steps_ever
         return 1 if self._moving_passes > 0 else self._quiet_passes
 
     @property
