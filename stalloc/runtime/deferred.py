@@ -12,6 +12,7 @@ import numpy as np
 
 from stalloc.core import shared_blocks
 from stalloc.core.state import DeviceState
+from stalloc.device.capture import relaxed_capture
 from stalloc.device.ordering import ordering
 
 _FIRST_EVENTS = 64  # each time as many are added as there are
@@ -37,7 +38,7 @@ class Deferred:
         import cupy
 
         runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(self._device):
+        with cupy.cuda.Device(self._device), relaxed_capture():
             number = max(_FIRST_EVENTS, self._state.record.stream_uses_used - 1)
             events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
         self._state.give_events(events)
