@@ -334,7 +334,8 @@ class Soak:
         problems += [
             f"{name} is {attrgetter(name)(state.record)} at the end" for name in zero if attrgetter(name)(state.record)
         ]
-        if state.tables.live["address"].any():
+        in_use = (state.record.live - state.tables.live.ctypes.data) // state.tables.live.itemsize  # the last one
+        if state.tables.live["address"][in_use:].any():
             problems.append("the table of live blocks is not empty")
         if state.tables.segments["address"][1:].any():
             problems.append("segments are left")
@@ -345,6 +346,11 @@ class Soak:
             spare, row = spare + 1, int(state.tables.blocks["next"][row])
         if spare != state.record.blocks_used - 1:
             problems.append(f"{state.record.blocks_used - 1 - spare} rows of the table of blocks are lost")
+        spare, row = 0, state.record.free_stream_use
+        while row:
+            spare, row = spare + 1, int(state.tables.stream_uses["next"][row])
+        if spare != state.record.stream_uses_used - 1:
+            problems.append(f"{state.record.stream_uses_used - 1 - spare} uses by other streams are lost")
         if controller.memory.segments or controller.arenas.arena is not None:
             problems.append("the controller holds memory")
         from stalloc.device import virtual
