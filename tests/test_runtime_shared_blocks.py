@@ -109,14 +109,35 @@ def test_a_stream_for_which_no_event_can_be_recorded_is_known_to_be_done_when_it
     recorded = freed_block(machine, 2)
     machine.driver.fails.add("record")
     before = freed_block(machine, 1)
-    num_freed = machine.state.record.num_shared_frees
+    num_idle = machine.state.record.num_unrecorded
     machine.driver.finish(1)
     after = freed_block(machine, 1)
     assert machine.state.awaited()[1] == [16]
-    assert shared_blocks.poll(machine.state.address, num_freed) == shared_blocks.UNKNOWN
+    assert shared_blocks.poll(machine.state.address, num_idle) == shared_blocks.UNKNOWN
     assert machine.state.record.num_deferred == 2, "of the other streams' work nothing is known"
     assert is_free(machine, before)
     assert len({recorded, before, after}) == 3
+
+
+@pytest.mark.parametrize("failing", ["record", "query"])
+def test_a_stream_that_was_not_known_to_be_needed_is_not_taken_for_idle(failing: str) -> None:
+    """The event of a block fails after it was seen which streams are to be looked at."""
+    machine = Checked(2)
+    seen = []
+
+    def look() -> None:
+        if not seen:
+            seen.append((machine.state.record.num_unrecorded, machine.state.awaited()[1]))
+
+    machine.driver.before_record = look
+    machine.driver.fails.add(failing)
+    address = freed_block(machine, 1)
+    [(num_idle, streams)] = seen
+    assert streams == []
+    for before in (0, num_idle):
+        assert shared_blocks.poll(machine.state.address, before) == shared_blocks.UNKNOWN
+    assert machine.state.record.num_deferred == 1
+    assert not is_free(machine, address)
 
 
 def test_events_are_neither_recorded_nor_asked_while_a_graph_is_captured() -> None:

@@ -205,7 +205,7 @@ class State(Record):
     free_stream_use: int  # the first of those that nobody uses; StreamUse.next leads on
     first_freed_use: int  # the first use of the block that was freed before all others that wait
     last_freed_use: int
-    num_shared_frees: int  # how many such blocks were freed, ever
+    num_unrecorded: int  # uses that became USE_UNRECORDED, ever
     is_asking: int  # 1: a thread asks which uses are over
     frees_in_python: int  # Python, 1: it frees blocks that waited
 

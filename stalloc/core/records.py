@@ -220,7 +220,7 @@ class StreamUse(Record):
     status: int  # USE_LIVE and so on
     next: int  # another use of the block, 0: there is none; of a row that nobody uses: the next such row
     next_freed: int  # in the block's first use: that of the one that was freed after it
-    number: int  # State.num_shared_frees when the block was freed
+    number: int  # State.num_unrecorded when its event turned out not to be recorded
     padding: int
 
 

@@ -54,18 +54,17 @@ def free_those_over(state):
     """Free blocks whose other streams are done with them; whether there is nothing more to be done now."""
     if state.frees_in_python == 1 or state.record_event == 0:
         return False
-    if not begin_asking(state):
-        return True
-    knew = ask_uses(state, 0)
-    _release_those_over(state)
-    end_asking(state)
-    return knew
+    return _ask_and_release(state, 0) != UNKNOWN
 
 
 @njit()
 def poll(device, before):
     """The same for Python, where it has nothing to do with them: BUSY, UNKNOWN or KNOWN; `before` as of `ask_uses`."""
-    state = state_at(device)
+    return _ask_and_release(state_at(device), before)
+
+
+@inner()
+def _ask_and_release(state, before):
     if not begin_asking(state):
         return BUSY
     knew = ask_uses(state, before)

@@ -66,20 +66,33 @@ def note_use(state, address, status, stream):
 def await_uses(state, first):
     """A block was freed, and waits for its uses; whether they are to be recorded now. With the lock held."""
     records = state.private_kind == 0 and state.record_event != 0
-    state.num_shared_frees += 1
     row = first
     while row != 0:
         use = stream_use_at(state, row)
-        use.status = USE_BEING_RECORDED if records else USE_UNRECORDED
-        use.number = state.num_shared_frees
+        _set_status(state, use, USE_BEING_RECORDED if records else USE_UNRECORDED)
         row = use.next
     stream_use_at(state, first).next_freed = 0
-    if state.last_freed_use == 0:
-        state.first_freed_use = first
-    else:
-        stream_use_at(state, state.last_freed_use).next_freed = first
+    _queue_after(state, state.last_freed_use, first)
     state.last_freed_use = first
     return records
+
+
+@inner()
+def _queue_after(state, previous, first):
+    """Let a block (its first use, 0: none) be the next in the queue after another one (0: the first)."""
+    if previous == 0:
+        state.first_freed_use = first
+    else:
+        stream_use_at(state, previous).next_freed = first
+
+
+@inner()
+def _set_status(state, use, status):
+    """Write the status of a use of a freed block. With the lock held."""
+    if status == USE_UNRECORDED and use.status != USE_UNRECORDED:
+        state.num_unrecorded += 1
+        use.number = state.num_unrecorded
+    use.status = status
 
 
 @inner()
@@ -91,7 +104,7 @@ def record_uses(state, first):
         row = use.next  # the last one may be over, and another block's, once its status is written
         status = USE_RECORDED if _record(state, use) else USE_UNRECORDED
         lock(state)
-        use.status = status
+        _set_status(state, use, status)
         unlock(state)
 
 
@@ -122,8 +135,7 @@ def end_asking(state):
 def ask_uses(state, before):
     """Ask which uses of freed blocks are over, without the lock; whether the driver knew.
 
-    Of the first `before` blocks ever freed those are whose event cannot be recorded: their streams have done all that
-    they had been given then.
+    Of those that are not recorded the first `before` ever to be so are over: their streams were seen idle since.
     """
     held_up, knew = NO_HANDLE, True
     lock(state)
@@ -164,7 +176,7 @@ def _ask(state, use, before, held_up):
         if answer != NOT_READY:
             status = USE_OVER if answer == 0 else USE_UNRECORDED
     lock(state)
-    use.status = status
+    _set_status(state, use, status)
     unlock(state)
     return status
 
@@ -184,11 +196,7 @@ def is_over(state, first):
 @inner()
 def forget_uses(state, previous, first):
     """A block does not wait any more; `previous`: the first use of the one before it in the queue, 0: there is none."""
-    following = stream_use_at(state, first).next_freed
-    if previous == 0:
-        state.first_freed_use = following
-    else:
-        stream_use_at(state, previous).next_freed = following
+    _queue_after(state, previous, stream_use_at(state, first).next_freed)
     if state.last_freed_use == first:
         state.last_freed_use = previous
     row = first

@@ -147,7 +147,7 @@ def _tell_tasks_apart(folder: Path, runtime: Runtime) -> None:
 
 
 def _set_callbacks(allocator: Any, runtime: Runtime) -> None:
-    """What torch asks for besides memory; all of it rare, so it may be Python."""
+    """What torch asks for besides memory; what is rare may be Python."""
     controllers = runtime.controllers
 
     def empty_cache(*_: int) -> int:

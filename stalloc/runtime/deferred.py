@@ -47,33 +47,33 @@ class Deferred:
         """Free the waiting blocks that other streams are done with; not while a graph is captured."""
         import cupy
 
-        num_freed = self._state.record.num_shared_frees
         with cupy.cuda.Device(self._device):  # what has no event yet gets it on a stream of this device
             if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
+                num_idle = self._state.record.num_unrecorded
                 _, streams = self._state.awaited()
                 if all(cupy.cuda.runtime.streamQuery(stream) == 0 for stream in streams):
-                    self._ask(num_freed)
+                    self._ask(num_idle)
 
     def wait(self) -> None:
         """Wait for all that other streams have been given, since memory has run out."""
-        num_freed = self._state.record.num_shared_frees
         if not self._state.record.num_deferred:
             return
         import cupy
 
         with cupy.cuda.Device(self._device):
             self._ask()
+            num_idle = self._state.record.num_unrecorded
             events, streams = self._state.awaited()
             for event in events:
                 cupy.cuda.runtime.eventSynchronize(event)
             for stream in streams:
                 cupy.cuda.runtime.streamSynchronize(stream)
-            self._ask(num_freed)
+            self._ask(num_idle)
 
     def _ask(self, num_idle: int = 0) -> bool:
         """Free the blocks of which the driver says that their uses are over; whether it knew of all.
 
-        Of the first `num_idle` that were ever freed those are free too of which it does not: their streams are idle.
+        The first `num_idle` uses ever of which it cannot know are over: their streams were seen idle since.
         """
         address = self._state.address
         if self._on_end is None:

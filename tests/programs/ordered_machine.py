@@ -1,6 +1,7 @@
 """Streams as clocks, and a machine whose every block is checked against them."""
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 from programs.core_machine import Machine, Ring
@@ -23,6 +24,7 @@ class Driver:
         self.done = np.zeros(num_streams, np.int64)  # work of each that the host knows to be over
         self.calls: list[tuple[str, int, int]] = []
         self.fails: set[str] = set()
+        self.before_record: Callable[[], None] = lambda: None
         self._callbacks = [_CALL(call) for call in (self._record, self._wait, self._capturing, self._query)]
         self.ordering = Ordering(*(ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks))
 
@@ -41,6 +43,7 @@ class Driver:
 
     def _record(self, event: int, handle: int, _: int) -> int:
         stream = handle // _HANDLE
+        self.before_record()
         if "record" in self.fails:
             return 1
         self.recorded[event] = self.clock[stream].copy()

@@ -42,6 +42,14 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
+def _length(row: int, table: np.ndarray) -> int:
+    """How many rows of a table a chain has that begins with one of them; row 0 is none."""
+    count = 0
+    while row:
+        count, row = count + 1, int(table["next"][row])
+    return count
+
+
 class Soak:
     """One device, its threads and what happens to them meanwhile."""
 
@@ -341,16 +349,12 @@ class Soak:
             problems.append("segments are left")
         if state.tables.pools["root"].any():
             problems.append("free blocks are left")
-        spare, row = 0, state.record.free_block_row
-        while row:
-            spare, row = spare + 1, int(state.tables.blocks["next"][row])
-        if spare != state.record.blocks_used - 1:
-            problems.append(f"{state.record.blocks_used - 1 - spare} rows of the table of blocks are lost")
-        spare, row = 0, state.record.free_stream_use
-        while row:
-            spare, row = spare + 1, int(state.tables.stream_uses["next"][row])
-        if spare != state.record.stream_uses_used - 1:
-            problems.append(f"{state.record.stream_uses_used - 1 - spare} uses by other streams are lost")
+        lost_blocks = state.record.blocks_used - 1 - _length(state.record.free_block_row, state.tables.blocks)
+        if lost_blocks:
+            problems.append(f"{lost_blocks} rows of the table of blocks are lost")
+        lost_uses = state.record.stream_uses_used - 1 - _length(state.record.free_stream_use, state.tables.stream_uses)
+        if lost_uses:
+            problems.append(f"{lost_uses} uses by other streams are lost")
         if controller.memory.segments or controller.arenas.arena is not None:
             problems.append("the controller holds memory")
         from stalloc.device import virtual
