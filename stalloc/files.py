@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,8 +20,14 @@ from stalloc.errors import BadInputError, StallocError
 
 SCRATCH_PATTERN = ".stalloc-*.part"
 """The names of scratch files; one that is left over belonged to a process that was killed."""
+_redirected: dict[str, Path] = {}
 _ADVICE = "name a file in a folder you can write"
 _MAX_LINKS = 40  # as Linux has it
+
+
+def redirect(places: Mapping[str, Path]) -> None:
+    """From now on write what is for a file, named by its absolute path, to another one."""
+    _redirected.update(places)
 
 
 @contextlib.contextmanager
@@ -37,7 +43,7 @@ def whole(
     `private`: nobody else may read it. Raises `error`, which ends with `advice`, if it cannot be written.
     """
     try:
-        with _opened(Path(path), private) as file:
+        with _opened(_redirected.get(os.path.abspath(path)) or Path(path), private) as file:
             yield file
     except OSError as problem:
         raise error(f"cannot write {path}: {problem.strerror or problem}: {advice}.") from problem

@@ -2,32 +2,45 @@
 
 Contract: the child starts from what this process has imported, so that it costs what its work costs; it has an empty
 standard input, what it prints is kept away, and it ends without what Python does at its end. It, and whatever it has
-started in its process group, is gone once `end` returns.
+started in its process group, is gone once `end` returns. In a sandbox it changes no file of the user's.
 """
 
 import contextlib
+import math
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Self
+
+from stalloc.sandbox import Files, Sandbox
+
+_WATCH_SECONDS = 0.5
 
 
 class ForkedChild:
     """One child; a context manager that ends it and removes its folder."""
 
-    def __init__(self, work: Callable[[Path], None], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, work: Callable[[Path], None], variables: Mapping[str, str], sandbox: Sandbox | None = None
+    ) -> None:
         """Fork. `work` gets a folder that both see; `variables` of the child, those that are empty are unset."""
-        self._kept = tempfile.TemporaryDirectory(prefix="stalloc-trial-")
-        self.folder = Path(self._kept.name)
+        self._sandbox = sandbox
+        self.folder = sandbox.folder if sandbox is not None else Path(tempfile.mkdtemp(prefix="stalloc-trial-"))
+        self.files = Files()
+        """What it wrote, once it is over."""
+        self.overrun = ""
+        """Why it was ended before it had done its work, if what it wrote took too much room."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
-            _become_child(self.folder, work, variables)
+            _become_child(self.folder, work, variables, sandbox)
         self._has_ended = False
         self._watched = os.pidfd_open(self._pid)
 
@@ -57,6 +70,12 @@ class ForkedChild:
         os.waitpid(self._pid, 0)
         os.close(self._watched)
 
+    def check_room(self) -> None:
+        """End it if what it has written takes too much room."""
+        if self._sandbox is not None and not self.overrun and (overrun := self._sandbox.overrun()):
+            self.overrun = overrun
+            os.kill(self._pid, signal.SIGKILL)
+
     def output(self) -> str:
         """What it has printed, on both streams."""
         with contextlib.suppress(FileNotFoundError):
@@ -68,16 +87,27 @@ class ForkedChild:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        self._kept.cleanup()
+        if self._sandbox is not None:
+            self.files = self._sandbox.end()
+            self._sandbox = None
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def first_ended(children: Sequence[ForkedChild], limit_seconds: float | None = None) -> list[ForkedChild]:
     """Wait until one has ended, and return all that have; none if the time is over."""
-    ended: list[ForkedChild] = select.select(children, [], [], limit_seconds)[0]
-    return ended
+    until = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
+    while True:
+        left = max(0.0, min(until - time.monotonic(), _WATCH_SECONDS))
+        ended: list[ForkedChild] = select.select(children, [], [], left)[0]
+        if ended or time.monotonic() >= until:
+            return ended
+        for child in children:
+            child.check_room()
 
 
-def _become_child(folder: Path, work: Callable[[Path], None], variables: Mapping[str, str]) -> NoReturn:
+def _become_child(
+    folder: Path, work: Callable[[Path], None], variables: Mapping[str, str], sandbox: Sandbox | None
+) -> NoReturn:
     """Never comes back, whatever happens."""
     code = 1
     try:
@@ -90,6 +120,8 @@ def _become_child(folder: Path, work: Callable[[Path], None], variables: Mapping
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  (it lives as long as the process)
+        if sandbox is not None:
+            sandbox.enter()
         work(folder)
         code = 0
     except SystemExit:

@@ -19,6 +19,8 @@ from pathlib import Path
 from stalloc.errors import SetupError
 from stalloc.files import SCRATCH_PATTERN
 
+SANDBOX_VARIABLE = "STALLOC_SANDBOX"
+"""Set in a process that stalloc has put into a sandbox, where files of other users may seem to be nobody's."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MAX_LINKS = 40  # as Linux has it
 _OLD_SECONDS = 24 * 3600.0
@@ -88,7 +90,7 @@ def _check(path: Path, here: Path, status: os.stat_result, advice: str, *, is_la
 
 def _weakness(here: Path, status: os.stat_result, *, passable: bool = False) -> tuple[str, str]:
     """What lets others change a file or a folder, and what can be done, or two empty strings."""
-    if status.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid(), _root_here()):
         return f"{here} belongs to {_user(status.st_uid)}", ""
     others = status.st_mode & _OTHERS_MAY_WRITE
     if not others or passable or stat.S_ISLNK(status.st_mode):
@@ -96,6 +98,15 @@ def _weakness(here: Path, status: os.stat_result, *, passable: bool = False) -> 
     who = "everybody" if others & stat.S_IWOTH else "its group"
     mine = os.geteuid() in (0, status.st_uid)
     return f"{who} can write to {here}", f"run chmod go-w {shlex.quote(str(here))}, or " if mine else ""
+
+
+def _root_here() -> int:
+    """What root's files seem to belong to: in a user namespace of ours, whose maker has looked at them, to nobody."""
+    if os.environ.get(SANDBOX_VARIABLE):
+        with contextlib.suppress(OSError, ValueError):
+            if Path("/proc/self/uid_map").read_text(encoding="ascii").split()[0] != "0":
+                return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    return 0
 
 
 def _user(uid: int) -> str:

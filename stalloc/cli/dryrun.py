@@ -17,12 +17,16 @@ what was reserved.
   stalloc dryrun --gpu rtx4090 --find batch=1..512 -- train.py --batch {batch}     (or --find gpu)
   stalloc dryrun --gpu H100 --ranks 8 train.py
 
+What the program writes is discarded, and named: it would be zeros. Each run begins with the files as they are;
+--keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
+
 --find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
 torchrun would start, rank by rank on fake process groups. Both run the program in forks of one process, side by side.
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),
-`taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know.
+`taken_bytes` and `allocated_peak_bytes`; `devices` lists them per device; `uncertain` says what a dry run cannot know,
+`files` what was discarded.
 The exit code is 0 if the program fits with stalloc, 1 if it does not or if it fails for another reason.
 """
 
@@ -41,10 +45,12 @@ from stalloc.cli.dryrun_report import FIGURES, allocator_name, print_needs
 from stalloc.cli.native import compare, native_settings, run_apart
 from stalloc.cli.output import add_json_argument, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command
+from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import working
 from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
+from stalloc.sandbox import ProgramFiles, files_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +106,16 @@ def run(args: argparse.Namespace) -> int:
         with assuming(args):
             return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
+    files = program_files(args, command)
     with working("running the program under its own allocators") as tell, assuming(args):
-        results, uncertain = _results(["--gpu", args.gpu] if args.gpu else [], offer.program_bytes, command, tell)
+        options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
+        results, uncertain = _results(options, offer.program_bytes, command, tell, files)
     result = {
         **offer.as_json(),
         **{name: _entry(need) for name, need in results.items()},
         "devices": _by_device(results),
         "uncertain": uncertain,
+        "files": files.all().as_json(),
     }
     if wants_text(args):
         print_needs(result, results, offer, command)
@@ -126,18 +135,20 @@ def _in_forks(args: argparse.Namespace) -> int:
 
 
 def _results(
-    model: list[str], offered: int, command: list[str], tell: Callable[[str], None]
+    options: list[str], offered: int, command: list[str], tell: Callable[[str], None], files: ProgramFiles
 ) -> tuple[dict[str, Need], dict[str, Any]]:
-    """Every allocator, by its name; what the native run could not know. `model`: options that name the GPU."""
+    """Every allocator, by its name; what the native run could not know. `options`: which GPU, and whose files."""
+
+    def native(size: int, history: Path | None = None, **how: Any) -> dict[str, Any]:
+        return _noted(files, _native(options, size, command, history, **how))
+
     with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
         history = Path(folder) / "history.pickle"
-        measures: dict[str, Callable[[int], dict[str, Any]]] = {
-            "native": lambda size: _native(model, size, command, history)
-        }
+        measures: dict[str, Callable[[int], dict[str, Any]]] = {"native": lambda size: native(size, history)}
         settings = dict(zip(("native", "expandable"), [conf for _, conf, _ in native_settings()], strict=False))
         if "expandable" in settings:
-            measures["expandable"] = lambda size: _native(model, size, command, conf=settings["expandable"])
-        measures["stalloc"] = lambda size: _stalloc(model, size, command)
+            measures["expandable"] = lambda size: native(size, conf=settings["expandable"])
+        measures["stalloc"] = lambda size: _noted(files, _stalloc(options, size, command))
         results: dict[str, Need] = {}
         uncertain: dict[str, Any] = {}
         for name, measure in measures.items():
@@ -152,13 +163,20 @@ def _results(
                 uncertain = _uncertain(
                     tried,
                     results[name],
-                    lambda which, file: _native(model, PLENTY, command, file, workspaces=which),
+                    lambda which, file: native(PLENTY, file, workspaces=which),
                     settings,
                 )
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
             results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
     return results, uncertain
+
+
+def _noted(files: ProgramFiles, result: dict[str, Any]) -> dict[str, Any]:
+    """A result, what became of the program's files being noted."""
+    if "files" in result:
+        files.note(files_from_json(result["files"]))
+    return result
 
 
 def _confirmed(need: Need, measure: Callable[[int], dict[str, Any]]) -> Need:
@@ -215,7 +233,7 @@ def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> d
 
 
 def _native(
-    model: list[str],
+    options: list[str],
     offered: int,
     command: list[str],
     history: Path | None = None,
@@ -224,13 +242,13 @@ def _native(
     workspaces: str = "likely",
 ) -> dict[str, Any]:
     wanted = ["--history", str(history)] if history is not None and offered == PLENTY else []
-    options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *model, "--memory", f"{offered}B"]
-    return compare(options, command, quiet=True, conf=conf)
+    all_options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *options, "--memory", f"{offered}B"]
+    return compare(all_options, command, quiet=True, conf=conf)
 
 
-def _stalloc(model: list[str], offered: int, command: list[str]) -> dict[str, Any]:
-    options = ["--device", "virtual", *model, "--memory", f"{offered}B"]
-    result = run_apart(["-m", "stalloc", "run", "--json"], [*options, *command], quiet=True)
+def _stalloc(options: list[str], offered: int, command: list[str]) -> dict[str, Any]:
+    all_options = ["--discard-files", "--device", "virtual", *options, "--memory", f"{offered}B"]
+    result = run_apart(["-m", "stalloc", "run", "--json"], [*all_options, *command], quiet=True)
     for device in result["devices"]:
         device["reserved_peak_bytes"] = device["run_reserved_peak_bytes"]
         device["allocated_peak_bytes"] = device["run_allocated_peak_bytes"]

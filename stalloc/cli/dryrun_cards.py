@@ -7,7 +7,7 @@ from typing import Any
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.dryrun_find_report import ran_out_text
 from stalloc.cli.dryrun_offer import headroom_of
-from stalloc.cli.dryrun_report import doubts
+from stalloc.cli.dryrun_report import last_lines
 from stalloc.cli.dryrun_runs import Runs, contenders
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
 from stalloc.cli.program import program_command
@@ -42,6 +42,7 @@ def find_card(args: argparse.Namespace) -> int:
         **{one.name: _entry(found, one.name, names) for one in tried},
         "num_runs": found.num_runs,
         "uncertain": found.findings,
+        "files": runs.files.all().as_json(),
     }
     if wants_text(args):
         _print(result, {one.name: one.shown for one in tried}, command)
@@ -89,7 +90,7 @@ def _print(result: dict[str, Any], shown: dict[str, str], command: list[str]) ->
         told = result[name]
         if told["ran_out"] is not None:
             print_prose(console, f"{told['too_small']}, {allocator}: {ran_out_text(told['ran_out'])}", indent="  ")
-    for line in doubts(result["uncertain"]):
+    for line in last_lines(result):
         print_prose(console, line, indent="  ")
     print_prose(console, f"{plural(result['num_runs'], 'run')} of the program", indent="  ")
     words = command_text(*command)

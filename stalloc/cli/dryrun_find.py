@@ -33,7 +33,7 @@ def find(args: argparse.Namespace) -> int:
         runs,
     )
     found = find_largest(tries)
-    result = _result(offer, parameter, tries, found)
+    result = {**_result(offer, parameter, tries, found), "files": runs.files.all().as_json()}
     if wants_text(args):
         from stalloc.cli.dryrun_find_report import print_largest
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stalloc.cli.dryrun_offer import Offer
-from stalloc.cli.dryrun_report import doubts
+from stalloc.cli.dryrun_report import last_lines
 from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes, plural
@@ -35,7 +35,7 @@ def print_largest(
         if told["ran_out"] is not None:
             label = parameter.label(told["fails"])
             print_prose(console, f"{label}, {one.shown}: {ran_out_text(told['ran_out'])}", indent="  ")
-    for line in [*_ends(result, parameter, tries), *found.notes, *doubts(result["uncertain"])]:
+    for line in [*_ends(result, parameter, tries), *found.notes, *last_lines(result)]:
         print_prose(console, line, indent="  ")
     print_prose(console, f"{plural(tries.num_runs, 'run')} of the program", indent="  ")
     best = found.by_allocator["stalloc"]

@@ -8,7 +8,7 @@ from typing import Any
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.dryrun_find_report import ran_out_text
 from stalloc.cli.dryrun_offer import Offer, offer_of
-from stalloc.cli.dryrun_report import doubts
+from stalloc.cli.dryrun_report import last_lines
 from stalloc.cli.dryrun_runs import Runs, as_rank, chosen_ranks, contenders
 from stalloc.cli.output import command_text, table_console, wants_text, write_json
 from stalloc.cli.program import program_command
@@ -43,6 +43,7 @@ def try_ranks(args: argparse.Namespace) -> int:
         "ranks": [_entry(tries, at) for at in everything],
         "num_runs": tries.num_runs,
         "uncertain": tries.findings(),
+        "files": runs.files.all().as_json(),
     }
     if wants_text(args):
         _print(result, tries, offer, command)
@@ -94,7 +95,7 @@ def _print(result: dict[str, Any], tries: Tries, offer: Offer, command: list[str
                 text = f"rank {told['rank']}, {one.shown}: {ran_out_text(told[name]['ran_out'])}"
                 print_prose(console, text, indent="  ")
     text = "no other rank is there: collectives change nothing, and NCCL's own memory is part of the headroom"
-    for line in [text, *doubts(result["uncertain"])]:
+    for line in [text, *last_lines(result)]:
         print_prose(console, line, indent="  ")
     words = command_text(*command)
     console.print(f"next: STALLOC=1 torchrun --nproc-per-node {min(result['num_ranks'], 8)} {words} on real GPUs")

@@ -7,6 +7,7 @@ from stalloc.cli.output import command_text, size_text, table_console
 from stalloc.cli.tables import print_prose, print_table
 from stalloc.figures import human_bytes
 from stalloc.printable import printable
+from stalloc.sandbox import files_from_json
 
 if TYPE_CHECKING:
     from stalloc.cli.dryrun import Need
@@ -45,7 +46,7 @@ def print_needs(result: dict[str, Any], results: dict[str, "Need"], offer: Offer
     print_prose(console, meant + "; takes: what is reserved when memory is plentiful", indent="  ")
     if offer.headroom_bytes:
         print_prose(console, f"CUDA context and NCCL: {offer.headroom_source}", indent="  ")
-    for line in doubts(result["uncertain"]):
+    for line in last_lines(result):
         print_prose(console, line, indent="  ")
     if results["stalloc"].fits:
         console.print(f"next: stalloc run {command_text(*command)} on the real GPU")
@@ -62,6 +63,11 @@ def _shown(size_bytes: int, key: str, figure: str, need: "Need") -> str:
 
 def _between(ends: list[int]) -> str:
     return " to ".join(dict.fromkeys(human_bytes(end) for end in ends))
+
+
+def last_lines(result: dict[str, Any]) -> list[str]:
+    """What follows every table of a dry run: what it cannot know, and what became of the program's files."""
+    return [*doubts(result["uncertain"]), *files_from_json(result["files"]).sentences()]
 
 
 def doubts(uncertain: dict[str, Any]) -> list[str]:

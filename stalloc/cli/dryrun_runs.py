@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from stalloc.allocator_conf import VARIABLES
 from stalloc.cli.dryrun_report import allocator_name
 from stalloc.cli.native import native_settings
-from stalloc.cli.program import run_program
+from stalloc.cli.program import program_command, run_program
+from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import lines_told
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import PLENTY
@@ -32,6 +33,7 @@ class Runs:
                 raise BadInputError(f"--{option} is {getattr(args, option)}: give a number from 0.")
         self._rank = _the_rank(args) if args.ranks is not None and args.find else None
         self._jobs = side_by_side(args.jobs)
+        self.files = program_files(args, program_command(args))
         self._tell = lines_told()
         self._began = time.monotonic()
         self._num_told = 0
@@ -45,7 +47,7 @@ class Runs:
         """Run them."""
         if self._rank is not None:
             asked = [as_rank(one, self._rank) for one in asked]
-        return run_all(asked, run_program, self._jobs, self._told)
+        return run_all(asked, run_program, self._jobs, self._told, self.files)
 
     def _told(self, asked: Asked, seen: RunSeen) -> None:
         self._num_told += 1

@@ -10,14 +10,15 @@ memory (an evaluation, another length, the last batch of an epoch) all runs have
 at the most, from the first allocation, with a plan; under PyTorch's own allocator the same. Times are estimates, for
 telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
 
-The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away; what it writes or
-sends in these steps it writes and sends. It is stopped after the last. The budget is by default the memory
-of the GPU less 512 MiB for the CUDA context.
+The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
+with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
+experiments are silenced, and other requests to other machines are made. It is stopped after the last step.
+The budget is by default the memory of the GPU less 512 MiB for the CUDA context.
 
 The best is kept in train.fit.npz for `stalloc run --budget`. JSON: `program`, `gpu`, `budget_bytes`, `step_seconds`,
 `candidates`, `best` (a row, -1: none fits), `pareto` (rows than which no other needs less of one of device, host, disk
 and time, and no more of the rest), `least_bytes`, `output` (null if none fits: nothing is written), `notes`,
-`num_trials`, `sentence`. The exit code is 0 if something fits, 1 if nothing does.
+`num_trials`, `files`, `sentence`. The exit code is 0 if something fits, 1 if nothing does.
 """
 
 import argparse
@@ -30,12 +31,14 @@ from typing import Any
 from stalloc.cli import EXIT_CHECK_FAILED, EXIT_DONE
 from stalloc.cli.output import add_json_argument, command_text, wants_text, write_json
 from stalloc.cli.program import add_program_arguments, program_command, run_program
+from stalloc.cli.program_writes import program_files
 from stalloc.cli.progress import lines_told
 from stalloc.device.context import ASSUMED_BYTES
 from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu, memory_option
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
+from stalloc.sandbox import ProgramFiles
 from stalloc.techniques.optimizer_paging import parse_disk
 
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",
@@ -92,15 +95,16 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else keeping.fit_file(source)
     check_name(output)
     check_writable(output)
-    fit, num_trials = _fitted(args, command, source, gpu, budget_bytes)
+    files = program_files(args, command)
+    fit, num_trials = _fitted(args, command, source, gpu, budget_bytes, files)
     if fit.best >= 0:  # else what was kept before stays
         fit.save(output)
-    result = _result(fit, output if fit.best >= 0 else None, num_trials)
+    result = {**_result(fit, output if fit.best >= 0 else None, num_trials), "files": files.all().as_json()}
     if wants_text(args):
         from stalloc.cli.fit_report import print_fit, print_next
 
         named = None if output == keeping.fit_file(source) else output
-        print_fit(fit, gpu, num_trials)
+        print_fit(fit, gpu, num_trials, files.all().sentences())
         if fit.best >= 0 and not args.as_gpu:  # who named the GPU so goes on by itself
             print_next(fit, output, command, named)
     write_json(args, result)
@@ -120,7 +124,7 @@ def _real_or_default() -> VirtualGPU:
 
 
 def _fitted(
-    args: argparse.Namespace, command: list[str], source: Any, gpu: VirtualGPU, budget_bytes: int
+    args: argparse.Namespace, command: list[str], source: Any, gpu: VirtualGPU, budget_bytes: int, files: ProgramFiles
 ) -> tuple[Any, int]:
     """The fit, and how often the program was run for it."""
     from stalloc import device
@@ -147,6 +151,7 @@ def _fitted(
             program,
             dataclasses.replace(work, gpu_name=gpu.name),
             args.trial_seconds,
+            files,
         ),
         lines_told(),
         num_steps=args.trial_steps or 0,

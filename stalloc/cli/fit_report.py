@@ -11,8 +11,8 @@ from stalloc.fitting.tier_search import BY_THE_PROCESSOR
 from stalloc.printable import printable
 
 
-def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int) -> None:
-    """Print the table, and how its figures are known."""
+def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, files: list[str]) -> None:
+    """Print the table, how its figures are known, and what became of the program's `files`."""
     console = table_console()
     console.print(
         f"{printable(gpu.name)}: a budget of {human_bytes(fit.budget_bytes)} of {human_bytes(fit.gpu_bytes)}, "
@@ -44,7 +44,7 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int) -> None:
     but += "; updates on the processor round otherwise" if on_processor else ""
     print_prose(console, f"losses and gradients are the same to the last bit in all of them{but}", indent="  ")
     print_prose(console, f"est.: {fit.estimate}; bytes are measured on a virtual GPU", indent="  ")
-    for note in note_texts(fit.notes):
+    for note in [*note_texts(fit.notes), *files]:
         print_prose(console, note, indent="  ")
 
 

@@ -25,6 +25,7 @@ from stalloc.device.virtual_build import built_directory, compiler
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.printable import MAX_SENTENCE, printable
+from stalloc.sandbox.ways import layer_place, way
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "networkx", "rich")
 _CUPY_WHEELS = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -91,6 +92,7 @@ def collect() -> dict[str, Any]:
             "default": DEFAULT_GPU.name,
             "known": list(KNOWN_GPUS),
         },
+        "program_files": {"way": way().kind, "reason": way().reason, "layers_in": str(layer_place())},
         "settings": {name: environment[name] for name in listed},
         "torch_allocator": conf_in_force(environment)[1],
     }
@@ -115,7 +117,12 @@ def _print(found: dict[str, Any]) -> None:
         _print_table(console, "\nGPUs", [("none", "no GPU with an NVIDIA driver; the virtual GPU needs none")])
     virtual = found["virtual_gpu"]
     state = f"ready in {virtual['directory']}" if virtual["built"] else "built on first use"
-    rows = [("compiler", virtual["compiler"] or "none: install gcc, or set CC"), ("library", state)]
+    kept = way().sentence() + (f" in {found['program_files']['layers_in']}" if way().kind == "overlay" else "")
+    rows = [
+        ("compiler", virtual["compiler"] or "none: install gcc, or set CC"),
+        ("library", state),
+        ("files of programs", kept),
+    ]
     _print_table(console, "\nVirtual GPU", [*rows, ("stands in for", ", ".join(virtual["known"]))])
     settings = list(found["settings"].items()) or [("none", "torch and CuPy use their defaults")]
     _print_table(console, "\nSettings (environment)", settings)

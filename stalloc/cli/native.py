@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 from stalloc.allocator_conf import VARIABLES, conf_in_force, split_conf
 from stalloc.cli.program import add_program_arguments, chosen_gpu, program_command, run_program
+from stalloc.cli.program_writes import sandboxed_run
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.notices import say
@@ -138,6 +140,11 @@ def main() -> int:
     except StallocError as error:
         say(str(error))
         return 2
+    run = sandboxed_run(args, command, [args.history], quiet=True) if kind == "virtual" else None
+    if run is not None and (ended := run.fork(keep_new=False)) is not None:
+        if ended.told is not None:
+            write_whole(args.result, json.dumps(ended.told | {"files": ended.files.as_json()}))
+        return ended.finish()
     step_times: list[float] = []
     steps: list[list[tuple[int, int]]] = []  # after each, for each device: reserved peak so far, reserved now
 
@@ -161,12 +168,15 @@ def main() -> int:
     after_import("torch", watch_torch)
     code = run_program(command)
     if args.history and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        sys.modules["torch"].cuda.memory._dump_snapshot(args.history)
+        write_whole(args.history, pickle.dumps(sys.modules["torch"].cuda.memory._snapshot()))
     result = {"exit_code": code, "out_of_memory": code != 0 and _ran_out(kind), **_measure(step_times, steps)}
     result["uses_torch"] = "torch" in sys.modules
     if kind == "virtual":
         result["virtual"] = findings()
-    write_whole(args.result, json.dumps(result))
+    if run is not None:
+        run.tell(result)
+    else:
+        write_whole(args.result, json.dumps(result))
     return code
 
 

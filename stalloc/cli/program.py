@@ -44,6 +44,11 @@ def add_program_arguments(
         "--memory", metavar="SIZE", help="the virtual GPU has this much memory, for example 24GiB, whatever its model"
     )
     parser.add_argument(
+        "--keep-files",
+        action="store_true",
+        help="on the virtual GPU too, write the program's files for real (they hold zeros, and replace what is there)",
+    )
+    parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module as python -m does"
     )
     parser.add_argument(
@@ -92,6 +97,8 @@ def device_options(args: argparse.Namespace) -> list[str]:
         options += ["--gpu", args.gpu]
     if args.memory:
         options += ["--memory", args.memory]
+    if args.keep_files:
+        options += ["--keep-files"]
     return options
 
 

@@ -7,8 +7,10 @@ With --stacks it runs under PyTorch's own allocator and history instead, so that
 PyTorch; requests of CuPy's are not in the recording then, but cuDNN's work spaces are told apart: `stalloc info
 --cudnn-table FILE` shows them. With --ops it does so too, and instead of call sites torch.profiler notes which
 operation of which module made, read and changed each request in the first four steps, and what each request is for; the
-program asks for the same memory in the same order. JSON: `output`, and for each of `devices` the number of `requests`
-and `events`, the step marks, and the peaks. The exit code is the program's own; what was recorded until it failed,
+program asks for the same memory in the same order.
+On the virtual GPU files that are there stay as they are, and new ones are kept (--keep-files writes for real).
+JSON: `output`, and for each of `devices` the number of `requests` and `events`, the step marks, and the peaks; `files`,
+on the virtual GPU, what was kept and discarded. The exit code is the program's own; what was recorded until it failed,
 Ctrl-C or SIGTERM is written all the same.
 """
 
@@ -34,6 +36,7 @@ from stalloc.cli.program import (
     program_output,
     run_program,
 )
+from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.tables import print_prose
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import shown_name
@@ -67,6 +70,14 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"{args.output} does not end in .trace.npz: name the trace so that other verbs know it.")
     check_writable(args.output)
 
+    from stalloc import device
+
+    inside = sandboxed_run(args, command, [args.output]) if device.activate(args.device, gpu) == "virtual" else None
+    if inside is not None and (ended := inside.fork(keep_new=True)) is not None:
+        say_files(ended.files)
+        if ended.told is not None:
+            write_json(args, ended.told | {"files": ended.files.as_json()})
+        return ended.finish()
     from stalloc.trace import save_traces
 
     with program_output(to_stderr=args.json == "-"):
@@ -80,7 +91,11 @@ def run(args: argparse.Namespace) -> int:
     devices = [_entry(trace) for trace in traces]
     if wants_text(args):
         _print(args.output, devices, stacks=args.stacks, failed=code != 0)
-    write_json(args, {"output": args.output, "exit_code": code, "devices": devices})
+    result = {"output": args.output, "exit_code": code, "devices": devices}
+    if inside is not None:
+        inside.tell(result)
+    else:
+        write_json(args, result)
     return code
 
 

@@ -12,6 +12,8 @@ Steps are marked by torch's optimizers or by stalloc.step(), and found from the 
 --budget holds the program to so much reserved memory from its first allocation: the settings and the plan of its fit
 (`stalloc fit`, which is made first if there is none in the current folder) are used, and what does not fit is an
 out-of-memory error. --fit names the file of a fit.
+On the virtual GPU every value is zero, so files that are there stay as they are whatever the program does to them; new
+ones are kept, and both are named. --keep-files writes for real.
 --compare-native runs the program under PyTorch's own allocator first, with its defaults and with
 expandable_segments:True, whatever else PYTORCH_ALLOC_CONF says kept.
 JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on), `run_allocated_peak_bytes` and
@@ -19,8 +21,8 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with a budget `budget_bytes`, `budget_kept` and `budget_by`. The exit code is the program's own, also
-after Ctrl-C (130) and SIGTERM (143), which leave the report.
+"fit" or null; with a budget `budget_bytes`, `budget_kept` and `budget_by`; on the virtual GPU `files`, what was kept
+and discarded. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
@@ -44,12 +46,15 @@ from stalloc.cli.program import (
     program_output,
     run_program,
 )
-from stalloc.cli.run_budget import add_budget_arguments, prepare, print_outcome
+from stalloc.cli.program_writes import sandboxed_run, say_files
+from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
+from stalloc.device import VirtualGPU
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
 from stalloc.notices import say
 from stalloc.printable import printable
+from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
@@ -96,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
+    parser.add_argument("--discard-files", action="store_true", help=argparse.SUPPRESS)  # new ones too, for a dry run
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -121,8 +127,38 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.report)
     held = prepare(args, command, gpu) if args.budget or args.fit else None
     peers = _run_natively(args, command) if args.compare_native else []
+    from stalloc import device
 
-    from stalloc import device, integrations
+    is_virtual = device.activate(args.device, gpu) == "virtual"
+    outputs = (args.save_plan, args.report)
+    inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
+    if inside is not None and (ended := inside.fork(keep_new=not args.discard_files)) is not None:
+        return _after(args, ended)
+    result = _run_here(args, command, gpu, held, peers)
+    if args.report:
+        _report(result.runtime, Path(args.report), form, command_text(*program_command(args)))
+    if inside is not None:
+        inside.tell(result.told)
+    else:
+        write_json(args, result.told)
+    return int(result.told["exit_code"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ran:
+    told: dict[str, Any]
+    runtime: "Runtime"
+
+
+def _run_here(
+    args: argparse.Namespace,
+    command: list[str],
+    gpu: VirtualGPU | None,
+    held: Held | None,
+    peers: list[tuple[str, dict[str, Any]]],
+) -> _Ran:
+    """Run the program in this process, and report."""
+    from stalloc import integrations
     from stalloc.integrations import plan_cache
 
     settings = integrations.Settings(
@@ -135,7 +171,6 @@ def run(args: argparse.Namespace) -> int:
     )
     cache = None
     if held is None and not args.plan and not args.save_plan and not args.observe_steps:
-        device.activate(args.device, gpu)
         cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
     known = held.plans if held is not None else cache.load() if cache is not None else None
     runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
@@ -156,10 +191,16 @@ def run(args: argparse.Namespace) -> int:
         _print(result, args, kept=cache is not None and cache.kept)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
-    if args.report:
-        _report(runtime, Path(args.report), form, command_text(*program_command(args)))
-    write_json(args, result)
-    return code
+    return _Ran(result, runtime)
+
+
+def _after(args: argparse.Namespace, ended: Ended) -> int:
+    """What is left to do once the program has ended in its sandbox."""
+    if not args.discard_files:
+        say_files(ended.files)
+    if ended.told is not None:
+        write_json(args, ended.told | {"files": ended.files.as_json()})
+    return ended.finish()
 
 
 def _run_natively(args: argparse.Namespace, command: list[str]) -> list[tuple[str, dict[str, Any]]]:

@@ -83,7 +83,9 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     keeping.check_possible(budget_bytes, shown)
     host_bytes = memory_option("--host", args.host) if args.host else 0
     disk = parse_disk(args.disk) if args.disk else None
-    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes, disk[1] if disk else 0)
+    disk_bytes = disk[1] if disk else 0
+    keep = args.keep_files
+    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes, disk_bytes, keep_files=keep)
     return Held(fit, budget_bytes, keeping.plans_of(fit, file), disk)
 
 

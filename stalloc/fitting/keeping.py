@@ -84,10 +84,13 @@ def find_or_make(
     file: Path,
     host_bytes: int = 0,
     disk_bytes: int = 0,
+    *,
+    keep_files: bool = False,
 ) -> Fit:
     """The fit in `file` if it is of this program and keeps the budget, else a new one, kept there.
 
-    `host_bytes` and `disk_bytes` are how much host memory, and room on a disk, it may use.
+    `host_bytes` and `disk_bytes` are how much host memory, and room on a disk, it may use; `keep_files`: what the
+    program writes while it is tried is written for real.
 
     Raises BadInputError with the least that can be reached where nothing keeps the budget, and for a name that no fit
     has.
@@ -119,7 +122,13 @@ def find_or_make(
         stays = "" if output else ", and the file stays as it is"
         say(f"{file} is not used: {reason.rstrip('.')}. The program is fitted anew{stays}.")
     return make(
-        command, budget_bytes=budget_bytes, gpu=gpu, output=output, host_bytes=host_bytes, disk_bytes=disk_bytes
+        command,
+        budget_bytes=budget_bytes,
+        gpu=gpu,
+        output=output,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        keep_files=keep_files,
     )
 
 
@@ -152,6 +161,7 @@ def make(
     policy: str | None = None,
     host_bytes: int = 0,
     disk_bytes: int = 0,
+    keep_files: bool = False,
 ) -> Fit:
     """Fit a program in a process of its own. Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
@@ -168,6 +178,7 @@ def make(
         words += [] if policy is None else ["--policy", policy]
         words += ["--host", f"{host_bytes}B"] if host_bytes else []
         words += ["--disk", f".:{disk_bytes}B"] if disk_bytes else []
+        words += ["--keep-files"] if keep_files else []
         environment = {name: value for name, value in os.environ.items() if name not in ("STALLOC", TRIAL_VARIABLE)}
         done = subprocess.run(
             [*words, *command], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment, check=False
@@ -280,11 +291,13 @@ def fit(
     policy: str | None = None,
     host: str | int = 0,
     disk: str | None = None,
+    keep_files: bool = False,
 ) -> Fit:
     """Try ways to run a program, given as Python would be ([SCRIPT, ARGS…]), within a budget, on the virtual GPU.
 
     `budget`: bytes or text such as "24GiB", by default the memory of `gpu` less what a CUDA context takes. `output`: a
     file for the fit. `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there.
+    What the program writes while it is tried is discarded, unless `keep_files`.
     Raises BadInputError if nothing keeps the budget, SetupError if the program cannot be tried.
     """
     from stalloc.device import find_gpu
@@ -297,4 +310,5 @@ def fit(
         policy=policy,
         host_bytes=parse_memory(host, at_least=0),
         disk_bytes=0 if disk is None else parse_disk(disk)[1],
+        keep_files=keep_files,
     )

@@ -18,6 +18,7 @@ from typing import Any
 from stalloc.errors import SetupError
 from stalloc.fitting.trial_work import TrialWork, measure
 from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.sandbox import ProgramFiles
 
 STEPS = 3  #: of a trial
 TRIAL_VARIABLE = "STALLOC_TRIAL"
@@ -63,14 +64,15 @@ def check_can_fork() -> None:
         raise SetupError("trials need a process on the virtual GPU that has not used it: run `stalloc fit` in a shell.")
 
 
-def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float) -> Measured:
-    """Run a program, a function that gives its exit code, in a child for a trial."""
+def run_trial(program: Callable[[], int], work: TrialWork, limit_seconds: float, files: ProgramFiles) -> Measured:
+    """Run a program, a function that gives its exit code, in a child for a trial, with its own view of its files."""
     begun = time.monotonic()
     variables = {TRIAL_VARIABLE: "1", "STALLOC": "", "STALLOC_CACHE": "off"}
-    with ForkedChild(lambda folder: measure(folder, program, work), variables) as child:
+    with ForkedChild(lambda folder: measure(folder, program, work), variables, files.sandbox()) as child:
         in_time = _ends_in_time(child, limit_seconds)
         child.end()
         measured = _result(child, in_time, limit_seconds)
+    files.note(child.files)
     return Measured(**{**measured, "seconds": time.monotonic() - begun})
 
 
@@ -86,6 +88,8 @@ def _ends_in_time(child: ForkedChild, limit_seconds: float) -> bool:
 def _result(child: ForkedChild, in_time: bool, limit_seconds: float) -> dict[str, Any]:
     text, result = child.output(), child.folder / "result.json"
     if not result.exists():
+        if child.overrun:
+            return {"failure": child.overrun}
         if not in_time:
             return {"failure": f"its steps took more than {limit_seconds:g} s, the limit of --trial-seconds"}
         needed = re.findall(r"GradientError: (.*)", text)

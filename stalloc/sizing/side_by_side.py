@@ -19,6 +19,7 @@ from stalloc import device
 from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
 from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.sandbox import ProgramFiles
 from stalloc.sizing.run_work import HISTORY, RESULT, RanOut, RunWork, perform
 from stalloc.trace import Trace
 
@@ -71,20 +72,24 @@ def side_by_side(jobs: int) -> int:
 
 
 def run_all(
-    asked: Sequence[Asked], program: Callable[[list[str]], int], jobs: int, told: Callable[[Asked, RunSeen], None]
+    asked: Sequence[Asked],
+    program: Callable[[list[str]], int],
+    jobs: int,
+    told: Callable[[Asked, RunSeen], None],
+    files: ProgramFiles,
 ) -> list[RunSeen]:
-    """Run them, `jobs` at a time; `told` after each."""
+    """Run them, `jobs` at a time, each with its own view of the program's files; `told` after each."""
     seen: dict[int, RunSeen] = {}
     running: dict[ForkedChild, int] = {}
     with contextlib.ExitStack() as children:
         for number, one in enumerate(asked):
             if len(running) >= jobs:
-                _collect(running, asked, seen, told)
+                _collect(running, asked, seen, told, files)
             variables = {"STALLOC": "", "STALLOC_CACHE": "off", **one.work.variables}
-            child = ForkedChild(_performing(program, one), variables)
+            child = ForkedChild(_performing(program, one), variables, files.sandbox())
             running[children.enter_context(child)] = number
         while running:
-            _collect(running, asked, seen, told)
+            _collect(running, asked, seen, told, files)
     return [seen[number] for number in range(len(asked))]
 
 
@@ -97,17 +102,21 @@ def _collect(
     asked: Sequence[Asked],
     seen: dict[int, RunSeen],
     told: Callable[[Asked, RunSeen], None],
+    files: ProgramFiles,
 ) -> None:
     """Wait for one, and read what all that have ended have written."""
     for child in first_ended(list(running)):
         number = running.pop(child)
         with child:
             seen[number] = _read(child, asked[number])
+        files.note(child.files)
         told(asked[number], seen[number])
 
 
 def _read(child: ForkedChild, one: Asked) -> RunSeen:
     file = child.folder / RESULT
+    if child.overrun:
+        raise SetupError(f"{child.overrun} ({one.name}).")
     if not file.exists():
         sys.stderr.write(child.output())
         raise SetupError(f"the program ({one.name}) ended before it could report: see its output above.")

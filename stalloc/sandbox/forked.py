@@ -1,0 +1,119 @@
+"""A verb's program in a fork of this process, which is in a sandbox; this process waits, and tells what became of it.
+
+Contract: the fork goes on where this was called, in the same group of processes, with the same standard streams. A
+signal that ends programs (Ctrl-C, SIGTERM) reaches it once, whether it is sent to this process, as by kill, or to the
+whole group, as by a terminal: a second one would end it before it has reported.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stalloc.errors import SetupError
+from stalloc.files import write_whole
+from stalloc.notices import say
+from stalloc.sandbox.sandbox import Sandbox
+from stalloc.sandbox.written import Files
+
+_RESULT = "result.json"
+_WATCH_SECONDS = 0.5
+_NOTICE_SECONDS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of the fork."""
+
+    exit_code: int  #: 128 + N after signal N
+    signal: int  #: that ended it; 0 if none did
+    told: dict[str, Any] | None  #: what it told, None if it did not come so far
+    files: Files
+
+    def finish(self) -> int:
+        """The exit code for this process, which is ended by the same signal if the fork was."""
+        if self.signal:
+            with contextlib.suppress(OSError):  # SIGKILL takes no other action anyway
+                signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
+        return self.exit_code
+
+
+class SandboxedRun:
+    """One run of a program by a verb."""
+
+    def __init__(self, command: Sequence[str], outputs: Sequence[str] = ()) -> None:
+        """Get ready; arguments and errors as of `Sandbox`."""
+        self._sandbox = Sandbox(command, outputs)
+
+    def fork(self, *, keep_new: bool) -> Ended | None:
+        """None in the fork; what became of it in this process, after its end."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        child = os.fork()
+        if child == 0:
+            os.close(self._noticed)
+            signal.set_wakeup_fd(noticing, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            try:
+                self._sandbox.enter()
+            except OSError as error:
+                raise SetupError(
+                    f"the program's files could not be kept from it ({error}): see stalloc info."
+                ) from error
+            return None
+        os.close(noticing)
+        try:
+            status, overrun = self._wait(child)
+            told = self._told()
+            files = self._sandbox.end(keep_new=keep_new and not overrun)
+        except BaseException:
+            self._sandbox.remove()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if overrun:
+            say(overrun)
+        code = os.waitstatus_to_exitcode(status)
+        by_signal = 0 if overrun or code >= 0 else -code
+        return Ended(1 if overrun else abs(code) + 128 * (code < 0), by_signal, told, files)
+
+    def tell(self, result: dict[str, Any]) -> None:
+        """In the fork: hand a result to the process that waits."""
+        write_whole(self._sandbox.folder / _RESULT, json.dumps(result))
+
+    def _wait(self, child: int) -> tuple[int, str]:
+        """Its status, and why it was ended if this process did so."""
+        overrun = ""
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return status, overrun
+            came = signal.sigtimedwait(_SIGNALS, _WATCH_SECONDS)
+            if came is not None and came.si_signo != signal.SIGCHLD:
+                if not self._has_noticed(came.si_signo):
+                    os.kill(child, came.si_signo)  # it has not been waited for, so it is there
+            elif came is None and not overrun and (overrun := self._sandbox.overrun()):
+                os.kill(child, signal.SIGKILL)
+
+    def _has_noticed(self, number: int) -> bool:
+        """Whether the fork has got a signal that this process got too, which Python notes in a pipe."""
+        if not select.select([self._noticed], [], [], _NOTICE_SECONDS)[0]:
+            return False
+        return number in os.read(self._noticed, 4096)
+
+    def _told(self) -> dict[str, Any] | None:
+        file = self._sandbox.folder / _RESULT
+        with contextlib.suppress(FileNotFoundError):
+            told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return told
+        return None

@@ -1,0 +1,157 @@
+"""What a program wrote, read from the layer that its writes went to.
+
+Contract: nothing that is there is changed: what is published is new, and takes the place of no file. A file that was
+opened for writing and is as it was is not counted. The layer is the upper side of overlays, as overlay.py made them: a
+character device 0:0 stands for what was removed, an attribute for a folder that was removed and made again, and another
+for a folder that was renamed, whose files are not in the layer.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_ATTRIBUTES = ("trusted.overlay.", "user.overlay.")
+_NOT_TOLD = ("__pycache__",)  #: Python's own, which nobody asks for
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file that a program wrote, or one name that it removed."""
+
+    path: str
+    kind: Literal["new", "changed", "removed"]
+    size_bytes: int = 0  #: of a file that was written
+    source: str = ""  #: where it is in the layer
+
+
+class Layer:
+    """A layer: the folder it is in, and the folders that its parts cover, as `View.covered` has them."""
+
+    def __init__(self, folder: Path, covered: list[tuple[str, str]]) -> None:
+        self._folder = str(folder)
+        self._covered = covered
+
+    def changes(self) -> Iterator[Change]:
+        """What differs from the machine's own files, folder by folder."""
+        for name, lower in self._covered:
+            yield from _changes(os.path.join(self._folder, name), lower)
+
+    def publish(self, change: Change) -> bool:
+        """Give the machine a file that is new; whether that was possible, which a file that others made forbids."""
+        folder = os.path.dirname(change.path)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if os.path.lexists(change.path):
+                return False
+            try:
+                os.link(change.source, change.path)  # fails where a rename would replace a file that came meanwhile
+            except OSError:
+                _copy(change.source, change.path)
+        except OSError:
+            return False
+        return True
+
+    def publish_folders(self) -> None:
+        """Make the folders that are new, which may be empty."""
+        for name, lower in self._covered:
+            top = os.path.join(self._folder, name)
+            for here, folders, _ in os.walk(top):
+                folders[:] = [one for one in folders if not _attribute(os.path.join(here, one), "redirect")]
+                path = os.path.join(lower, os.path.relpath(here, top))
+                with contextlib.suppress(OSError):
+                    if here != top and not os.path.lexists(path):
+                        os.makedirs(path)
+                        os.chmod(path, stat.S_IMODE(os.stat(here).st_mode))
+
+
+def _copy(source: str, target: str) -> None:
+    status = os.lstat(source)
+    if stat.S_ISLNK(status.st_mode):
+        os.symlink(os.readlink(source), target)
+    elif stat.S_ISREG(status.st_mode):
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(status.st_mode))
+        with open(source, "rb") as file, os.fdopen(handle, "wb") as copied:
+            shutil.copyfileobj(file, copied, 1 << 20)
+        shutil.copystat(source, target)
+    # a pipe or a socket is of no use without the program
+
+
+def _changes(upper: str, lower: str) -> Iterator[Change]:
+    removed = _removed_within(upper, lower) if _attribute(upper, "opaque") else []
+    for entry in sorted(os.scandir(upper), key=lambda one: one.name):
+        path = os.path.join(lower, entry.name)
+        status = entry.stat(follow_symlinks=False)
+        if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+            removed.append(entry.name)
+        elif entry.name in _NOT_TOLD:
+            continue
+        elif entry.is_dir(follow_symlinks=False):
+            if _attribute(entry.path, "redirect"):
+                yield Change(path, "changed")
+            yield from _changes(entry.path, path)
+        else:
+            yield from _of_file(entry.path, path, status)
+    for name in removed:
+        path = os.path.join(lower, name)
+        if os.path.lexists(path) and name not in _NOT_TOLD:
+            yield from _files_below(path)
+
+
+def _removed_within(upper: str, lower: str) -> list[str]:
+    """Of a folder that was made anew: what the one before it held and it has not."""
+    with contextlib.suppress(OSError):
+        return [one for one in os.listdir(lower) if not os.path.lexists(os.path.join(upper, one))]
+    return []
+
+
+def _files_below(path: str) -> Iterator[Change]:
+    if os.path.islink(path) or not os.path.isdir(path):
+        yield Change(path, "removed")
+    for here, _, files in os.walk(path):
+        for name in files:
+            yield Change(os.path.join(here, name), "removed")
+
+
+def _of_file(source: str, path: str, status: os.stat_result) -> Iterator[Change]:
+    try:
+        before = os.lstat(path)
+    except OSError:
+        yield Change(path, "new", status.st_size, source)
+        return
+    same = ("st_mode", "st_size", "st_mtime_ns", "st_uid", "st_gid")
+    if any(getattr(before, name) != getattr(status, name) for name in same):
+        yield Change(path, "changed", status.st_size, source)
+
+
+def _attribute(path: str, name: str) -> bytes:
+    """What an overlay has noted of a folder."""
+    for prefix in _ATTRIBUTES:
+        with contextlib.suppress(OSError):
+            return os.getxattr(path, prefix + name, follow_symlinks=False)
+    return b""
+
+
+def size_bytes(folder: Path) -> int:
+    """What a layer takes on its file system."""
+    total = 0
+    for here, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(here, name)).st_blocks * 512
+    return total
+
+
+def remove(folder: Path) -> None:
+    """Remove a layer, whose work folders let nobody in."""
+    for here, folders, _ in os.walk(folder):
+        for name in folders:
+            path = os.path.join(here, name)
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
