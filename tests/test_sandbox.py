@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -197,13 +198,18 @@ def as_ordinary_user() -> list[str]:
     return words
 
 
-def test_a_user_who_is_not_root_changes_no_file_either(tmp_path: Path, shared_memory: Path) -> None:
-    user = as_ordinary_user()
-    folder = tmp_path / "home"
-    folder.mkdir()
-    for one in [folder, *folder.parents]:
-        if one.owner() == folder.owner() and one != Path("/") and os.geteuid() == 0 and one.parent != Path("/"):
-            one.chmod(0o755)
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A folder that any user can reach, unlike those that pytest makes."""
+    with tempfile.TemporaryDirectory(prefix="stalloc-test-") as folder:
+        os.chmod(folder, 0o755)
+        made = Path(folder) / "home"
+        made.mkdir()
+        yield made
+
+
+def test_a_user_who_is_not_root_changes_no_file_either(home: Path, shared_memory: Path) -> None:
+    user, folder = as_ordinary_user(), home
     if user:
         os.chown(folder, ORDINARY, ORDINARY)
     prepared(folder, shared_memory, user)

@@ -108,6 +108,24 @@ def _add_verb(verbs: Any, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
+    try:
+        code = _main(argv)
+    except BaseException:
+        if (forked := _forked()) is not None and forked.is_fork():
+            import traceback
+
+            traceback.print_exc()
+            forked.leave(EXIT_CHECK_FAILED)
+        raise
+    return code if (forked := _forked()) is None else int(forked.leave(code))
+
+
+def _forked() -> Any:
+    """What ends a fork in which a verb has run a program; None if there can be none."""
+    return sys.modules.get("stalloc.sandbox.forked")
+
+
+def _main(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     failure = EXIT_OWN_FAILURE if argv[:1] and argv[0] in _OF_PROGRAM else EXIT_BAD_INPUT
     try:

@@ -24,6 +24,7 @@ from stalloc.cli.program_writes import sandboxed_run
 from stalloc.errors import SetupError, StallocError
 from stalloc.files import write_whole
 from stalloc.notices import say
+from stalloc.sandbox import SandboxedRun, leave
 from stalloc.sizing.native_peaks import native_peaks
 
 _MAX_STEPS = 256  #: steps after each of which reserved is noted
@@ -131,8 +132,7 @@ def main() -> int:
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import after_torch_import, findings, guess_workspaces
-        from stalloc.imports import after_import
+        from stalloc.device.virtual import guess_workspaces
 
         kind = device.activate(args.device, chosen_gpu(args))
         if kind == "virtual":
@@ -145,6 +145,14 @@ def main() -> int:
         if ended.told is not None:
             write_whole(args.result, json.dumps(ended.told | {"files": ended.files.as_json()}))
         return ended.finish()
+    return leave(_measured(args, command, kind, run))
+
+
+def _measured(args: argparse.Namespace, command: list[str], kind: str, run: SandboxedRun | None) -> int:
+    """Run the program in this process, and write what was measured; its exit code."""
+    from stalloc.device.virtual import after_torch_import, findings
+    from stalloc.imports import after_import
+
     step_times: list[float] = []
     steps: list[list[tuple[int, int]]] = []  # after each, for each device: reserved peak so far, reserved now
 

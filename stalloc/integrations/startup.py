@@ -148,11 +148,6 @@ def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
     from stalloc import device
 
     device.activate("virtual", gpu)
-    if is_on and not os.environ.get("STALLOC_SANDBOX") and os.environ.get("LOCAL_RANK", "0") == "0":
-        say(
-            "the program writes its files for real, with the virtual GPU's zeros for values; "
-            "stalloc run --device virtual keeps those that are there"
-        )
     if is_on:
         _watch("virtual")  # only now: the virtual GPU looks for imports too, and these come before
 

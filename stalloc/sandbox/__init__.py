@@ -3,10 +3,21 @@
 `Sandbox` is that of one process; `SandboxedRun` runs a verb's program in one; `ProgramFiles` is for many runs.
 """
 
-from stalloc.sandbox.forked import Ended, SandboxedRun
+from stalloc.sandbox.forked import Ended, SandboxedRun, leave
 from stalloc.sandbox.program_files import ProgramFiles
 from stalloc.sandbox.sandbox import Sandbox
 from stalloc.sandbox.ways import Way, way
 from stalloc.sandbox.written import Files, files_from_json, merged
 
-__all__ = ["Ended", "Files", "ProgramFiles", "Sandbox", "SandboxedRun", "Way", "files_from_json", "merged", "way"]
+__all__ = [
+    "Ended",
+    "Files",
+    "ProgramFiles",
+    "Sandbox",
+    "SandboxedRun",
+    "Way",
+    "files_from_json",
+    "leave",
+    "merged",
+    "way",
+]

@@ -5,12 +5,14 @@ signal that ends programs (Ctrl-C, SIGTERM) reaches it once, whether it is sent 
 whole group, as by a terminal: a second one would end it before it has reported.
 """
 
+import atexit
 import contextlib
 import json
 import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,27 @@ _RESULT = "result.json"
 _WATCH_SECONDS = 0.5
 _NOTICE_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+
+_is_fork = False
+
+
+def is_fork() -> bool:
+    """Whether this process is one that runs a program in a sandbox."""
+    return _is_fork
+
+
+def leave(code: int) -> int:
+    """In the fork: end it as Python ends a program, and never go back to who called the verb. Else just the code."""
+    if not _is_fork:
+        return code
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,8 @@ class SandboxedRun:
         self._sandbox = Sandbox(command, outputs)
 
     def fork(self, *, keep_new: bool) -> Ended | None:
-        """None in the fork; what became of it in this process, after its end."""
+        """None in the fork, which has to end by `leave`; what became of it in this process, after its end."""
+        global _is_fork
         sys.stdout.flush()
         sys.stderr.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -64,6 +88,7 @@ class SandboxedRun:
             signal.set_wakeup_fd(noticing, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _is_fork = True
             try:
                 self._sandbox.enter()
             except OSError as error:
