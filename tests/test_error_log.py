@@ -64,7 +64,7 @@ def explained(tmp_path, capsys, text):
         (AT_2_1, (0, 3.91, 39.39, 3.75, 33.74, 33.74 + 806.58 / 1024), "fragmentation"),
         (HIP, (0, 3.91, 39.39, 3.75, 33.74, 33.74 + 806.58 / 1024), "fragmentation"),
         (OTHERS, (1, 2.0, 79.15, 1.19 / 1024, 18.0, 18.0 + 100 / 1024), "capacity"),
-        (LIMITED, (0, 1.0, 79.15, 70.0, 7.5, 7.5 + 300 / 1024), "capacity"),
+        (LIMITED, (0, 1.0, 79.15, 70.0, 7.5, 7.5 + 300 / 1024), "limit"),
         (UNTIL_2_0, (0, 2.0, 14.76, 1.69, 11.54, 11.88), "fragmentation"),
     ],
 )
@@ -75,7 +75,7 @@ def test_the_figures_of_each_wording_and_what_follows(tmp_path, capsys, text, fi
     for name, value in zip(names, figures[1:], strict=True):
         assert error[name] == pytest.approx(value * GIB, abs=2)
     assert error["verdict"] == verdict
-    assert f"The cause is {verdict}" in shown
+    assert f"The cause is {'the ' * (verdict == 'limit')}{verdict}" in shown
     for part in ("stalloc dryrun SCRIPT", "stalloc record --stacks", "stalloc top run.trace.npz"):
         assert part in shown
 
@@ -104,8 +104,8 @@ def test_old_and_other_texts_say_what_they_can(tmp_path, capsys):
     assert sum(parts) == error["total_bytes"]
     assert error["verdict"] == "fragmentation"
     (error,), shown = explained(tmp_path, capsys, CUPY)
-    assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CuPy", 8_000_000_000, "unknown")
-    assert "does not say how much was free" in shown
+    assert (error["library"], error["wanted_bytes"], error["verdict"]) == ("CuPy", 8_000_000_000, "limit")
+    assert "CUPY_GPU_MEMORY_LIMIT" in shown
 
 
 @pytest.mark.parametrize(

@@ -5,34 +5,37 @@ Contract: what looks like any kind of trace is none of these; a log is read as t
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from stalloc.allocator_conf import variables_read
-from stalloc.analysis.error_text import ErrorText, find_errors
+from stalloc.analysis.error_advice import sentences
+from stalloc.analysis.error_search import find_errors
+from stalloc.analysis.error_text import DEVICE, ErrorText
 from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.figures import human_bytes
-from stalloc.inputs import open_input, read_input
-from stalloc.torch_release import release_installed
+from stalloc.inputs import shown_name
+from stalloc.trace.load import read_log
 
-_NO_LOG = re.compile(rb'\x80|PK|\x1f\x8b|<|\s*(\{|\[\s*[\[{"])')  # pickles, archives, pages, JSON
-_SIGNS = (b"ut of memory", b"OUT_OF_MEMORY", b"MemoryAllocation", b"ALLOC_FAILED")  # so that large CSV is not searched
-_DERIVED = ("unallocated_bytes", "outside_bytes", "others_bytes", "obtainable_bytes", "verdict")
+_DERIVED = ("contradiction", "unallocated_bytes", "outside_bytes", "others_bytes", "obtainable_bytes", "verdict")
+_RECORDED = ("PyTorch", "CuPy", "CUDA", "stalloc")  # whose programs `stalloc record` and `stalloc dryrun` run
 
 
-def errors_of(file: str) -> list[ErrorText]:
-    """The out-of-memory errors of a log; none if the file is something else."""
-    with open_input(file, "a trace file, or a log") as opened:
-        head = opened.read(64)
-    if _NO_LOG.match(head):
-        return []
-    data = read_input(file, "a trace file, or a log")
-    return find_errors(data.decode("utf-8", "replace")) if any(sign in data for sign in _SIGNS) else []
+def errors_of(file: str) -> list[ErrorText] | None:
+    """The out-of-memory errors of a log; None if the file is something else."""
+    text = read_log(file)
+    return None if text is None else find_errors(text)
+
+
+def no_errors(file: str) -> str:
+    """The sentence for a log without any."""
+    return (
+        f"{shown_name(file)}: a log without an out-of-memory error that stalloc knows: give the log of the process "
+        "that ran out of memory, or a trace (`stalloc stats --help` names the kinds)."
+    )
 
 
 def error_entry(file: str, error: ErrorText) -> dict[str, Any]:
@@ -46,17 +49,21 @@ def print_error(console: Console, file: str, error: ErrorText) -> None:
     device = "" if error.device is None else f", device {error.device}"
     times = f", {error.times:,} times" if error.times > 1 else ""
     wanted = "" if error.wanted_bytes is None else f", {human_bytes(error.wanted_bytes)} wanted"
-    title = f"{device}: out of memory in {error.library}{wanted}{times}"
+    place = "" if error.place == DEVICE else f" ({error.place})"
+    title = f"{device}: out of memory in {error.library}{place}{wanted}{times}"
     print_prose(console, Text.assemble((file_label(file), "bold"), title))
     rows = [[name, human_bytes(amount), meaning] for name, amount, meaning in _parts(error) if amount is not None]
-    print_items(console, rows)
-    for sentence in _verdict(error):
+    if not error.contradiction:
+        print_items(console, rows)
+    for sentence in sentences(error):
         print_prose(console, sentence)
     console.print()
 
 
-def print_next(console: Console) -> None:
-    """What tells more than the text of an error."""
+def print_next(console: Console, errors: list[ErrorText]) -> None:
+    """What tells more than the text of an error, where stalloc can run such a program."""
+    if not any(error.library in _RECORDED and error.place == DEVICE for error in errors):
+        return
     print_prose(console, "The text does not say who holds the memory, or where the free memory is. To find out:")
     for command, meaning in (
         ("stalloc dryrun SCRIPT", "what the program needs, on a virtual GPU"),
@@ -70,51 +77,22 @@ def print_next(console: Console) -> None:
 
 def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
     """The device, divided; what the text does not say is None."""
+    inside = error.unallocated_bytes
     yield "device", error.total_bytes, "in all"
-    yield "limit", error.limit_bytes, "that this process may use"
+    bounded = "pool may hold" if inside is None and error.reserved_bytes is not None else "process may use"
+    yield "limit", error.limit_bytes, _LIMITS.get(error.place, f"that this {bounded}")
     yield "allocated", error.allocated_bytes, f"by {error.library}, in live blocks"
-    yield "unallocated", error.unallocated_bytes, "reserved, but free inside the allocator"
+    yield "unallocated", inside, "reserved, but free inside the allocator"
     yield "private pools", error.private_bytes, "part of what is allocated, such as those of CUDA graphs"
+    if inside is None:
+        yield "held", error.reserved_bytes, f"by the pool of {error.library}, what is free in it included"
     yield "outside", error.outside_bytes, "used by this process outside the allocator: the CUDA context, libraries"
-    others = "by other processes" if error.process_bytes is not None else "by anything else on the device"
-    yield "others", error.others_bytes, others
-    yield "free", error.free_bytes, "on the device"
+    known = error.known_process_bytes is not None
+    anyone = "by anything else on the device: other processes, and this one outside the allocator"
+    yield "others", error.others_bytes, "by other processes" if known else anyone
+    yield "rest", error.rest_bytes, "at most, free or used outside the allocator: the text does not say which"
+    yield "free", error.free_bytes, _FREE.get(error.place, "on the device")
 
 
-def _verdict(error: ErrorText) -> Iterator[str]:
-    wanted, obtainable = error.wanted_bytes, error.obtainable_bytes
-    if wanted is None:
-        yield (
-            "CUDA itself found no memory, and gives no figures: not for a tensor, but for a context, a kernel or a "
-            "library's workspace, which lie outside PyTorch's and CuPy's allocators. Either those hold nearly all of "
-            "the device, or other processes do: `nvidia-smi` names them."
-        )
-        return
-    if obtainable is None:
-        yield "It does not say how much was free, so the reason cannot be told from it."
-        return
-    inside = error.unallocated_bytes or 0
-    if error.verdict == "fragmentation" and error.library == "stalloc":
-        yield (
-            f"{human_bytes(obtainable)} was free in total, {human_bytes(inside)} of it inside reserved memory, but not "
-            f"in one piece of {human_bytes(wanted)}: parts of pages, which stay while anything lives in the rest. "
-            "The program has to hold a little less, or get a little more memory."
-        )
-        return
-    if error.verdict == "fragmentation":
-        variable = error.variable or variables_read(release_installed())[0]
-        yield (
-            f"The cause is fragmentation: {human_bytes(obtainable)} was free in total, {human_bytes(inside)} of it "
-            f"inside reserved memory, but not in one piece of {human_bytes(wanted)}. Try {variable}="
-            "expandable_segments:True, which costs nothing, or `stalloc run SCRIPT`, which plans where blocks live."
-        )
-        return
-    missing = wanted - obtainable
-    yield (
-        f"The cause is capacity: {human_bytes(obtainable)} was free in total, {human_bytes(missing)} too little, so no "
-        "allocator could help. The program has to hold less (smaller batch, checkpointing, no leak) or get more memory."
-    )
-    others = error.others_bytes or 0
-    if others >= missing and others > (error.total_bytes or 0) // 50:
-        who = "Other processes" if error.process_bytes is not None else "Other processes and the CUDA context"
-        yield f"{who} use {human_bytes(others)} of that device: `nvidia-smi` names them."
+_LIMITS = {"on chip": "that the hardware has"}
+_FREE = {"KV cache": "for the KV cache"}

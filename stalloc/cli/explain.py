@@ -1,9 +1,10 @@
 """Say why more is reserved than allocated: every byte of the gap is assigned to a cause, and to what keeps it there.
 
-FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error of PyTorch or CuPy;
-then the report says what follows from the figures in the text, and how to learn more. A memory snapshot of torch is
-explained from what it records; other traces are replayed with a model of torch's caching allocator, starting from an
-empty device, and the report says so. --at chooses the moment: the most reserved (peak, the default), the last
+FILE is a trace of any kind that stalloc reads, or a log with the text of an out-of-memory error, of PyTorch, CuPy or
+another GPU library, plain, compressed, or in the JSON of a container's runtime; then the report says what follows from
+the figures in the text, and how to learn more. A memory snapshot of torch is explained from what it records; other
+traces are replayed with a model of torch's caching allocator, starting from an empty device, and the report says so. Of
+several files those that can be explained are. --at chooses the moment: the most reserved (peak, the default), the last
 out-of-memory error (oom, the default if there is one), or an event index.
 
 Allocated counts bytes that were requested and not freed. The causes add up to reserved - allocated, to the byte:
@@ -29,7 +30,7 @@ from rich.text import Text
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.error_text import ErrorText
 from stalloc.analysis.moments import last_oom, moment_text
-from stalloc.cli.error_log import error_entry, errors_of, print_error, print_next
+from stalloc.cli.error_log import error_entry, errors_of, no_errors, print_error, print_next
 from stalloc.cli.output import (
     add_json_argument,
     add_top_argument,
@@ -44,6 +45,7 @@ from stalloc.cli.progress import working
 from stalloc.cli.tables import print_items, print_prose
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes, plural
+from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 
@@ -61,23 +63,35 @@ def run(args: argparse.Namespace) -> int:
     """Explain each device of each file."""
     devices: list[tuple[str, Trace, Explanation]] = []
     errors: list[tuple[str, ErrorText]] = []
+    failed: dict[str, tuple[str, bool]] = {}  # what cannot be explained: why, and whether it is but a log without error
     for file in args.files:
         with working(f"explaining {file_label(file)}"):
-            found = errors_of(file)
-            errors += [(file, error) for error in found]
-            if not found:
-                devices += [(file, trace, made) for trace, made in _explained(args, file)]
+            try:
+                found = errors_of(file)
+                if found is None:
+                    devices += [(file, trace, made) for trace, made in _explained(args, file)]
+                elif not found:
+                    failed[file] = no_errors(file), True
+                else:
+                    errors += [(file, error) for error in found]
+            except BadInputError as error:
+                failed[file] = str(error), False
+    if not devices and not errors:
+        raise BadInputError(next(iter(failed.values()))[0])
     result = {"files": list(args.files), "devices": [_entry(*device) for device in devices]}
-    write_json(args, result | {"errors": [error_entry(file, error) for file, error in errors]})
+    result |= {"errors": [error_entry(file, error) for file, error in errors]}
+    write_json(args, result | {"not_explained": {file: sentence for file, (sentence, _) in failed.items()}})
+    for sentence, _ in failed.values():
+        say(sentence)
     if wants_text(args):
         console = table_console()
         for file, error in errors[-max(args.top, 1) :]:
             print_error(console, file, error)
         if errors:
-            print_next(console)
+            print_next(console, [error for _, error in errors])
         if devices:
             _print(args, devices)
-    return 0
+    return 0 if all(is_log for _, is_log in failed.values()) else 2
 
 
 def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[Trace, Explanation]]:

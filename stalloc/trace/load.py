@@ -5,6 +5,7 @@ Whatever is wrong with a file ends in a BadInputError of one sentence; nothing f
 
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_d
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
 from stalloc.trace.sources.kineto_activity import read_kineto_activity
+from stalloc.trace.sources.log_text import log_text, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
@@ -29,6 +31,7 @@ from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
 
+_PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
 _DAMAGED_GZIP = "the gzip data is damaged or cut short: copy the file again"
 
 
@@ -93,6 +96,19 @@ def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
     return _load(path, of_archive, of_content)
 
 
+def read_log(path: str | os.PathLike[str]) -> str | None:
+    """The text of a log, however it is kept; None for a trace, and for what is no text."""
+    try:
+        with open_input(path, "a trace file, or a log") as file:
+            data = unpacked(file)
+    except MemoryError as error:
+        raise BadInputError(f"{shown_name(path)}: too large for this machine's memory: give a part of it.") from error
+    head = data[:4096].lstrip()
+    if not head or looks_like_rmm_log(head) or looks_like_planning_csv(head) or looks_like_activity_csv(head):
+        return None
+    return log_text(data)
+
+
 T = TypeVar("T", Trace, DeviceRecord)
 
 
@@ -146,7 +162,7 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         return [read_planning_csv(path, data)]
     if looks_like_rmm_log(head):
         return [read_rmm_log(path, data)]
-    if head.startswith(b"<"):
+    if head.startswith(b"<") and not _PRIORITY.match(head):
         return read_viz_page(path, data)
     if head.startswith(b"{") and b'"INSTRUCTION"' in head.splitlines()[0]:
         return [read_dtr_log(path, data)]
@@ -161,7 +177,7 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
     raise BadInputError(
         f"{path}: not a trace: expected a .trace.npz, a snapshot pickle of torch.cuda.memory or its HTML page, a trace "
         "or raw memory timeline of torch.profiler, a log of RMM or DTR, or a CSV with the columns id,lower,upper,size; "
-        "for `stalloc explain` also the text of an out-of-memory error of PyTorch or CuPy."
+        "for `stalloc explain` also a log with an out-of-memory error of any GPU library."
     )
 
 
@@ -169,4 +185,4 @@ def _is_kineto(head: bytes) -> bool:
     """Whether JSON that begins so can be a trace of torch.profiler, and none of the other kinds."""
     if head.startswith(b"{"):
         return b'"INSTRUCTION"' not in head.splitlines()[0]
-    return head.startswith(b"[") and not head[1:].lstrip().startswith(b"[")
+    return head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b"]", b"")

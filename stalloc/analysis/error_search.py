@@ -1,0 +1,100 @@
+"""The out-of-memory errors in a log, of whatever library wrote them.
+
+Contract: a place in the text counts once, under the first wording that fits it. What has figures says more than what
+has none: the latter count only where no error with figures is, first those of a library, then those of the driver,
+then lines that say so in words of their own.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
+from stalloc.analysis.error_wording import FIGURES, Wording
+from stalloc.analysis.figure_wordings import WITH_FIGURES
+from stalloc.analysis.library_wordings import IN_OTHER_WORDS, OF_DRIVERS, OF_LIBRARIES, UNKNOWN_ADVICE, WANTED
+from stalloc.analysis.size_text import size_bytes
+from stalloc.analysis.torch_wordings import torch_errors
+from stalloc.printable import printable
+
+_MAX_ERRORS = 1000
+_ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
+_OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def find_errors(text: str) -> list[ErrorText]:
+    """The out-of-memory errors of a log, each that differs once, in order."""
+    text = _ESCAPES.sub("", text)
+    found: dict[ErrorText, int] = {}
+    for error in _errors(text):
+        found[error] = found.get(error, 0) + 1
+        if len(found) >= _MAX_ERRORS:
+            break
+    return [dataclasses.replace(error, times=times) for error, times in found.items()]
+
+
+def _errors(text: str) -> Iterable[ErrorText]:
+    """Those of the first kind that there are any of."""
+    of_torch = list(torch_errors(text))
+    placed = [(position, error) for position, error in of_torch if error.wanted_bytes is not None]
+    placed += _worded(text, WITH_FIGURES)
+    if placed:
+        return [error for _, error in sorted(placed, key=lambda one: one[0])]
+    if of_torch:
+        return [error for _, error in of_torch]
+    for wordings in (OF_LIBRARIES, OF_DRIVERS):
+        if placed := list(_worded(text, wordings)):
+            return [error for _, error in sorted(placed, key=lambda one: one[0])]
+    return list(_in_other_words(text))
+
+
+def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[tuple[int, ErrorText]]:
+    taken: list[tuple[int, int]] = []
+    for wording in wordings:
+        for match in wording.pattern.finditer(text):
+            begin, end = match.span()
+            if not any(low < end and begin < high for low, high in taken):
+                taken.append((begin, end))
+                yield begin, _of_wording(wording, match)
+
+
+def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
+    groups = match.groupdict()
+    told: dict[str, Any] = {f"{name}_bytes": size_bytes(groups.get(name)) for name in FIGURES}
+    if groups.get("shape") is not None:
+        told["wanted_bytes"] = _tensor_bytes(groups["shape"], groups["type"])
+    if groups.get("sum") is not None:  # CuPy before 7: what was asked for and what the pool holds, together
+        told["reserved_bytes"] = max(0, (size_bytes(groups["sum"]) or 0) - (told["wanted_bytes"] or 0))
+    if groups.get("free") and groups.get("total") and not re.search("[A-Za-z]", groups["free"]):
+        told["free_bytes"] = size_bytes(groups["free"] + re.sub(r"[\d.,]", "", groups["total"]))  # `5.01/23.6 GiB`
+    device = groups.get("device")
+    return ErrorText(
+        library=wording.library,
+        place=wording.place,
+        device=int(device) if device else None,
+        told=wording.told,
+        advice=wording.advice,
+        **told,
+    )
+
+
+def _tensor_bytes(shape: str, kind: str) -> int | None:
+    numbers = [int(number) for number in shape.split(",") if number]
+    size = math.prod(numbers) * _ITEM_BYTES.get(kind, 4)
+    return size_bytes(str(size))
+
+
+def _in_other_words(text: str) -> Iterator[ErrorText]:
+    for match in IN_OTHER_WORDS.finditer(text):
+        line = match[0].strip()
+        wanted = WANTED.search(line)
+        yield ErrorText(
+            library="a library that stalloc does not know",
+            place=HOST if _OF_HOST.search(line) else DEVICE,
+            wanted_bytes=size_bytes(wanted[1]) if wanted else None,
+            advice=UNKNOWN_ADVICE,
+            line=printable(line, 200),
+        )

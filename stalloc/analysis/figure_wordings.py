@@ -1,0 +1,188 @@
+"""Wordings that have figures, of libraries other than PyTorch.
+
+Contract: the first wording that fits a place in a text is the one that counts.
+"""
+
+from stalloc.analysis.error_text import HOST, KV_CACHE, ON_CHIP, SHARED
+from stalloc.analysis.error_wording import (
+    CHIP,
+    CUPY,
+    HOST_MEMORY,
+    JAX,
+    LLAMA,
+    METAL,
+    NCCL,
+    NVIDIA_SMI,
+    ORT,
+    PADDLE,
+    PINNED,
+    RMM,
+    SHM,
+    TF,
+    TRT,
+    VLLM,
+    XGB,
+    worded,
+)
+
+WITH_FIGURES = (
+    worded(
+        "CuPy",
+        r"[Oo]ut of memory allocating <wanted> \(allocated so far: <reserved>(?:, limit set to: <limit>)?",
+        CUPY,
+    ),
+    worded("CuPy", r"out of memory to allocate <wanted> \(total (?P<sum>\d+) bytes", CUPY),
+    worded(
+        "RMM",
+        r"(?:pool size exceeded|Not enough room to grow)[^=\n]{0,200}current/max/try size = <reserved>, <limit>, "
+        r"<wanted>",
+        RMM,
+    ),
+    worded(
+        "RMM",
+        r"RMM failure[^\n]{0,300}(?:pool size|memory limit)[^\n]{0,20}exceeded[^\n]{0,20}failed to allocate "
+        r"<wanted>",
+        RMM,
+        told="limit",
+    ),
+    worded(
+        "RMM",
+        r"(?:pool size exceeded|Exceeded memory limit)[^\n]{0,20}failed to allocate <wanted>",
+        RMM,
+        told="limit",
+    ),
+    worded(
+        "RMM",
+        r"(?:out_of_memory|bad_alloc)[^\n]{0,300}failed to allocate <wanted>",
+        f"RMM asked the driver, which had no room: hold less, or let cuDF spill (CUDF_SPILL=on); {NVIDIA_SMI}",
+    ),
+    worded("CUDA", r"failed to alloc(?:ate)? <wanted> on host", PINNED, HOST),
+    worded("CUDA", r"allocate pinned host memory of size:? <wanted>", PINNED, HOST),
+    worded("TensorFlow", r"failed to allocate [\d.]+[KMGT]?i?B? \(<wanted>\) from device", TF),
+    worded("TensorFlow", r"[Aa]llocator \((?:GPU|gpu|xla)\w*\) ran out of memory trying to allocate <wanted>", TF),
+    worded(
+        "TensorFlow",
+        r"[Aa]llocator \((?:cuda_host|gpu_host)\w*\) ran out of memory trying to allocate <wanted>",
+        PINNED,
+        HOST,
+    ),
+    worded(
+        "TensorFlow",
+        r"OOM when allocating tensor with shape\s?\[(?P<shape>[\d,]*)\] and type (?P<type>\w+) on \S*CPU:",
+        HOST_MEMORY,
+        HOST,
+    ),
+    worded(
+        "TensorFlow",
+        r"OOM when allocating tensor with shape\s?\[(?P<shape>[\d,]*)\] and type (?P<type>\w+)(?: on "
+        r"\S*GPU:(?P<device>\d+))?",
+        TF,
+    ),
+    worded("JAX", r"Ran out of memory in memory space hbm[^\n]{0,40}Used <wanted> of <total> hbm", JAX),
+    worded(
+        "JAX",
+        r"Attempting to (?:allocate|reserve) <wanted>(?: at the bottom of memory)?\. That was not possible\. "
+        r"There are <free> free",
+        JAX,
+    ),
+    worded(
+        "JAX",
+        r"RESOURCE_EXHAUSTED:[^\n]{0,200}?(?:allocat(?:e|ing)|request for|reserve) <wanted>(?:[^\n]{0,60}device "
+        r"ordinal (?P<device>\d+))?",
+        JAX,
+    ),
+    worded(
+        "Paddle",
+        r"Out of memory error on \w+ (?P<device>\d+)\. Cannot allocate <wanted> memory on \w+ \d+,(?: <reserved> "
+        r"memory has been allocated and)? available memory is only <free>",
+        PADDLE,
+    ),
+    worded("Paddle", r"Cannot (?:m?alloc|allocate) <wanted> (?:of )?GPU memory", PADDLE),
+    worded(
+        "vLLM",
+        r"\(?<wanted> (?:of )?KV cache is ?needed, which is larger than the available KV [Cc]ache memory "
+        r"\(<free>\)",
+        VLLM,
+        KV_CACHE,
+        "capacity",
+    ),
+    worded(
+        "vLLM",
+        r"Free memory on device(?: \S+)? \(<free>/<total>\)(?: on startup)? is less than desired GPU memory "
+        r"utilization \([\d.]+, <wanted>\)",
+        VLLM,
+    ),
+    worded("llama.cpp", r"allocating <wanted> on device (?P<device>\d+): \w+ failed: out of memory", LLAMA),
+    worded("llama.cpp", r"failed to allocate (?:CUDA|ROCm|Vulkan|SYCL|Metal)\w* buffer of size <wanted>", LLAMA),
+    worded("ONNX Runtime", r"Available memory of <free> is smaller than requested bytes of <wanted>", ORT),
+    worded("ONNX Runtime", r"Failed to allocate memory for requested buffer of size <wanted>", ORT),
+    worded(
+        "XGBoost",
+        r"Memory allocation error on worker[\s\S]{0,200}?Free memory: <free>[\s\S]{0,60}?Requested memory: "
+        r"<wanted>",
+        XGB,
+    ),
+    worded("TensorRT", r"Requested amount of GPU memory \(<wanted>\) could not be allocated", TRT),
+    worded("TensorRT", r"OutOfMemory[^\n]{0,40}Requested size was <wanted>", TRT),
+    worded(
+        "the host's allocator",
+        r"(?:can't allocate memory|not enough memory): you tried to allocate <wanted>",
+        HOST_MEMORY,
+        HOST,
+    ),
+    worded("NumPy", r"Unable to allocate <wanted> for an array with shape", HOST_MEMORY, HOST),
+    worded("NCCL", r"creating shared memory segment[^\n]{0,120}size <wanted>", SHM, SHARED),
+    worded(
+        "the host",
+        r"unable to (?:mmap|open|write|resize|allocate shared memory)[^\n]{0,40}? <wanted> (?:from|in|to) "
+        r"[^\n]{0,80}(?:shm|torch_|shared)",
+        SHM,
+        SHARED,
+    ),
+    worded("NCCL", r"Failed to (?:CUDA|cuda) \w+(?: \w+)? <wanted>", NCCL),
+    worded(
+        "Triton",
+        r"out of resources?: shared memory,? Required: <wanted>,? Hardware limit: <limit>",
+        CHIP,
+        ON_CHIP,
+        "limit",
+    ),
+    worded(
+        "Habana (HPU)",
+        r"PT_DEVMEM Allocation failed for size::<wanted>",
+        "Hold less on that HPU, or a smaller batch; `hl-smi` shows who holds it.",
+    ),
+    worded(
+        "MLX",
+        r"Attempting to allocate <wanted>,? which is greater than the maximum allowed buffer size of <limit>",
+        METAL,
+        told="limit",
+    ),
+    worded(
+        "MLX",
+        r"\[(?:metal::)?malloc\w*\] Unable to allocate <wanted>",
+        "Hold less: mx.clear_cache(), a smaller batch or model.",
+    ),
+    worded("PyTorch (MPS)", r"Invalid buffer size: <wanted>", METAL, told="limit"),
+    worded(
+        "DirectML",
+        r"Could not allocate tensor with <wanted>\. There is not enough GPU video memory",
+        "A smaller batch or model.",
+    ),
+    worded(
+        "CUDA.jl",
+        r"Out of GPU memory trying to allocate <wanted>(?:\s[^\n]{0,80}\(<allocated>/<total>\))?",
+        "CUDA.reclaim() after GC.gc(true), or hold less.",
+    ),
+    worded(
+        "Faiss",
+        r"alloc fail[\s\S]{0,160}?size <wanted>",
+        "Faiss: a smaller StandardGpuResources temporary memory, or a sharded or quantized index.",
+    ),
+    worded("Warp", r"Failed to allocate <wanted> on device '?cuda:(?P<device>\d+)", f"Hold less; {NVIDIA_SMI}"),
+    worded(
+        "DALI",
+        r"Can't allocate <wanted> on device (?P<device>\d+)",
+        "DALI: a smaller batch_size or prefetch_queue_depth.",
+    ),
+)

@@ -1,0 +1,121 @@
+"""Logs as text, in whatever they were kept: compressed, as UTF-16, as the JSON of a container's runtime or a journal.
+
+Contract: what looks like any kind of trace is no log. The text of a log in JSON is that of its strings, a line each;
+that of an HTML page is what a reader sees. What is damaged or cut short gives the text up to there.
+"""
+
+import bz2
+import gzip
+import html
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from stalloc.inputs import memory_limit_bytes, read_bounded
+from stalloc.npz import unpacked_limit_bytes
+
+_CHUNK = 1 << 20
+_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
+_BINARY = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # pickles, archives
+_TRACE_JSON = re.compile(rb'"(?:traceEvents|ph|INSTRUCTION|device_traces|segments|schemaVersion)"\s*:')
+_TIMELINE = re.compile(rb"\s*\[\s*\[\s*(?:-?\d+\s*[,\].]|[\[\]\"])")
+_VIZ_PAGE = re.compile(rb'alloc_data|"base64"|_memory_viz')
+_PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b", re.IGNORECASE)
+_BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
+_MAX_DEPTH = 8
+
+
+def unpacked(file: BinaryIO) -> bytes:
+    """What a file holds, unpacked if it was packed, as far as it can be; nothing where it begins as a binary trace."""
+    head = file.read(8)
+    packed_bytes = file.seek(0, 2)
+    file.seek(0)
+    opened = next((opener for magic, opener in _PACKED if head.startswith(magic)), None)
+    if opened is not None:
+        head = _up_to(opened(file), 8, chunk=8)
+        file.seek(0)
+    if _BINARY.match(head):
+        return b""
+    if opened is None:
+        return read_bounded(file, "the log", memory_limit_bytes())
+    return _up_to(opened(file), unpacked_limit_bytes(packed_bytes))
+
+
+def _up_to(file: Any, limit: int, chunk: int = _CHUNK) -> bytes:
+    parts, total = [], 0
+    try:
+        while total < limit and (part := file.read1(chunk)):
+            parts.append(part)
+            total += len(part)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError):
+        pass  # cut short: what came before is there
+    return b"".join(parts)
+
+
+def log_text(data: bytes) -> str | None:
+    """The text of a log; None for a trace, or for what is no text at all."""
+    head = data[:4096]
+    if _BINARY.match(head) or not head.strip():
+        return None
+    text = _decoded(data)
+    if text is None:
+        return None
+    start = text[:4096].lstrip().encode("utf-8", "replace")
+    if start[:1] in (b"{", b"["):
+        if _TIMELINE.match(start) or _TRACE_JSON.search(data):
+            return None
+        return "\n".join(_json_lines(text))
+    if _PAGE.search(start[:1024]) and start[:1] == b"<":
+        return None if _VIZ_PAGE.search(data) else html.unescape(re.sub(r"<[^<>\n]{1,2000}>", "", text))
+    if "\\n" in text:  # a message that was written as a quoted string
+        text = text.replace("\\n", "\n")
+    return "\n".join(_json_lines(text)) if '{"' in text else text
+
+
+def _decoded(data: bytes) -> str | None:
+    for mark, encoding in _BOMS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding, "replace")
+    zeros_even, zeros_odd = data[:4096:2].count(0), data[1:4096:2].count(0)
+    half = len(data[:4096]) // 2
+    if max(zeros_even, zeros_odd) > 0.4 * half > 0:  # UTF-16 without a mark
+        return data.decode("utf-16-be" if zeros_even > zeros_odd else "utf-16-le", "replace")
+    return None if b"\0" in data[:4096] else data.decode("utf-8", "replace")
+
+
+def _json_lines(text: str) -> Iterator[str]:
+    """Each line; of one that holds a JSON object the strings in it. A text that is one JSON value is like a line."""
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            yield from _strings(json.loads(text), 0)
+            return
+        except (ValueError, RecursionError):
+            pass
+    for line in io.StringIO(text):
+        at = line.find('{"')
+        if at >= 0:
+            try:
+                value, _ = json.JSONDecoder().raw_decode(line[at:])
+                yield line[:at] + " ".join(_strings(value, 0))
+                continue
+            except (ValueError, RecursionError):
+                line = line.replace('\\"', '"').replace("\\n", "\n")
+        yield line.rstrip("\n")
+
+
+def _strings(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.rstrip("\n")
+    elif isinstance(value, dict) and depth < _MAX_DEPTH:
+        for part in value.values():
+            yield from _strings(part, depth + 1)
+    elif isinstance(value, list) and depth < _MAX_DEPTH:
+        if value and all(isinstance(one, int) and 0 <= one < 256 for one in value):  # the journal's way with escapes
+            yield bytes(value).decode("utf-8", "replace")
+            return
+        for part in value:
+            yield from _strings(part, depth + 1)
