@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,20 @@ def test_where_nothing_is_better_nothing_is_exported(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "export" not in shown
     assert "nothing that was tried is better than what was recorded" in shown
+
+
+def test_a_history_too_short_to_tell_gives_no_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is held was there before: the only event is a free."""
+    blocks = [{"address": 1 << 30, "size": 20 << 20, "requested_size": 20 << 20, "state": "active_allocated"}]
+    segments = [{"device": 0, "address": 1 << 30, "total_size": 30 << 20, "stream": 0, "blocks": blocks}]
+    events = [{"action": "free_completed", "addr": (1 << 30) + (22 << 20), "size": 1 << 20, "stream": 0, "time_us": 1}]
+    file = tmp_path / "short.pickle"
+    file.write_bytes(pickle.dumps({"segments": segments, "device_traces": [events]}))
+    assert main(["advise", str(file), "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["ranking"], said["export"], said["recorded_reserved_peak_bytes"]) == ([], None, 30 << 20)
+    assert said["variable"] == "PYTORCH_CUDA_ALLOC_CONF", "which all releases read"
+    assert main(["advise", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "too short to rank settings" in shown
+    assert "export" not in shown

@@ -408,3 +408,46 @@ def test_phases_alone_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["timeline", str(file), "--json", "-"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["devices"]
     assert [(one["name"], one["seconds"]) for one in told["phases"]] == [("forward", 1e-4), ("backward", 2e-4)]
+
+
+def profile(tmp_path: Path, copy: dict[str, Any], memory: dict[str, Any]) -> str:
+    """A profile of one kernel, one copy, and one piece of memory that is taken and given back."""
+    at = {"device": 0, "stream": 7}
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1000, "dur": 500, "args": at},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Host -> Device)", "pid": 0, "tid": 7, "ts": 1600}
+        | {"dur": 100, "args": at | copy},
+    ]
+    for time, size in ((1100, 3 << 30), (1400, -(3 << 30))):
+        told = {"Device Type": 1, "Device Id": 0, "Bytes": size, "Addr": 4096} | memory
+        events.append({"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": time, "args": told})
+    whole = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "X", "totalGlobalMem": 16 << 30}]}
+    (tmp_path / "profile.json").write_text(json.dumps(whole | {"traceEvents": events}))
+    return str(tmp_path / "profile.json")
+
+
+def test_headroom_without_totals_is_at_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = profile(tmp_path, {"bytes": MIB}, {})
+    assert main(["timeline", file]) == 0
+    shown = capsys.readouterr().out
+    assert "had at most 13.00 GiB left" in shown
+    assert "does not say what was reserved" in shown
+    file = profile(tmp_path, {"bytes": MIB}, {"Total Allocated": 3 << 30, "Total Reserved": 4 << 30})
+    assert main(["timeline", file]) == 0
+    assert "had at least 12.00 GiB left" in capsys.readouterr().out
+
+
+def test_copies_without_bytes_moved_an_unknown_amount(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = profile(tmp_path, {"kind": "HtoD"}, {})
+    assert main(["timeline", file, "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert (device["links"][0]["num_bytes"], device["links"][0]["rate"], device["sizes"][0]["size"]) == (
+        None,
+        None,
+        "unknown",
+    )
+    assert main(["timeline", file]) == 0
+    shown = capsys.readouterr().out
+    assert "does not say how many bytes its copies moved" in shown
+    assert "0 B" not in shown
+    assert main(["report", file, "-o", str(tmp_path / "page.html")]) == 0

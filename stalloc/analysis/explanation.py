@@ -133,6 +133,8 @@ def _recorded(trace: Trace, at: int | str) -> tuple[BlockMap, int, str, int]:
     """The blocks, the event, where they come from, and the reserved peak of the whole record."""
     peak = reserved_peak(trace, trace.size)
     event = (peak.event if peak else -1) if at == "peak" else event_at(trace, at, "peak")
+    if trace.info.get("history") is False and at == "peak":
+        event = trace.num_events - 1  # the snapshot itself
     return recorded_blocks(trace, event), event, "record", peak.reserved_bytes if peak else 0
 
 

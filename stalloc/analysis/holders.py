@@ -18,13 +18,17 @@ from stalloc.columns import Column
 from stalloc.figures import human_bytes
 from stalloc.lifespans import find_step_period, sequence_rows
 from stalloc.lifespans.periods import TINY_BYTES
-from stalloc.trace import MARK_STEP, Trace
+from stalloc.trace import MARK_PHASE_END, MARK_STEP, Trace
 from stalloc.trace.operations import read_operations
+from stalloc.trace.sites import Frame, read_sites
 
 MOMENTS = ("peak", "oom", "end")
 _ALIGNMENT = 512
 _MIN_STEPS = 3  # over which something has to grow every time, or nearly, before it is said to
 _MIN_SHARE = 0.75
+_OPTIMIZER_STEP = "Optimizer.step#"  # how torch names the annotation of one step of an optimizer
+#: functions that make what lasts, once, layer by layer
+_MAKE_ONCE = {"_init_group", "load_state_dict", "_load_from_state_dict", "_apply", "from_pretrained"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Holders:
     """One device at one moment."""
 
     device: int
-    at: str  #: peak, oom, end or event
+    at: str  #: peak, oom, end, event, or snapshot where there is no other moment
     event: int  #: the moment is after it; -1: before the first
     allocated_bytes: int
     reserved_bytes: int | None
@@ -112,6 +116,8 @@ def holders(trace: Trace, at: int | str | None = None) -> Holders:
 
 
 def _moment(trace: Trace, size: Column, at: int | str | None) -> tuple[str, int]:
+    if trace.info.get("history") is False and at != "oom":
+        return "snapshot", trace.num_events - 1
     if at is None:
         at = "peak" if last_oom(trace) is None else "oom"
     if at == "peak":
@@ -163,8 +169,10 @@ def find_growth(trace: Trace) -> list[Growth]:
         return []
     size = trace.aligned_size(_ALIGNMENT)
     born = np.searchsorted(bounds, trace.start)  # the first boundary that sees it
-    died = np.searchsorted(bounds, trace.end)
-    rows = np.flatnonzero((born < died) & (born > 0))  # made after the first boundary and there at one
+    lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
+    died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end))
+    # made after the first boundary and there at one
+    rows = np.flatnonzero((born < died) & (born > 0) & ~_made_once(trace))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
         levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
@@ -183,16 +191,32 @@ def _growth(name: str, levels: Column) -> Growth | None:
 
 
 def _step_ends(trace: Trace) -> Column:
-    """Events at which a step begins: the marks, else the periods in which the requests repeat."""
+    """Events at which a step ends: the marks, else the ends of the optimizer's steps, else where requests repeat."""
     marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks):
         return marks
+    if steps := {number for number, name in enumerate(trace.names) if name.startswith(_OPTIMIZER_STEP)}:
+        ends = (trace.mark_kind == MARK_PHASE_END) & np.isin(trace.mark_name, list(steps))
+        return np.unique(trace.mark_event[ends])
     rows = sequence_rows(trace, TINY_BYTES + 1)
     # layers repeat too, and hold more from one to the next
     period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
     if period is None:
         return marks
     return trace.start[rows[period.first : period.first + period.covered : period.length]]
+
+
+def _made_once(trace: Trace) -> Column:
+    """(n,) bool: requests of an optimizer's state or of a model that is loaded, whose layers are no steps."""
+    sites = read_sites(trace)
+    if sites is None:
+        return np.zeros(trace.num_requests, bool)
+    once = [any(map(_makes_once, sites.stack(number))) for number in range(sites.num_stacks)]
+    return np.array([*once, False])[sites.site]  # -1 picks the last
+
+
+def _makes_once(frame: Frame) -> bool:
+    return frame.name in _MAKE_ONCE or (frame.name == "step" and "optim" in frame.filename)
 
 
 def _without_ending(trace: Trace) -> Trace:

@@ -42,7 +42,7 @@ def link_uses(activity: Activity, span_ns: int) -> list[LinkUse]:
         rows = activity.link == link
         if not np.any(rows):
             continue
-        size, peak = int(activity.num_bytes[rows].sum()), peak_rate(activity, link)
+        size, peak = int(activity.num_bytes[rows].sum()) or None, peak_rate(activity, link)
         at_work = busy(activity, rows)
         found.append(
             LinkUse(
@@ -50,9 +50,9 @@ def link_uses(activity: Activity, span_ns: int) -> list[LinkUse]:
                 copies=int(rows.sum()),
                 num_bytes=size,
                 busy_seconds=float((at_work.end - at_work.start).sum()) / 1e9,
-                rate=_rate(activity, rows),
+                rate=None if size is None else _rate(activity, rows),
                 peak_rate=peak,
-                used=None if peak is None or not span_ns else size / (peak * span_ns / 1e9),
+                used=None if peak is None or size is None or not span_ns else size / (peak * span_ns / 1e9),
             )
         )
     return found
@@ -64,8 +64,11 @@ def size_uses(activity: Activity) -> list[SizeUse]:
     limits = np.array([limit for _, limit in SIZE_CLASSES])
     size_class = np.searchsorted(limits, activity.num_bytes, side="right")
     for link in LINKS:
+        silent = (activity.link == link) & (activity.num_bytes == 0)  # no copy moves nothing
+        if np.any(silent):
+            found.append(SizeUse(link=link.text, size="unknown", copies=int(silent.sum()), num_bytes=None, rate=None))
         for number, (name, _) in enumerate(SIZE_CLASSES):
-            rows = (activity.link == link) & (size_class == number)
+            rows = (activity.link == link) & (size_class == number) & ~silent
             if np.any(rows):
                 size, rate = int(activity.num_bytes[rows].sum()), _rate(activity, rows)
                 found.append(SizeUse(link=link.text, size=name, copies=int(rows.sum()), num_bytes=size, rate=rate))

@@ -45,6 +45,7 @@ def study(record: DeviceRecord) -> Study:
         device_name=str(record.info.get("device_name", "")),
         total_bytes=total,
         is_estimated=is_estimated,
+        headroom_is_bound=MemoryKind.RESERVED not in levels,
         has_times=has_times,
         begin_ns=begin,
         seconds=(end - begin) / 1e9,
@@ -164,12 +165,19 @@ def _missing(
         found.append("the file has no kernels and no copies: give a trace of torch.profiler with CUDA activities")
     elif not np.any(host_links):
         found.append("the file has no copies between host and device")
+    elif not np.any(activity.num_bytes[np.isin(activity.link, LINKS)]):
+        found.append("the file does not say how many bytes its copies moved, as profiles of ROCm do not")
     elif not any(peak_rate(activity, link) for link in LINKS):
         found.append("no copy is of 1 MiB or more, so the peak of no link is measured")
     if has_times and len(activity) and not np.any(activity.link == Link.COMPUTE):
         found.append("the file does not say when the device computed, so neither overlap nor idle time is known")
     if MemoryKind.ALLOCATED not in levels:
         found.append("the file does not say what was allocated: profile with profile_memory=True")
+    elif MemoryKind.RESERVED not in levels and total is not None:
+        found.append(
+            "the file does not say what was reserved: what lives throughout without an event, what the allocator "
+            "caches and the CUDA context are not in it, so headroom is at most what is shown"
+        )
     elif total is None:
         found.append("the file does not say how much memory the device has, so headroom is not known")
     if MemoryKind.HOST not in levels:

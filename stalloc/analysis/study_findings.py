@@ -40,9 +40,14 @@ def copies_text(count: int) -> str:
     return f"{count:,} {'copy' if count == 1 else 'copies'}"
 
 
+def bytes_text(size: int | None) -> str:
+    """A size, or that it is unknown."""
+    return "unknown" if size is None else human_bytes(size)
+
+
 def _moved(found: Study) -> list[str]:
     return [
-        f"The link {link.link} moved {human_bytes(link.num_bytes)} in {copies_text(link.copies)}."
+        f"The link {link.link} moved {bytes_text(link.num_bytes)} in {copies_text(link.copies)}."
         for link in found.links
     ]
 
@@ -60,7 +65,7 @@ def _blocking(found: Study) -> list[str]:
     if one.stood_seconds < _NOTICED * found.seconds:
         return []
     told = [
-        f"The program stood still for {copies_text(one.copies)} of {human_bytes(one.num_bytes)}: "
+        f"The program stood still for {copies_text(one.copies)} of {bytes_text(one.num_bytes or None)}: "
         f"{human_seconds(one.stood_seconds)} of {human_seconds(found.seconds)} "
         f"({_share(one.stood_seconds, found)}) in the calls that asked for them, of which they copied for "
         f"{human_seconds(one.copy_seconds)}."
@@ -131,7 +136,7 @@ def _small(found: Study) -> list[str]:
     copies = {link.link: link.copies for link in found.links}
     return [
         f"{one.copies:,} of {copies_text(copies[one.link])} {one.link} are {_SMALL} and reach "
-        f"{human_bytes(int(one.rate))}/s: fewer, larger ones are quicker."
+        f"{human_bytes(int(one.rate or 0))}/s: fewer, larger ones are quicker."
         for one in found.sizes
         if one.size == _SMALL and one.copies >= max(0.5 * copies[one.link], _MANY)
     ]
@@ -143,4 +148,5 @@ def _headroom(found: Study) -> list[str]:
         return []
     least = min(known, key=lambda phase: phase.headroom_bytes or 0)
     where = f" in {printable(least.name)}" if len(found.phases) > 1 else ""
-    return [f"The device had at least {human_bytes(least.headroom_bytes or 0)} left{where}."]
+    bound = "at most" if found.headroom_is_bound else "at least"
+    return [f"The device had {bound} {human_bytes(least.headroom_bytes or 0)} left{where}."]

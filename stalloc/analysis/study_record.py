@@ -24,7 +24,7 @@ class PhaseUse:
     link_used: dict[str, float]  #: by link, of what its measured peak could have moved
     allocated_bytes: int | None  #: the most
     reserved_bytes: int | None
-    headroom_bytes: int | None  #: the least that the device had left
+    headroom_bytes: int | None  #: the least that the device had left; at most, where what is reserved is not known
     host_bytes: int | None
 
 
@@ -34,9 +34,9 @@ class LinkUse:
 
     link: str
     copies: int
-    num_bytes: int
+    num_bytes: int | None  #: None: the file does not say
     busy_seconds: float
-    rate: float  #: bytes a second while a copy ran
+    rate: float | None  #: bytes a second while a copy ran
     peak_rate: float | None
     used: float | None  #: of what the peak could have moved in all the time
 
@@ -48,8 +48,8 @@ class SizeUse:
     link: str
     size: str
     copies: int
-    num_bytes: int
-    rate: float
+    num_bytes: int | None
+    rate: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class Study:
     device_name: str
     total_bytes: int | None
     is_estimated: bool  #: whether the times are those of a GPU that is not there
+    headroom_is_bound: bool  #: whether the device had at most that left, as only some of what was held is known
     has_times: bool  #: whether seconds and rates say anything: those of a virtual GPU, which computes nothing, do not
     begin_ns: int
     seconds: float

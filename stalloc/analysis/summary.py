@@ -65,6 +65,8 @@ class Summary:
     """Repeated blocks of the program's models, by class."""
     roles: dict[str, Total]
     """By the name of the role, as people read it."""
+    has_history: bool
+    """Whether the file tells what happened, and not only what there was at one moment."""
     notes: list[str]
 
 
@@ -100,6 +102,7 @@ def summarize(trace: Trace, alignment: int = 512) -> Summary:
         step_repeats=step.repeats if step else None,
         classes=classify(trace, fold(trace, period=step) if step else None).totals(trace.size),
         **_known_of_operations(trace),
+        has_history=trace.info.get("history") is not False,
         notes=list(trace.info.get("notes", [])),
     )
 

@@ -9,8 +9,13 @@ on all devices of the file and reserves least on the fullest is best; the settin
 better by a per cent.
 
 The line names the variable that the recorded release of PyTorch reads, or that --torch names: PYTORCH_ALLOC_CONF from
-2.9 on, PYTORCH_CUDA_ALLOC_CONF before. JSON: `variable`, `recorded_settings`, `best_settings`, `export` (the line, null
-where nothing is better), and `ranking`: `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
+2.9 on, PYTORCH_CUDA_ALLOC_CONF before and where the release is unknown. expandable_segments is there from 2.1 on.
+A history that allocates less than is held at its peak, where most of that was there before, is too short to rank
+settings: then no order and no line are given.
+
+JSON: `variable`, `recorded_settings`, `recorded_reserved_peak_bytes` (what the file says was reserved), `too_short`,
+`best_settings`, `export` (the line, null where nothing is better), and `ranking` (empty where the history is too
+short): `settings`, `fits`, `reserved_peak_bytes`, `device_calls`.
 """
 
 import argparse
@@ -19,6 +24,7 @@ from typing import Any
 
 from stalloc.allocator_conf import variables_read
 from stalloc.analysis.moments import last_oom
+from stalloc.analysis.peaks import recorded as recorded_peaks
 from stalloc.cli.output import (
     add_json_argument,
     add_top_argument,
@@ -35,7 +41,6 @@ from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, simulate
-from stalloc.torch_release import release_installed
 from stalloc.trace import Trace, load_traces
 
 _WORTH_IT = 0.99  # of what the recorded settings reserve
@@ -67,21 +72,59 @@ def run(args: argparse.Namespace) -> int:
     given = memory_option("--capacity", args.capacity) if args.capacity else None
     with working(f"reading {file_label(args.file)}"):
         traces = load_traces(args.file)
+    too_short = [trace for trace in traces if _is_too_short(trace)]
     with working("replaying settings"):
-        ranking = _rank(traces, given)
+        ranking = [] if too_short else _rank(traces, given)
     recorded = recorded_conf(traces[0])
-    release = args.torch or str(traces[0].info.get("torch", "")) or release_installed()
-    variable = variables_read(release)[0]
+    peaks = [peak for peak in (recorded_peaks(trace).reserved_peak_bytes for trace in traces) if peak is not None]
+    variable = _variable(args, traces[0])
+    result: dict[str, Any] = {"file": args.file, "variable": variable, "recorded_settings": recorded}
+    result |= {"recorded_reserved_peak_bytes": max(peaks, default=None), "too_short": bool(too_short)}
+    if too_short:
+        write_json(args, result | {"best_settings": None, "export": None, "ranking": []})
+        if wants_text(args):
+            _print_too_short(args, too_short[0], recorded)
+        return 0
     best, usual = ranking[0], next(one for one in ranking if one.settings == recorded)
     is_better = best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual.reserved_peak_bytes)
     line = f"export {variable}={command_text(best.settings)}" if is_better and best.settings else None
     if is_better and not best.settings:
         line = f"unset {variable}"
-    result = {"file": args.file, "variable": variable, "recorded_settings": recorded, "best_settings": best.settings}
-    write_json(args, result | {"export": line, "ranking": [asdict(one) for one in ranking]})
+    write_json(
+        args, result | {"best_settings": best.settings, "export": line, "ranking": [asdict(one) for one in ranking]}
+    )
     if wants_text(args):
-        _print(args, ranking, usual, line)
+        _print(args, ranking, usual, line, max(peaks, default=None))
     return 0
+
+
+def _is_too_short(trace: Trace) -> bool:
+    """Whether what is held at the peak was mostly there before the history, so that it was not seen being placed."""
+    if trace.info.get("complete") is True:
+        return False
+    allocated = int(trace.size[trace.start >= 0].sum())
+    return allocated < int(trace.live_bytes(trace.size).max(initial=0))
+
+
+def _variable(args: argparse.Namespace, trace: Trace) -> str:
+    """The variable that the release reads which will run the program; that of all releases where it is unknown."""
+    release = args.torch or str(trace.info.get("torch", ""))
+    return variables_read(release)[0] if release else "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def _print_too_short(args: argparse.Namespace, trace: Trace, recorded: str) -> None:
+    console = table_console()
+    allocated, held = int(trace.size[trace.start >= 0].sum()), int(trace.live_bytes(trace.size).max(initial=0))
+    reserved = recorded_peaks(trace).reserved_peak_bytes
+    conf = printable(recorded) or "the defaults"
+    said = f" The recorded settings ({conf}) reserved {human_bytes(reserved)}." if reserved else ""
+    print_prose(
+        console,
+        f"The history of {file_label(args.file)} is too short to rank settings: it allocates {human_bytes(allocated)}, "
+        f"and {human_bytes(held)} is held at its peak, most of it from before.{said} Record whole steps, best from the "
+        "start of the program.",
+    )
+    console.print(f"Next: stalloc explain {command_text(args.file)}")
 
 
 def _rank(traces: list[Trace], capacity: int | None) -> list[Ranked]:
@@ -113,8 +156,17 @@ def _device_bytes(trace: Trace) -> int:
     return int(trace.address[error]) + int(trace.reserved_bytes()[error])
 
 
-def _print(args: argparse.Namespace, ranking: list[Ranked], usual: Ranked, line: str | None) -> None:
+def _print(
+    args: argparse.Namespace, ranking: list[Ranked], usual: Ranked, line: str | None, reserved: int | None
+) -> None:
     console = table_console()
+    if reserved is not None and reserved != usual.reserved_peak_bytes:
+        print_prose(
+            console,
+            f"The file records a reserved peak of {human_bytes(reserved)}; below its requests are replayed from an "
+            "empty device, with the recorded settings too.",
+        )
+    again = "recorded settings" if reserved is not None and reserved != usual.reserved_peak_bytes else "recorded"
     shown = list(dict.fromkeys([*ranking[: args.top], usual]))
     rows = []
     for one in shown:
@@ -122,7 +174,7 @@ def _print(args: argparse.Namespace, ranking: list[Ranked], usual: Ranked, line:
         change = one.reserved_peak_bytes - usual.reserved_peak_bytes
         rows.append(
             [
-                name + (" (recorded)" if one is usual else ""),
+                name + (f" ({again})" if one is usual else ""),
                 human_bytes(one.reserved_peak_bytes),
                 f"{change / max(usual.reserved_peak_bytes, 1):+.1%}" if one.fits and usual.fits else "",
                 f"{one.device_calls:,}",

@@ -21,7 +21,7 @@ the request, each replayed from an empty device of the same size.
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +29,7 @@ from rich.text import Text
 
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.error_text import ErrorText
+from stalloc.analysis.holders import find_growth
 from stalloc.analysis.moments import last_oom, moment_text
 from stalloc.cli.error_log import error_entry, errors_of, no_errors, print_error, print_next
 from stalloc.cli.output import (
@@ -48,6 +49,9 @@ from stalloc.figures import human_bytes, plural
 from stalloc.notices import say
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
+from stalloc.trace.sources.torch_snapshot import has_history
+
+_RETURNABLE = "whole segments without a live block: torch.cuda.empty_cache() returns them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
                     failed[file] = no_errors(file), True
                 else:
                     errors += [(file, error) for error in found]
-            except BadInputError as error:
-                failed[file] = str(error), False
+            except BadInputError as problem:
+                failed[file] = str(problem), False
     if not devices and not errors:
         raise BadInputError(next(iter(failed.values()))[0])
     result = {"files": list(args.files), "devices": [_entry(*device) for device in devices]}
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _explained(args: argparse.Namespace, file: str) -> Iterator[tuple[Trace, Explanation]]:
     """The devices of a file that are asked for, each at the moment that is asked for."""
-    traces = [trace for trace in load_traces(file) if args.device in (None, trace.device)]
+    traces = [trace for trace in load_traces(file, history=False) if args.device in (None, trace.device)]
     if not traces:
         raise BadInputError(f"{file} has no events of device {args.device}: leave --device out to see all.")
     chosen = [trace for trace in traces if args.at != "oom" or last_oom(trace) is not None]
@@ -115,29 +119,27 @@ def _entry(file: str, trace: Trace, made: Explanation) -> dict[str, Any]:
 def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation]]) -> None:
     console = table_console()
     for file, trace, made in devices:
-        _print_device(console, file_label(file), made, trace.info.get("notes", []))
-    console.print(f"Next: stalloc simulate --sweep {command_text(devices[0][0])}")
+        _print_device(console, file_label(file), trace, made)
+    first, trace, _ = devices[0]
+    verb = "simulate --sweep" if has_history(trace) and not find_growth(trace) else "top"
+    console.print(f"Next: stalloc {verb} {command_text(first)}")
 
 
-def _print_device(console: Console, name: str, made: Explanation, notes: Sequence[str]) -> None:
+def _print_device(console: Console, name: str, trace: Trace, made: Explanation) -> None:
+    history, notes = has_history(trace), trace.info.get("notes", [])
     reserved, allocated = made.reserved_bytes, made.allocated_bytes
-    unseen = f" and {human_bytes(made.record_unseen_bytes)} live throughout" if made.record_unseen_bytes else ""
+    moment = moment_text(made.event) if history else "when the snapshot was taken"
     print_prose(
         console,
         Text.assemble(
             (name, "bold"),
-            f", device {made.device}, {moment_text(made.event)}: "
+            f", device {made.device}, {moment}: "
             f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
             f"{human_bytes(reserved - allocated)} reserved but not allocated",
         ),
     )
-    print_prose(
-        console,
-        f"over the whole {'recording' if made.source == 'record' else 'program'}: reserved peak "
-        f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
-        f"{human_bytes(made.record_allocated_peak_bytes)}{unseen}, fragmentation {made.record_fragmentation:.2%}",
-        indent="  ",
-    )
+    if history:
+        _print_peaks(console, made)
     if made.source != "record":
         print_prose(
             console, f"the file does not say what was reserved; modelled: {printable(made.source)}", indent="  "
@@ -145,7 +147,8 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
     for note in note_texts(notes):
         print_prose(console, f"note: {note}", indent="  ")
     causes = sorted(made.causes.items(), key=lambda item: -item[1])
-    print_items(console, [(name.replace("_", " "), human_bytes(size), CAUSES[name]) for name, size in causes if size])
+    meanings = CAUSES if history else CAUSES | {"cache_never_returned": _RETURNABLE}
+    print_items(console, [(name.replace("_", " "), human_bytes(size), meanings[name]) for name, size in causes if size])
     if made.roles:
         held = ", ".join(f"{role} {human_bytes(size)}" for role, size in made.roles.items())
         print_prose(console, f"allocated: {held}", indent="  ")
@@ -160,6 +163,17 @@ def _print_device(console: Console, name: str, made: Explanation, notes: Sequenc
             indent="  ",
         )
     console.print()
+
+
+def _print_peaks(console: Console, made: Explanation) -> None:
+    unseen = f" and {human_bytes(made.record_unseen_bytes)} live throughout" if made.record_unseen_bytes else ""
+    print_prose(
+        console,
+        f"over the whole {'recording' if made.source == 'record' else 'program'}: reserved peak "
+        f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
+        f"{human_bytes(made.record_allocated_peak_bytes)}{unseen}, fragmentation {made.record_fragmentation:.2%}",
+        indent="  ",
+    )
 
 
 def _print_verdict(console: Console, memory: OutOfMemory) -> None:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     records = []
     for file in args.files:
         with working(f"reading {file_label(file)}"):
-            found = of_device(file, load_devices(file), args.device)
+            found = of_device(file, load_devices(file, history=False), args.device)
             records += [(file, as_on_gpu(args, record)) for record in found]
     with working(f"drawing {file_label(str(path))}"):
         write_report(path, form, records, allocators)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.graph and len(args.files) > 1:
         raise BadInputError(f"--graph is for one file, {len(args.files)} were given: describe them one by one.")
     with working(f"describing {plural(len(args.files), 'file')}"):
-        traces = [(file, trace) for file in args.files for trace in load_traces(file)]
+        traces = [(file, trace) for file in args.files for trace in load_traces(file, history=False)]
         devices = [(file, summarize(trace, args.align)) for file, trace in traces]
         steps = [_step(args, trace) for _, trace in traces]
         orders = [_order(args, trace) for _, trace in traces]
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         _print(devices, more)
         _print_graphs(args, graphs)
+        _print_next(args, [summary for _, summary in devices])
     return 0
 
 
@@ -176,10 +177,17 @@ def _print_graphs(args: argparse.Namespace, graphs: list[Relations]) -> None:
         )
     if graphs:
         console.print(f"\nWritten: {printable(args.graph)}")
-    console.print(f"Next: stalloc plan {command_text(args.files[0])}")
+
+
+def _print_next(args: argparse.Namespace, summaries: list[Summary]) -> None:
+    """What is asked next: why it failed, or of one moment why so much is reserved; else how it could be placed."""
+    asks_why = any(summary.out_of_memory_event is not None or not summary.has_history for summary in summaries)
+    table_console().print(f"Next: stalloc {'explain' if asks_why else 'plan'} {command_text(args.files[0])}")
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.has_history:
+        return _state_lines(summary)
     before = f", {summary.baseline_requests:,} live before recording" if summary.baseline_requests else ""
     lines = [
         ("requests", f"{summary.requests:,} in {summary.events:,} events{before}"),
@@ -220,3 +228,17 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
     for name, total in summary.roles.items():
         lines.append((name, f"{total.requests:,}, {human_bytes(total.bytes)} in all"))
     return lines + [("note", note) for note in note_texts(summary.notes)]
+
+
+def _state_lines(summary: Summary) -> list[tuple[str, str]]:
+    """Of one moment."""
+    reserved = summary.reserved_peak_bytes or 0
+    share = 1 - summary.allocated_peak_bytes / reserved if reserved else 0.0
+    return [
+        ("requests", f"{summary.requests:,} live when the snapshot was taken"),
+        ("distinct sizes", f"{summary.distinct_sizes:,}"),
+        ("allocated", f"{human_bytes(summary.allocated_peak_bytes)} at that moment"),
+        ("reserved", f"{human_bytes(reserved)}, {share:.2%} of it not allocated"),
+        ("streams", str(summary.streams)),
+        *(("note", note) for note in note_texts(summary.notes)),
+    ]

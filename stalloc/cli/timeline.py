@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stalloc.analysis.offload_study import study
-from stalloc.analysis.study_findings import findings
+from stalloc.analysis.study_findings import bytes_text, findings
 from stalloc.analysis.study_record import Study, as_json
 from stalloc.cli.convert import of_device
 from stalloc.cli.estimated_times import add_gpu_argument, as_on_gpu
@@ -101,7 +101,7 @@ def _print_links(console: Console, made: Study) -> None:
         [
             link.link,
             f"{link.copies:,}",
-            human_bytes(link.num_bytes),
+            bytes_text(link.num_bytes),
             *_timed(
                 made,
                 human_seconds(link.busy_seconds),
@@ -122,7 +122,7 @@ def _print_links(console: Console, made: Study) -> None:
     ]
     print_table(console, ("by phase and link", "", "moved", "used"), rows, text_columns=2)
     rows = [
-        [one.link, one.size, f"{one.copies:,}", human_bytes(one.num_bytes), *_timed(made, _rate(one.rate))]
+        [one.link, one.size, f"{one.copies:,}", bytes_text(one.num_bytes), *_timed(made, _rate(one.rate))]
         for one in made.sizes
     ]
     print_table(console, ("by size of copy", "", "copies", "moved", "rate"), rows, text_columns=2)
@@ -155,5 +155,5 @@ def _bytes(size: int | None) -> str:
     return "" if size is None else human_bytes(size)
 
 
-def _rate(rate: float) -> str:
-    return f"{human_bytes(round(rate))}/s"
+def _rate(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{human_bytes(round(rate))}/s"

@@ -44,7 +44,13 @@ from stalloc.figures import human_bytes, plural
 from stalloc.printable import printable
 from stalloc.trace import Trace, load_traces
 
-_MOMENT = {"peak": "when most is allocated", "oom": "at the out-of-memory error", "end": "at the end", "event": ""}
+_MOMENT = {
+    "peak": "when most is allocated",
+    "oom": "at the out-of-memory error",
+    "end": "at the end",
+    "event": "",
+    "snapshot": "",
+}
 NO_SITES = (
     "the file has no call sites: `stalloc record` records them, and so does torch.cuda.memory._record_memory_history()"
 )
@@ -77,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
     """The traces of a file that --device and --at choose: with `--at oom` those of devices that ran out of memory."""
-    traces = of_device(file, load_traces(file), args.device)
+    traces = of_device(file, load_traces(file, history=False), args.device)
     if args.at != "oom":
         return traces
     failed = [trace for trace in traces if last_oom(trace) is not None]
@@ -88,7 +94,7 @@ def traces_at(args: argparse.Namespace, file: str) -> list[Trace]:
 
 def moment_sentence(made: Holders) -> str:
     """Which device and moment it is, and what is held then; to stand behind the name of the file."""
-    moment = moment_text(made.event)
+    moment = "when the snapshot was taken" if made.at == "snapshot" else moment_text(made.event)
     reserved = f", reserved {human_bytes(made.reserved_bytes)}" if made.reserved_bytes else ""
     when = f"{_MOMENT[made.at]}, {moment}" if _MOMENT[made.at] else moment
     held = f"allocated {human_bytes(made.allocated_bytes)} by {plural(made.requests, 'request')}"

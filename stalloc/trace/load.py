@@ -27,7 +27,7 @@ from stalloc.trace.sources.log_text import log_text, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
-from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
+from stalloc.trace.sources.torch_snapshot import read_torch_snapshot, refuse_without_history
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
 
@@ -51,17 +51,21 @@ def record_of(trace: Trace) -> DeviceRecord:
     return DeviceRecord(trace.device, trace, read_activity(trace), trace.info)
 
 
-def load_traces(path: str | os.PathLike[str]) -> list[Trace]:
+def load_traces(path: str | os.PathLike[str], *, history: bool = True) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
     Reads `.trace.npz` and, plain or gzip: snapshots of torch as pickles and as HTML pages; traces (JSON with `[memory]`
     events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
-    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else.
+    `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else,
+    and, unless `history` is false, for a snapshot of one moment.
     """
-    return _load(path, read_npz, _read_content)
+    traces = _load(path, read_npz, _read_content)
+    if history:
+        refuse_without_history(shown_name(path), traces)
+    return traces
 
 
-def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
+def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[DeviceRecord]:
     """What a file says of each device, ordered by device: traces as `load_traces` reads them, and activity.
 
     Activity is in traces of torch.profiler, which then need no memory events, in `.trace.npz` that have the table, in
@@ -93,7 +97,10 @@ def load_devices(path: str | os.PathLike[str]) -> list[DeviceRecord]:
             for device in sorted(traces.keys() | activity.keys())
         ]
 
-    return _load(path, of_archive, of_content)
+    records = _load(path, of_archive, of_content)
+    if history:
+        refuse_without_history(shown_name(path), [record.trace for record in records if record.trace is not None])
+    return records
 
 
 def read_log(path: str | os.PathLike[str]) -> str | None:

@@ -32,7 +32,7 @@ def report(
     sources = [what] if isinstance(what, Trace | str | PathLike) else list(what)
     records: list[tuple[str, DeviceRecord]] = []
     for source in sources:
-        found = [record_of(source)] if isinstance(source, Trace) else load_devices(Path(source))
+        found = [record_of(source)] if isinstance(source, Trace) else load_devices(Path(source), history=False)
         name = f"trace of device {source.device}" if isinstance(source, Trace) else str(source)
         records += [(name, as_it_would_run(record)) for record in found]
     path = Path(output)

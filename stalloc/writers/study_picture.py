@@ -45,7 +45,7 @@ def panels(drawn: Drawn) -> list[Panel]:
         chosen.append(lambda axes: _memory_by_phase(axes, drawn))
     elif any(kind != "host" or max(values) >= _DRAWN_BYTES for kind, values in curves.memory.items()):
         chosen.append(lambda axes: _memory(axes, drawn, curves))
-    if curves is not None and any(link.num_bytes >= _DRAWN_BYTES for link in found.links):
+    if curves is not None and any((link.num_bytes or 0) >= _DRAWN_BYTES for link in found.links):
         chosen.append(lambda axes: _traffic(axes, drawn, curves))
     if found.links:
         chosen += [
@@ -133,7 +133,7 @@ def _memory_by_phase(axes: Any, drawn: Drawn) -> None:
 
 
 def _traffic(axes: Any, drawn: Drawn, curves: Curves) -> None:
-    shown = [link for link in drawn.found.links if link.num_bytes >= _DRAWN_BYTES]
+    shown = [link for link in drawn.found.links if (link.num_bytes or 0) >= _DRAWN_BYTES]
     moments = _over_time(axes, drawn, curves, len(curves.traffic[shown[0].link]))
     for link in shown:
         color = _LINKS[link.link]
@@ -162,7 +162,7 @@ def _by_phase(axes: Any, drawn: Drawn) -> None:
 
 def _sizes(axes: Any, drawn: Drawn) -> None:
     sizes, timed = drawn.found.sizes, drawn.found.has_times
-    length = [one.rate if timed else float(one.num_bytes) for one in sizes]
+    length = [(one.rate or 0.0) if timed else float(one.num_bytes or 0) for one in sizes]
     axes.barh(range(len(sizes)), length, color=[_LINKS[one.link] for one in sizes], height=0.6)
     said = [
         f"{human_bytes(round(value))}{'/s' if timed else ''}: {copies_text(one.copies)} {one.link}"

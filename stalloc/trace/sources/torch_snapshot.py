@@ -51,14 +51,19 @@ class _Segments:
 def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     """The traces of a snapshot, one for each device with events.
 
-    Raises BadInputError when it is no snapshot, its history was switched off, or it contradicts itself.
+    Without history on any device they hold one event, the snapshot, and what lives then: see `has_history`. Raises
+    BadInputError when it is no snapshot, or it contradicts itself.
     """
     snapshot = load_plain_pickle(path, data)
-    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
+    if (
+        isinstance(snapshot, list) and snapshot and isinstance(snapshot[0], dict) and "blocks" in snapshot[0]
+    ):  # what torch.cuda.memory_snapshot() returns
+        snapshot = {"segments": snapshot}
+    if not isinstance(snapshot, dict) or "segments" not in snapshot:
         raise BadInputError(f"{path}: a pickle, but not a torch.cuda.memory snapshot: give what _snapshot() returned.")
     budget = Budget(path, len(data))
     try:
-        histories = [budget.spend(history) for history in budget.spend(snapshot["device_traces"])]
+        histories = [budget.spend(history) for history in budget.spend(snapshot.get("device_traces", []))]
         if len(histories) > MAX_DEVICE + 1:
             raise BadInputError(f"{path}: the snapshot is of {len(histories)} devices: give an intact snapshot.")
         said = SnapshotNotes(path, budget, snapshot)
@@ -72,6 +77,8 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
         for device, history in enumerate(histories):
             if _says_something(history):
                 traces.append(_read_device(path, budget, said, device, history, segments.get(device, [])))
+        if not traces:
+            traces = [_read_state(path, budget, said, device, segments[device]) for device in without_history]
     except BadInputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -80,11 +87,33 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
             f"save it again with torch.cuda.memory._dump_snapshot()."
         ) from error
     if not traces:
-        raise BadInputError(f"{path} holds no allocation events, its history was switched off: {_RECORD}.")
-    if without_history:
+        raise BadInputError(f"{path} holds neither segments nor allocation events: {_RECORD}.")
+    if without_history and has_history(traces[0]):
         note = f"devices {', '.join(map(str, without_history))} have segments but no events"
         traces = [trace.replace(info=trace.info | {"notes": [*trace.info["notes"], note]}) for trace in traces]
     return traces
+
+
+def has_history(trace: Trace) -> bool:
+    """Whether a trace tells what happened, and not only what there was when a snapshot was taken."""
+    return trace.info.get("history") is not False
+
+
+def refuse_without_history(path: Path, traces: list[Trace]) -> None:
+    """Raise BadInputError if a trace is but the state at one moment."""
+    if not all(map(has_history, traces)):
+        raise BadInputError(
+            f"{path} holds no allocation events, its history was switched off: `stalloc explain`, stats, top, tree and "
+            f"report read its segments; for all else {_RECORD}."
+        )
+
+
+def _read_state(path: Path, budget: Budget, said: SnapshotNotes, device: int, segments: list[Any]) -> Trace:
+    if not 0 <= device <= MAX_DEVICE:
+        raise BadInputError(f"{path}: the snapshot names a device {device}: give an intact snapshot.")
+    trace = _read_device(path, budget, said, device, [{"action": "snapshot", "size": 0, "stream": 0}], segments)
+    note = "the snapshot has no history: it says what there was at that moment, not how it came to be"
+    return trace.replace(info=trace.info | {"history": False, "notes": [*trace.info["notes"], note]})
 
 
 def _says_something(history: list[Any]) -> bool:

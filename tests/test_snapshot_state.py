@@ -1,0 +1,95 @@
+"""Snapshots without history: what there was at that moment is told, and what needs history says so."""
+
+import json
+import pickle
+
+import pytest
+
+from stalloc.cli import main
+
+MIB = 1 << 20
+FRAMES = [{"filename": "net.py", "line": 7, "name": "forward"}]
+
+
+def segment(address, *blocks, kind="large", **more):
+    """A segment of torch's allocator from (MiB, is live) of its blocks."""
+    made, at = [], address
+    for size, is_live in blocks:
+        state = {"state": "active_allocated", "frames": FRAMES} if is_live else {"state": "inactive"}
+        made.append({"address": at, "size": size * MIB, "requested_size": size * MIB * is_live, **state})
+        at += size * MIB
+    total = at - address
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": total,
+        "stream": 0,
+        "segment_type": kind,
+        "blocks": made,
+    } | more
+
+
+SEGMENTS = [
+    segment(1 << 30, (300, False)),
+    segment(2 << 30, (60, True), (40, False), (20, True)),
+    segment(3 << 30, (8, True)),
+]
+SNAPSHOTS = [
+    {"segments": SEGMENTS, "device_traces": [[]]},
+    {"segments": SEGMENTS, "device_traces": []},
+    {"segments": SEGMENTS},
+    SEGMENTS,
+]
+
+
+@pytest.fixture(params=range(len(SNAPSHOTS)))
+def file(request, tmp_path):
+    path = tmp_path / "state.pickle"
+    path.write_bytes(pickle.dumps(SNAPSHOTS[request.param]))
+    return str(path)
+
+
+def told(capsys, *words):
+    assert main([*words, "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert main(list(words)) == 0
+    return device, capsys.readouterr().out
+
+
+def test_the_state_is_explained(file, capsys):
+    device, shown = told(capsys, "explain", file)
+    assert (device["reserved_bytes"], device["allocated_bytes"]) == (428 * MIB, 88 * MIB)
+    assert {name: size for name, size in device["causes"].items() if size} == {
+        "cache_never_returned": 300 * MIB,
+        "hard_fragmentation": 40 * MIB,
+    }
+    assert "torch.cuda.empty_cache() returns them" in shown
+    assert "when the snapshot was taken" in shown
+    assert "Next: stalloc top" in shown
+
+
+def test_who_holds_memory_is_told(file, capsys):
+    device, shown = told(capsys, "top", file)
+    assert [(one["name"], one["held_bytes"]) for one in device["by_site"]] == [("net.py:7 forward", 88 * MIB)]
+    assert device["growth"] == []
+    assert "when the snapshot was taken" in shown
+    device, _ = told(capsys, "tree", file)
+    assert device["tree"]["held_bytes"] == 88 * MIB
+    device, shown = told(capsys, "stats", file)
+    assert (device["reserved_peak_bytes"], device["allocated_peak_bytes"]) == (428 * MIB, 88 * MIB)
+    assert "period" not in shown
+    assert "Next: stalloc explain" in shown
+
+
+def test_a_page_is_written(file, tmp_path, capsys):
+    assert main(["report", file, "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("verb", ["plan", "simulate", "advise", "timeline", "convert"])
+def test_what_needs_history_says_so(file, capsys, verb):
+    words = [verb, file, *(["x.trace.npz"] if verb == "convert" else [])]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "history was switched off" in said
