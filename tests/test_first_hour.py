@@ -114,7 +114,7 @@ def test_ctrl_c_in_any_verb_is_one_line(csv: str) -> None:
         "import signal, sys, stalloc.trace as trace\n"
         "from stalloc.cli import main\n"
         "load = trace.load_traces\n"
-        "def interrupted(file):\n    signal.raise_signal(signal.SIGINT)\n    return load(file)\n"
+        "def interrupted(file, **options):\n    signal.raise_signal(signal.SIGINT)\n    return load(file, **options)\n"
         "trace.load_traces = interrupted\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -170,8 +170,15 @@ def _run(argv: list[str]) -> int:
         apply_shared(_verb_parser(parser, verb), verb, VERBS)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(args.parser, unknown)}")
     return int(args.run(args))
+
+
+def _meant(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """The option that comes closest to the first that is unknown, as what stands behind the sentence."""
+    option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+    close = difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.7)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def _verb_parser(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:

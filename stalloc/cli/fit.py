@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         named = None if output == keeping.fit_file(source) else output
         print_fit(fit, gpu, num_trials, files.all().sentences())
         if fit.best >= 0 and not args.as_gpu:  # who named the GPU so goes on by itself
-            print_next(fit, output, command, named)
+            print_next(fit, output, command, named, str(parse_disk(args.disk)[0]) if args.disk else "FOLDER")
     write_json(args, result)
     if fit.best < 0 and not args.as_gpu:
         say(result["sentence"])

@@ -48,11 +48,14 @@ def print_fit(fit: Fit, gpu: VirtualGPU, num_trials: int, files: list[str]) -> N
         print_prose(console, note, indent="  ")
 
 
-def print_next(fit: Fit, output: Path, command: list[str], named: Path | None) -> None:
-    """Print what to type for a run that keeps the budget; `named`: the file, where a run would not look for it."""
+def print_next(fit: Fit, output: Path, command: list[str], named: Path | None, folder: str) -> None:
+    """Print what to type for a run that keeps the budget.
+
+    `named`: the file, where a run would not look for it. `folder`: that of --disk.
+    """
     host_bytes, on_disk = fit.settings.host_bytes, fit.candidates[fit.best].disk_bytes
     more = ["--host", size_text(host_bytes)] if host_bytes else []
-    more += ["--disk", f"FOLDER:{size_text(fit.settings.tiers.disk_bytes)}"] if on_disk else []
+    more += ["--disk", f"{folder}:{size_text(fit.settings.tiers.disk_bytes)}"] if on_disk else []
     more += ["--fit", str(named)] if named else []
     words = command_text("stalloc", "run", "--budget", size_text(fit.budget_bytes), *more, *command)
     table_console().print(f"next: {words}    (settings and plan are kept in {printable(str(output))})")

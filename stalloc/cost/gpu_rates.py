@@ -23,6 +23,11 @@ class GpuRates:
 _NVIDIA = "NVIDIA's data sheet of the card"
 _T, _G = 1e12, 1e9
 _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the driver gives; the first that fits
+    ("GB300", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G)),
+    ("GB200", GpuRates(2500 * _T, 80 * _T, 8000 * _G, 152, _NVIDIA, 450 * _G)),
+    ("B300", GpuRates(2250 * _T, 75 * _T, 8000 * _G, 148, _NVIDIA, 128 * _G)),
+    ("H800", GpuRates(989 * _T, 67 * _T, 3350 * _G, 132, _NVIDIA, 64 * _G)),
+    ("A800-SXM4-80GB", GpuRates(312 * _T, 19.5 * _T, 2039 * _G, 108, _NVIDIA)),
     ("GH200", GpuRates(989 * _T, 67 * _T, 4000 * _G, 132, _NVIDIA, 450 * _G)),
     ("H200", GpuRates(989 * _T, 67 * _T, 4800 * _G, 132, _NVIDIA, 64 * _G)),
     ("H100 PCIe", GpuRates(756 * _T, 51 * _T, 2000 * _G, 114, _NVIDIA, 64 * _G)),
@@ -37,10 +42,14 @@ _RATES: tuple[tuple[str, GpuRates], ...] = (  # by a part of the name that the d
     ("A10", GpuRates(125 * _T, 31.2 * _T, 600 * _G, 72, _NVIDIA, threads=1536)),
     ("L40S", GpuRates(362 * _T, 91.6 * _T, 864 * _G, 142, _NVIDIA, threads=1536)),
     ("L40", GpuRates(181 * _T, 90.5 * _T, 864 * _G, 142, _NVIDIA, threads=1536)),
+    ("L20", GpuRates(119.5 * _T, 59.8 * _T, 864 * _G, 92, _NVIDIA, threads=1536)),
     ("L4", GpuRates(121 * _T, 30.3 * _T, 300 * _G, 58, _NVIDIA, threads=1536)),
     ("T4", GpuRates(65 * _T, 8.1 * _T, 320 * _G, 40, _NVIDIA, 16 * _G, threads=1024)),
     ("V100", GpuRates(125 * _T, 15.7 * _T, 900 * _G, 80, _NVIDIA, 16 * _G)),
     ("RTX 5090", GpuRates(209.5 * _T, 104.8 * _T, 1792 * _G, 170, _NVIDIA, 64 * _G, threads=1536)),
+    ("RTX PRO 6000", GpuRates(503.8 * _T, 125 * _T, 1792 * _G, 188, _NVIDIA, 64 * _G, threads=1536)),
+    ("RTX 5070", GpuRates(61.7 * _T, 30.9 * _T, 672 * _G, 48, _NVIDIA, 64 * _G, threads=1536)),
+    ("RTX 5060", GpuRates(38.4 * _T, 19.2 * _T, 448 * _G, 30, _NVIDIA, 32 * _G, threads=1536)),
     ("RTX 4090", GpuRates(165.2 * _T, 82.6 * _T, 1008 * _G, 128, _NVIDIA, threads=1536)),
     ("RTX 4080", GpuRates(97.5 * _T, 48.7 * _T, 717 * _G, 76, _NVIDIA, threads=1536)),
     ("RTX 3090 Ti", GpuRates(80 * _T, 40 * _T, 1008 * _G, 84, _NVIDIA, threads=1536)),

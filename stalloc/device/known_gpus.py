@@ -45,27 +45,35 @@ class VirtualGPU:
 # published it; NVIDIA's MIG User Guide, which lists the slices; or computed, from the capacity that out-of-memory
 # messages on such a card name or from a card with the same chips. Multiprocessors are of the same print or of the
 # vendor's data sheet.
-_PRINTED, _GUIDE, _COMPUTED = "printed on such a card", "MIG User Guide", "computed"
+# _LISTED is what nvidia-smi lists for such a card, or of GB10, which shares the memory of its host, what Linux sees.
+_PRINTED, _GUIDE, _COMPUTED, _LISTED = "printed on such a card", "MIG User Guide", "computed", "listed by the driver"
 
 # name here, name that the driver gives, MiB of memory, compute capability, multiprocessors, where the memory is from
 _CARDS = (
     ("B200", "NVIDIA B200", 182_642, (10, 0), 148, _PRINTED),
+    ("B300", "NVIDIA B300 SXM6 AC", 275_040, (10, 3), 148, _LISTED),
+    ("GB300", "NVIDIA GB300", 284_208, (10, 3), 152, _LISTED),
+    ("GB200", "NVIDIA GB200", 189_471, (10, 0), 152, _LISTED),
+    ("GB10", "NVIDIA GB10", 122_570, (12, 1), 48, _LISTED),
     ("H200", "NVIDIA H200", 143_156, (9, 0), 132, _COMPUTED),
     ("H100", "NVIDIA H100 80GB HBM3", 81_079, (9, 0), 132, _PRINTED),
     ("H100-PCIe", "NVIDIA H100 PCIe", 81_008, (9, 0), 114, _PRINTED),
     ("H100-NVL", "NVIDIA H100 NVL", 95_355, (9, 0), 132, _COMPUTED),
     ("H20", "NVIDIA H20", 97_285, (9, 0), 78, _PRINTED),
+    ("H800", "NVIDIA H800", 81_079, (9, 0), 132, _COMPUTED),
     ("GH200", "NVIDIA GH200 480GB", 96_768, (9, 0), 132, _COMPUTED),
     ("A100-80GB", "NVIDIA A100-SXM4-80GB", 81_251, (8, 0), 108, _COMPUTED),
     ("A100-PCIe-80GB", "NVIDIA A100 80GB PCIe", 81_049, (8, 0), 108, _PRINTED),
     ("A100-40GB", "NVIDIA A100-SXM4-40GB", 40_536, (8, 0), 108, _PRINTED),
     ("A100-PCIe-40GB", "NVIDIA A100-PCIE-40GB", 40_326, (8, 0), 108, _PRINTED),
+    ("A800", "NVIDIA A800-SXM4-80GB", 81_251, (8, 0), 108, _COMPUTED),
     ("A40", "NVIDIA A40", 45_416, (8, 6), 84, _PRINTED),
     ("A30", "NVIDIA A30", 24_169, (8, 0), 56, _COMPUTED),
     ("A10", "NVIDIA A10", 22_592, (8, 6), 72, _COMPUTED),
     ("A10G", "NVIDIA A10G", 22_587, (8, 6), 80, _PRINTED),
     ("L40S", "NVIDIA L40S", 45_589, (8, 9), 142, _PRINTED),
     ("L40", "NVIDIA L40", 45_589, (8, 9), 142, _COMPUTED),
+    ("L20", "NVIDIA L20", 45_589, (8, 9), 92, _COMPUTED),
     ("L4", "NVIDIA L4", 22_563, (8, 9), 58, _COMPUTED),
     ("T4", "Tesla T4", 15_095, (7, 5), 40, _COMPUTED),
     ("V100-32GB", "Tesla V100-SXM2-32GB", 32_510, (7, 0), 80, _COMPUTED),
@@ -79,12 +87,15 @@ _CARDS = (
     ("H100-MIG-1g", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_984, (9, 0), 16, _GUIDE),
     ("H100-MIG-2g", "NVIDIA H100 80GB HBM3 MIG 2g.20gb", 20_090, (9, 0), 32, _GUIDE),
     ("H100-MIG-3g", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40_448, (9, 0), 60, _GUIDE),
+    ("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97_249, (12, 0), 188, _COMPUTED),
     ("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", 48_622, (8, 9), 142, _PRINTED),
     ("RTX-A6000", "NVIDIA RTX A6000", 48_676, (8, 6), 84, _PRINTED),
     ("RTX-A5000", "NVIDIA RTX A5000", 24_114, (8, 6), 64, _PRINTED),
     ("RTX-A4000", "NVIDIA RTX A4000", 16_095, (8, 6), 48, _COMPUTED),
     ("RTX-5090", "NVIDIA GeForce RTX 5090", 32_119, (12, 0), 170, _COMPUTED),
     ("RTX-5080", "NVIDIA GeForce RTX 5080", 16_302, (12, 0), 84, _PRINTED),
+    ("RTX-5070", "NVIDIA GeForce RTX 5070", 12_226, (12, 0), 48, _COMPUTED),
+    ("RTX-5060", "NVIDIA GeForce RTX 5060", 8_150, (12, 0), 30, _COMPUTED),
     ("RTX-4090", "NVIDIA GeForce RTX 4090", 24_217, (8, 9), 128, _COMPUTED),
     ("RTX-4080", "NVIDIA GeForce RTX 4080", 16_049, (8, 9), 76, _PRINTED),
     ("RTX-4070-Ti", "NVIDIA GeForce RTX 4070 Ti", 12_001, (8, 9), 60, _COMPUTED),

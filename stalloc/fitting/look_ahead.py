@@ -41,13 +41,16 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
     kinds = [(now - before, peak) for (before, now), (_, peak) in zip(pairwise(until), seen.requests, strict=True)]
     if seen.is_whole and kinds and not kinds[-1][0]:
         del kinds[-1]  # nothing came after the last step
-    return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole)
+    has_rest = seen.is_whole and len(kinds) == len(seen.requests)
+    return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole, has_rest=has_rest)
 
 
-def steps_to_try(kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_whole: bool) -> Ahead:
+def steps_to_try(
+    kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_whole: bool, has_rest: bool = False
+) -> Ahead:
     """How many of the steps that were seen a trial is to have, where one takes so long; `least` at the least.
 
-    `is_whole`: the program has no more.
+    `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
     """
     first: dict[tuple[_Kind, _Kind], int] = {}
     for number, pair in enumerate(pairwise(kinds), start=1):
@@ -55,7 +58,8 @@ def steps_to_try(kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_
     new = [number for (_, (requests, _)), number in first.items() if number >= least and requests]
     most = min(MOST_STEPS, max(least, int(MOST_SECONDS / max(step_seconds, 1e-3))))
     num_steps = max([least, *(min(number + 2, len(kinds)) for number in new if number < most)])
-    looked = f"{'all' if is_whole else 'the first'} {len(kinds)} steps were looked at"
+    num_seen = len(kinds) - has_rest
+    looked = f"{'all' if is_whole else 'the first'} {num_seen} steps{' and what follows' * has_rest} were looked at"
     later = "" if is_whole else f"; {LATER}"
     left = [number for number in new if number >= num_steps]
     if not left:
@@ -66,7 +70,8 @@ def steps_to_try(kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_
         )
         return Ahead(num_steps, f"{looked}{unlike}{later}")
     largest = max(left, key=lambda number: kinds[number][1])
-    told = f"step {largest + 1}, which allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
+    which = f"step {largest + 1}, which" if largest < num_seen else "what follows them, which"
+    told = f"{which} allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
     return Ahead(
         num_steps,
         f"{looked}, and {told}, or after another: it can run out of memory within the budget; "

@@ -87,7 +87,7 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
             f"save it again with torch.cuda.memory._dump_snapshot()."
         ) from error
     if not traces:
-        raise BadInputError(f"{path} holds neither segments nor allocation events: {_RECORD}.")
+        raise BadInputError(f"{path} holds no allocation events, and no segments either: {_RECORD}.")
     if without_history and has_history(traces[0]):
         note = f"devices {', '.join(map(str, without_history))} have segments but no events"
         traces = [trace.replace(info=trace.info | {"notes": [*trace.info["notes"], note]}) for trace in traces]

@@ -1,0 +1,69 @@
+"""What every verb does alike: an option that is nearly right is named, and JSON says which version it is of."""
+
+import json
+import pickle
+
+import pytest
+
+from stalloc.cli import main
+from stalloc.device.known_gpus import find_gpu
+from stalloc.fitting.look_ahead import steps_to_try
+
+TRACE = "id,lower,upper,size\n0,0,3,1024\n1,1,2,2048\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("stats", "--aling", "64"), "--align"),
+        (("advise", "--capcity=4GiB"), "--capacity"),
+        (("top", "--jsn", "-"), "--json"),
+    ],
+)
+def test_an_option_that_is_nearly_right_is_named(tmp_path, capsys, words, meant):
+    (tmp_path / "a.csv").write_text(TRACE)
+    with pytest.raises(SystemExit) as ended:
+        main([words[0], str(tmp_path / "a.csv"), *words[1:]])
+    assert ended.value.code == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["stats", "top", "advise", "explain", "tree", "simulate"])
+def test_json_says_which_version_it_is(tmp_path, capsys, verb):
+    (tmp_path / "a.csv").write_text(TRACE)
+    assert main([verb, str(tmp_path / "a.csv"), "--json", "-"]) == 0
+    assert next(iter(json.loads(capsys.readouterr().out).items())) == ("json_version", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "capability"),
+    [
+        ("rtx pro 6000", 95, (12, 0)), ("gb10", 120, (12, 1)), ("gb200", 185, (10, 0)), ("gb300", 278, (10, 3)),
+        ("b300", 269, (10, 3)), ("l20", 44.5, (8, 9)), ("a800", 79.3, (8, 0)), ("h800", 79.2, (9, 0)),
+        ("rtx 5060", 8, (12, 0)), ("rtx 5070", 12, (12, 0)),
+    ],
+)  # fmt: skip
+def test_cards_of_today_are_known(name, gib, capability):
+    gpu = find_gpu(name)
+    assert gpu.compute_capability == capability
+    assert gpu.total_bytes == pytest.approx(gib * (1 << 30), rel=0.01)
+
+
+def test_stats_of_an_out_of_memory_file_asks_why(tmp_path, capsys):
+    segments = [{"device": 0, "address": 1 << 30, "total_size": 4 << 20, "stream": 0, "blocks": []}]
+    ended = {"addr": 1 << 30, "size": 1 << 20, "stream": 0, "time_us": 1}
+    events = [{"action": action, **ended} for action in ("alloc", "free_requested", "free_completed")]
+    events.append({"action": "oom", "device_free": 1 << 20, "size": 9 << 20, "stream": 0, "time_us": 2})
+    (tmp_path / "oom.pickle").write_bytes(pickle.dumps({"segments": segments, "device_traces": [events]}))
+    assert main(["stats", str(tmp_path / "oom.pickle")]) == 0
+    assert "Next: stalloc explain" in capsys.readouterr().out
+    (tmp_path / "a.csv").write_text(TRACE)
+    assert main(["stats", str(tmp_path / "a.csv")]) == 0
+    assert "Next: stalloc plan" in capsys.readouterr().out
+
+
+def test_what_comes_after_the_last_step_is_no_step():
+    alike = [(10, 100)] * 4
+    ahead = steps_to_try([*alike, (2, 50)], 3, 0.1, is_whole=True, has_rest=True)
+    assert "all 4 steps and what follows were looked at" in ahead.note
+    assert "all 4 steps were looked at" in steps_to_try(alike, 3, 0.1, is_whole=True).note
