@@ -20,6 +20,21 @@ from stalloc.analysis.torch_wordings import torch_errors
 from stalloc.printable import printable
 
 _MAX_ERRORS = 1000
+_BEFORE, _AFTER, _MOST = 1024, 3072, 2 << 20  # characters that are read around a sign, and at each end of all of them
+#: in lower case; each error that is known has one of them
+_SIGNS = (
+    "out of mem", "out_of_", "out of resource", "oom", "exhausted", "to allocate", "alloc_fail", "alloc fail",
+    "allocation_fail", "allocation failed", "memory allocation", "memoryallocation", "memory_error", "memoryerror",
+    "memory error", "bad_alloc", "pool size", "memory limit", "room to grow", "of memory", "to alloc", "not alloc",
+    "allocation of", "not be allocated", "allocation on device", "allocation failure", "on host", "pinned",
+    "pin_memory", "hostalloc", "mallochost", "hostregister", "hostmalloc", "cudamalloc", "cumemalloc", "not enough",
+    "insufficient", "memory for", "kv cache", "memory on device", "mem-fraction", "mem_fraction", "allocating",
+    "buffer size", "requested size", "you tried", "shared memory", "shm", "/torch_", "no space left", "to cuda",
+    "cuda failure", "resources requested", "shared data", "pt_devmem", "dst tensor", "runtime error (2)", "error=2",
+    "not_initialized", "resource allocation", "video memory", "bytes on device", "running low", "oom_kill",
+    "killed", "el0004", "aclrt", "rtmalloc", "207001", "207018", "allocation error", "can't alloc", "retryoom",
+    "native mem", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
+)  # fmt: skip
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
 _OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -27,13 +42,35 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 def find_errors(text: str) -> list[ErrorText]:
     """The out-of-memory errors of a log, each that differs once, in order."""
-    text = _ESCAPES.sub("", text)
+    text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
     found: dict[ErrorText, int] = {}
     for error in _errors(text):
         found[error] = found.get(error, 0) + 1
         if len(found) >= _MAX_ERRORS:
             break
     return [dataclasses.replace(error, times=times) for error, times in found.items()]
+
+
+def _near_signs(text: str) -> str:
+    """What is near a word that every error has one of: a long log is read at the speed of a search for words."""
+    lowered = text.lower()
+    if len(lowered) != len(text):
+        lowered = text  # a letter of another alphabet that is longer in lower case: positions would be off
+    hits: set[int] = set()
+    for sign in _SIGNS:
+        at = lowered.find(sign)
+        while at >= 0:
+            hits.add(at // _BEFORE)
+            at = lowered.find(sign, (at // _BEFORE + 1) * _BEFORE)
+    parts: list[tuple[int, int]] = []
+    for hit in sorted(hits):
+        begin, end = max(0, (hit - 1) * _BEFORE), (hit + 1) * _BEFORE + _AFTER
+        if parts and begin <= parts[-1][1]:
+            parts[-1] = parts[-1][0], end
+        else:
+            parts.append((begin, end))
+    near = "\n".join(text[begin:end] for begin, end in parts)
+    return near if len(near) <= 2 * _MOST else near[:_MOST] + "\n" + near[-_MOST:]
 
 
 def _errors(text: str) -> Iterable[ErrorText]:
@@ -56,7 +93,7 @@ def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[tuple[int, Error
     for wording in wordings:
         for match in wording.pattern.finditer(text):
             begin, end = match.span()
-            if not any(low < end and begin < high for low, high in taken):
+            if len(taken) < _MAX_ERRORS and not any(low < end and begin < high for low, high in taken):
                 taken.append((begin, end))
                 yield begin, _of_wording(wording, match)
 
@@ -88,8 +125,13 @@ def _tensor_bytes(shape: str, kind: str) -> int | None:
 
 
 def _in_other_words(text: str) -> Iterator[ErrorText]:
+    end = -1
     for match in IN_OTHER_WORDS.finditer(text):
-        line = match[0].strip()
+        if match.start() < end:
+            continue  # in the same line
+        begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+        end = len(text) if end < 0 else end
+        line = text[max(begin, match.start() - 200) : min(end, match.end() + 200)].strip()
         wanted = WANTED.search(line)
         yield ErrorText(
             library="a library that stalloc does not know",

@@ -160,6 +160,7 @@ class ErrorText:
         obtainable, at_most = self.obtainable_bytes, self.at_most_bytes
         if obtainable is not None and obtainable >= wanted:
             return "fragmentation"
-        if left is not None and left < wanted and (free is None or left < free):
+        has_room = free is None or free + (self.unallocated_bytes or 0) >= wanted
+        if left is not None and left < wanted and has_room:
             return "limit"
         return "capacity" if at_most is not None and at_most < wanted else "unknown"

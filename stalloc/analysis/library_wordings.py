@@ -25,7 +25,6 @@ from stalloc.analysis.error_wording import (
     VLLM,
     worded,
 )
-from stalloc.analysis.size_text import SIZE
 
 OF_LIBRARIES = (
     worded("CuPy", r"[Oo]ut of memory allocating <wanted> \(allo", CUPY),
@@ -158,10 +157,10 @@ UNKNOWN_ADVICE = f"Whether this is memory of the GPU cannot be told from it: {NV
 _ALLOCATES = r"(?:[Aa]lloc(?:at\w+)?|request\w*)"
 #: what is left: a line that says so in words of its own
 IN_OTHER_WORDS = re.compile(
-    r"[^\n]*(?:[Oo]ut[ _-]?[Oo]f[ _-]?[Mm]em|OUT[ _]OF[ _]\w*MEMORY|OutOfMemory|\bOOM\b|bad_alloc|\bMemoryError\b"
+    r"(?:[Oo]ut[ _-]?[Oo]f[ _-]?[Mm]em|OUT[ _]OF[ _]\w*MEMORY|OutOfMemory|\bOOM\b|bad_alloc|\bMemoryError\b"
     r"|(?:[Nn]ot enough|[Ii]nsufficient|[Rr]an out of)(?: \w+){0,3} (?:memory|VRAM|vram)|RESOURCE_EXHAUSTED"
     r"|(?:[Ff]ailed|[Uu]nable|[Cc]annot|[Cc]ould not|[Cc]an't|[Cc]ouldn't)(?: to)? (?:re)?allocat|ALLOC(?:ATION)?_FAIL"
-    r"|[Aa]llocation (?:of \S+ \w+ )?(?:failed|failure|error)|[Mm]emory limit exceeded|exceed\w* [^\n]{0,40}memory)"
-    r"[^\n]*"
+    r"|[Aa]llocation (?:of \S+ \w+ )?(?:failed|failure|error)|[Mm]emory limit exceeded"
+    r"|exceed\w* [^\n]{0,9}(?:available|GPU|device|video) memory)"
 )
-WANTED = re.compile(rf"{_ALLOCATES}[^\n\d]{{0,60}}({SIZE})")
+WANTED = re.compile(rf"{_ALLOCATES}[^\n\d]{{0,60}}(\d{{5,}}|\d[\d.,]* ?(?:[KMGT]i?B|bytes))\b")
