@@ -46,6 +46,12 @@ def shared_instances() -> Path:
     return _shared("instances")
 
 
+@pytest.fixture(scope="session")
+def shared_field() -> Path:
+    """The directory of inputs that strangers had; the test is skipped where it is absent."""
+    return _shared("field")
+
+
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What went to standard error since the last look, without what is said of compiling."""

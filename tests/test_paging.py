@@ -202,6 +202,7 @@ def test_a_fit_with_the_processor_and_the_disk_stays_within_what_it_may_use(tmp_
     assert found["candidates"][-1]["refused"] == "there is no room in host memory for what the processor needs"
     words = ("--budget", "104MiB", "--host", "8MiB", "--disk", f"{tmp_path}/disk:64MiB")
     found, shown = fit(tmp_path, *words, "--policy", "zero-infinity", 6, "AdamW")
+    assert f"--disk {tmp_path}/disk:64MiB" in shown, "the folder that was given"
     assert "differ between two trials" not in shown
     best = found["candidates"][found["best"]]
     assert best["host_bytes"] <= 8 << 20 < best["disk_bytes"] <= 64 << 20
