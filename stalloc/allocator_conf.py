@@ -22,6 +22,12 @@ def variables_read(release: str) -> tuple[str, ...]:
     return VARIABLES[1:] if is_older else VARIABLES
 
 
+def has_expandable_segments(release: str) -> bool:
+    """Whether a release of torch knows the setting, which those until 2.0 stop at; so does an unknown one."""
+    number = re.match(r"(\d{1,4})\.(\d{1,4})", release)
+    return number is None or (int(number[1]), int(number[2])) >= (2, 1)
+
+
 def conf_in_force(
     environment: Mapping[str, str] = os.environ, variables: Sequence[str] = VARIABLES
 ) -> tuple[str, dict[str, str]]:

@@ -123,3 +123,11 @@ def test_a_history_too_short_to_tell_gives_no_order(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "too short to rank settings" in shown
     assert "export" not in shown
+
+
+def test_a_release_is_advised_what_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text("id,lower,upper,size\n0,0,3,30000000\n1,1,2,50000000\n2,3,4,90000000\n")
+    for release, is_known in (("2.0", False), ("2.1", True)):
+        assert main(["advise", str(tmp_path / "a.csv"), "--torch", release, "--json", "-"]) == 0
+        tried = [one["settings"] for one in json.loads(capsys.readouterr().out)["ranking"]]
+        assert any("expandable_segments" in settings for settings in tried) == is_known

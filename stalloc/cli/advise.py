@@ -22,7 +22,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stalloc.allocator_conf import variables_read
+from stalloc.allocator_conf import has_expandable_segments, variables_read
 from stalloc.analysis.moments import last_oom
 from stalloc.analysis.peaks import recorded as recorded_peaks
 from stalloc.cli.output import (
@@ -74,10 +74,11 @@ def run(args: argparse.Namespace) -> int:
         traces = load_traces(args.file)
     too_short = [trace for trace in traces if _is_too_short(trace)]
     with working("replaying settings"):
-        ranking = [] if too_short else _rank(traces, given)
+        ranking = [] if too_short else _rank(traces, given, _release(args, traces[0]))
     recorded = recorded_conf(traces[0])
     peaks = [peak for peak in (recorded_peaks(trace).reserved_peak_bytes for trace in traces) if peak is not None]
-    variable = _variable(args, traces[0])
+    release = _release(args, traces[0])
+    variable = variables_read(release)[0] if release else "PYTORCH_CUDA_ALLOC_CONF"  # which all releases read
     result: dict[str, Any] = {"file": args.file, "variable": variable, "recorded_settings": recorded}
     result |= {"recorded_reserved_peak_bytes": max(peaks, default=None), "too_short": bool(too_short)}
     if too_short:
@@ -106,10 +107,9 @@ def _is_too_short(trace: Trace) -> bool:
     return allocated < int(trace.live_bytes(trace.size).max(initial=0))
 
 
-def _variable(args: argparse.Namespace, trace: Trace) -> str:
-    """The variable that the release reads which will run the program; that of all releases where it is unknown."""
-    release = args.torch or str(trace.info.get("torch", ""))
-    return variables_read(release)[0] if release else "PYTORCH_CUDA_ALLOC_CONF"
+def _release(args: argparse.Namespace, trace: Trace) -> str:
+    """The release of torch that will run the program; empty if it is unknown."""
+    return args.torch or str(trace.info.get("torch", ""))
 
 
 def _print_too_short(args: argparse.Namespace, trace: Trace, recorded: str) -> None:
@@ -127,12 +127,15 @@ def _print_too_short(args: argparse.Namespace, trace: Trace, recorded: str) -> N
     console.print(f"Next: stalloc explain {command_text(args.file)}")
 
 
-def _rank(traces: list[Trace], capacity: int | None) -> list[Ranked]:
-    """Every text of settings, best first."""
+def _rank(traces: list[Trace], capacity: int | None, release: str) -> list[Ranked]:
+    """Every text of settings that the release knows, best first."""
     by_settings: dict[str, list[Any]] = {}
     for trace in traces:
         limit = _device_bytes(trace) if capacity is None else capacity
         texts = dict.fromkeys([recorded_conf(traces[0]), *SWEEP, *(SWEEP_UNDER_PRESSURE if limit else ())])
+        if not has_expandable_segments(release):
+            kept = recorded_conf(traces[0])  # what was recorded is compared with
+            texts = {text: None for text in texts if "expandable_segments" not in text or text == kept}
         for result in simulate(trace, [Candidate("torch", text) for text in texts], limit):
             by_settings.setdefault(result.settings, []).append(result)
     ranking = [
