@@ -21,7 +21,7 @@ What the program writes is discarded, and named: it would be zeros. Each run beg
 --keep-files writes for real. Trackers of experiments are silenced; other requests to other machines are made.
 
 --find is the largest value of a parameter that fits, for each allocator, or the smallest card; --ranks tries what
-torchrun would start, rank by rank on fake process groups. Both run the program in forks of one process, side by side.
+torchrun would start, rank by rank without the others. Both run the program in forks of one process, side by side.
 
 JSON: `gpu`, `memory_bytes`, `headroom_bytes` and their `headroom_source`, and for `native`, `expandable` (PyTorch with
 expandable_segments:True) and `stalloc` whether it `fits`, `needed_bytes`, `needed_by` ("replay", "run" or "reserved"),

@@ -291,5 +291,5 @@ def leave_uncompiled(dynamo: Any) -> None:
     rules: Any = getattr(dynamo, "trace_rules", None)
     if not hasattr(rules, "add"):
         rules = dynamo.skipfiles  # before torch 2.3
-    for module in (__name__, drawn.__name__, value_reads.__name__, Values.__module__):
+    for module in (__name__, "stalloc.device.collectives", drawn.__name__, value_reads.__name__, Values.__module__):
         rules.add(module)

@@ -52,7 +52,7 @@ class Values:
         self._is_finite = torch.isfinite
         self._known: dict[int, _Known] = {}
         self._sweep_at = 1024
-        self.decisions = Decisions((os.path.dirname(torch.__file__), os.path.dirname(__file__)))
+        self.decisions = Decisions((os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))))
 
     def is_followed(self, value: Any) -> bool:
         """Whether a value is a small tensor of integers or booleans on the GPU."""
@@ -77,6 +77,16 @@ class Values:
     def keeps(self, value: Any) -> bool:
         """Whether a value is a small floating-point tensor that a followed function made, or begins with one."""
         return self.keeps_numbers and (found := self._current(value)) is not None and (found.certain or found.made)
+
+    def is_known(self, tensor: Any) -> bool:
+        """Whether something is known, or can be, of a tensor on the GPU that is about to be written."""
+        return (self.is_followed(tensor) or self.knows(tensor)) and self.is_small(tensor) and bool(self.known(tensor))
+
+    def same_version(self, tensor: Any) -> None:
+        """What was known of a tensor holds still, though PyTorch counts that it was written."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            found.version = self._version(tensor)
 
     def _current(self, value: Any) -> _Known | None:
         """What is kept of few numbers, or of the first of several tensors, if nothing changed them since."""

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from stalloc.device.collectives import prepare_collectives
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
 from stalloc.device.decisions import Decisions
@@ -142,7 +143,9 @@ def after_torch_import() -> None:
         version = major * (1000 if major < 9 else 10_000) + minor * 100 + patch
         _library.stalloc_virtual_set_cudnn_version(version)
         if _values is None:
-            _values = follow_values(torch, _library)
+            _values = values = follow_values(torch, _library)
+            library = _library
+            after_import("torch.distributed.distributed_c10d", lambda: prepare_collectives(library, values))
 
 
 def _active_library() -> ctypes.CDLL:

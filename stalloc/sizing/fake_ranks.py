@@ -1,22 +1,29 @@
 """One rank of a distributed program in a process of its own, among others that are not there.
 
-Contract: after `be_rank` the process groups that the program makes, whatever backend it names, are PyTorch's fake ones:
-collectives return at once, tensors that others would fill keep what they hold, and objects that others would send are
-not there. Requests of memory are those of that rank, except what NCCL takes outside the allocator.
+Contract: after `be_rank` a process group has PyTorch's own NCCL for GPUs, over the virtual GPU's library that moves
+nothing, and a stand-in for the host, whatever backends it names: collectives return at once, and tensors that others
+would fill hold what they would if every rank held what this one holds. So do objects, but those that only another rank
+makes are not there. Requests of memory are those of that rank, except what NCCL takes outside the allocator.
 """
 
 import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from stalloc.device.collectives import replace
 from stalloc.errors import MissingRankError
 from stalloc.imports import after_import
 
 RANKS_A_NODE = 8  #: GPUs of a machine, at the most
+_ABSENT = "absent"  # the backend for tensors of the host
+_STAND_INS = {"gloo", "mpi", "ucc"}  # backends that need the other ranks
+_BACKEND = 3  # the position of an argument of `_new_process_group_helper`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,65 +56,245 @@ class Rank:
 
 
 def be_rank() -> None:
-    """Make the process groups of this process fake; which rank it is say the variables."""
+    """Make the process groups of this process those of one rank; which rank it is say the variables."""
     after_import("torch.distributed.distributed_c10d", _replace)
+    after_import("torch.distributed.checkpoint.utils", _save_alone)
+    after_import("torch.distributed.optim.zero_redundancy_optimizer", _consolidate_alone)
+
+
+def _save_alone() -> None:
+    """Let distributed checkpoints be planned by this rank, for what it has."""
+    wrapper: Any = sys.modules["torch.distributed.checkpoint.utils"]._DistWrapper
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def init_alone(self: Any, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        self.use_dist, self.is_coordinator = False, True
+
+    wrapper.__init__ = init_alone
+
+
+def _consolidate_alone() -> None:
+    """Let an optimizer that is divided among ranks take its own part for that of each."""
+    module: Any = sys.modules["torch.distributed.optim.zero_redundancy_optimizer"]
+    optimizer, send = module.ZeroRedundancyOptimizer, module._broadcast_object
+    consolidate = optimizer.consolidate_state_dict
+
+    @functools.wraps(consolidate)
+    def consolidate_state_dict(self: Any, *args: Any, **named: Any) -> None:
+        def send_own(*_: Any, group: Any, device: Any, **__: Any) -> Any:
+            return send(self.optim.state_dict(), _own_rank(), group=group, device=device)
+
+        module._broadcast_object = send_own
+        try:
+            consolidate(self, *args, **named)
+        finally:
+            module._broadcast_object = send
+
+    optimizer.consolidate_state_dict = consolidate_state_dict
 
 
 def _replace() -> None:
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
-
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    dist: Any = sys.modules["torch.distributed"]
-    init, helper = c10d.init_process_group, c10d._new_process_group_helper
+    if not hasattr(c10d, "ProcessGroup"):
+        return  # built without
+    store = _store_without_others(c10d)
 
-    @functools.wraps(init)
-    def init_process_group(*_: Any, **__: Any) -> None:
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        init("fake", rank=rank, world_size=num_ranks, store=dist.HashStore())
+    def initializer(init: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(init)
 
-    @functools.wraps(helper)
-    def new_process_group_helper(*args: Any, **named: Any) -> Any:
-        if len(args) > _BACKEND:
-            args = (*args[:_BACKEND], "fake", *args[_BACKEND + 1 :])
-        else:
-            named["backend"] = "fake"
-        return helper(*args, **named)
+        @functools.wraps(init)
+        def init_process_group(*args: Any, **named: Any) -> None:
+            given = signature.bind(*args, **named).arguments
+            given.pop("init_method", None)
+            _register_absent(c10d)
+            init(**given | {"rank": _own_rank(), "world_size": int(os.environ["WORLD_SIZE"]), "store": store})
 
-    c10d._new_process_group_helper = new_process_group_helper
-    _everywhere("init_process_group", init, init_process_group)
-    for name, usual in (("broadcast_object_list", 0), ("scatter_object_list", 0), ("recv_object_list", -1)):
-        function = getattr(c10d, name, None)
-        if function is not None:
-            _everywhere(name, function, _receiving(c10d, function, usual))
+        return init_process_group
+
+    def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def new_process_group_helper(*args: Any, **named: Any) -> Any:
+            backend = named["backend"] if "backend" in named else args[_BACKEND]
+            stood_in = _standing_in(c10d, backend)
+            if "backend" in named:
+                named["backend"] = stood_in
+            else:
+                args = (*args[:_BACKEND], stood_in, *args[_BACKEND + 1 :])
+            made = function(*args, **named)
+            if made[0] in c10d._world.pg_map:  # it goes by the name that the program gave it
+                c10d._world.pg_map[made[0]] = (c10d.Backend(str(backend)), made[1])
+            return made
+
+        return new_process_group_helper
+
+    def splitter(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def split_group(*args: Any, **named: Any) -> Any:
+            given = signature.bind(*args, **named).arguments
+            parent = given.get("parent_pg") or c10d.group.WORLD
+            own = [ranks for ranks in given["split_ranks"] if c10d.get_rank(parent) in ranks]
+            in_all = [c10d.get_global_rank(parent, one) for one in sorted(own[0])] if own else []
+            return c10d.new_group(in_all) if own else None
+
+        return split_group
+
+    replace(c10d, "init_process_group", initializer)
+    replace(c10d, "split_group", splitter)
+    replace(c10d, "_new_process_group_helper", helper)
+    replace(c10d, "_store_based_barrier", lambda _: lambda *_, **__: None)
+    replace(c10d, "monitored_barrier", lambda function: functools.wraps(function)(lambda *_, **__: None))
+    for name in _SENT:
+        replace(c10d, name, functools.partial(_receiving, c10d))
+    for name in ("all_gather_object", "gather_object"):
+        replace(c10d, name, functools.partial(_gathering, c10d))
+    replace(c10d, "send_object_list", inspect.unwrap)
 
 
-def _receiving(c10d: Any, function: Callable[..., Any], usual_source: int) -> Callable[..., Any]:
-    """A function that receives objects; where it is not from this rank itself, one sentence says that it cannot."""
+def _own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _standing_in(c10d: Any, backend: Any) -> str:
+    """The backends of a process group, those for the host replaced."""
+    of_devices = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+    if not _STAND_INS & set(of_devices.values()):
+        return str(backend)
+    return f"cpu:{_ABSENT},cuda:nccl"
+
+
+def _store_without_others(c10d: Any) -> Any:
+    """A store in which whatever another rank is to write is there: zeros, of the length of NCCL's identifiers."""
+
+    class Store(c10d.Store):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._held: dict[str, bytes] = {}
+
+        def set(self, key: str, value: bytes) -> None:
+            self._held[key] = value
+
+        def get(self, key: str) -> bytes:
+            return self._held.get(key, bytes(128))
+
+        def add(self, key: str, value: int) -> int:
+            total = int(self._held.get(key, b"0")) + value
+            self._held[key] = str(total).encode()
+            return total
+
+        def compare_set(self, key: str, _: bytes, value: bytes) -> bytes:
+            return self._held.setdefault(key, value)
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self._held for key in keys)
+
+        def wait(self, *_: Any) -> None:
+            pass
+
+        def delete_key(self, key: str) -> bool:
+            return self._held.pop(key, None) is not None
+
+        def num_keys(self) -> int:
+            return len(self._held)
+
+        def clone(self) -> "Store":
+            return self
+
+    return Store()
+
+
+def _register_absent(c10d: Any) -> None:
+    """The backend for tensors of the host: PyTorch's fake one, of which DDP needs what it has reduced too."""
+    import torch
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    if _ABSENT in c10d.Backend.backend_list:
+        return
+
+    def create(options: Any, _: Any) -> Any:
+        return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
+    c10d.Backend.register_backend(_ABSENT, create, extended_api=True, devices=["cpu"])
+    if hasattr(c10d.Work, "boxed"):
+        library = c10d._stalloc_library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings(action="ignore"):  # that it stands in the place of another
+            library.impl("allreduce_", _reduced, "CPU", allow_override=True)
+
+
+def _reduced(tensors: list[Any], *_: Any) -> tuple[list[Any], Any]:
+    """What DDP asks of its buckets on the host, and PyTorch's fake group does not give it."""
+    import torch
+
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return tensors, torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+
+_SENT = {"broadcast_object_list": 0, "scatter_object_list": 0, "recv_object_list": -1}
+"""Functions that hand on the objects of one rank, and which rank that is if the program names none."""
+
+
+def _receiving(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that receives objects: where only another rank makes them, one sentence says that it cannot."""
+    function = inspect.unwrap(function)
     name, signature = function.__name__, inspect.signature(function)
 
     @functools.wraps(function)
     def receive(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments
         source, in_group = given.get("src"), given.get("group_src")
+        group = given.get("group") or c10d.group.WORLD
         if source is None and in_group is not None:
-            source = c10d.get_global_rank(given.get("group") or c10d.group.WORLD, in_group)
-        source, rank = usual_source if source is None else source, int(os.environ["RANK"])
-        if source != rank:
+            source = c10d.get_global_rank(group, in_group)
+        source, rank = _SENT[name] if source is None else source, _own_rank()
+        own: Any = given.get("scatter_object_input_list") or given.get("object_list") or []
+        if source == rank:
+            objects = [own[c10d.get_rank(group)]] if name == "scatter_object_list" else list(own)
+            with _answering(c10d, objects):
+                return function(*args, **named)
+        if all(one is None for one in own):
             whom = f"rank {source}" if source >= 0 else "another rank"
             raise MissingRankError(
                 f"rank {rank} waits in {name} for objects of {whom}, which is not there in a dry run: let every rank "
                 "make them itself where STALLOC_DRYRUN is set."
             )
-        return function(*args, **named)
+        if name == "scatter_object_list":
+            given["scatter_object_output_list"][0] = own[c10d.get_rank(group)]
+        return None if name != "recv_object_list" else max(source, 0)
 
     return receive
 
 
-_BACKEND = 3  # the position of an argument
+def _gathering(c10d: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gathers an object of each rank: all are this rank's, of which each is a copy."""
+    function = inspect.unwrap(function)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def gather(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named).arguments
+        with _answering(c10d, [given["obj"]] * c10d.get_world_size(given.get("group"))):
+            return function(*args, **named)
+
+    return gather
 
 
-def _everywhere(name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Replace a function of torch.distributed in every module that has taken it over."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("torch.") and module.__dict__.get(name) is before:
-            setattr(module, name, after)
+@contextmanager
+def _answering(c10d: Any, objects: list[Any]) -> Iterator[None]:
+    """A block in which tensors that come in, one after the other, are read as copies of these objects."""
+    import torch
+
+    read, left = c10d._tensor_to_object, iter(objects)
+
+    def answer(tensor: Any, _: Any, *more: Any) -> Any:
+        tensor.cpu()  # as it would be read
+        return read(*c10d._object_to_tensor(next(left), torch.device("cpu"), *more), *more)
+
+    c10d._tensor_to_object = answer
+    try:
+        yield
+    finally:
+        c10d._tensor_to_object = read

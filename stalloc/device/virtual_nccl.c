@@ -1,0 +1,129 @@
+// NCCL over the virtual GPU: communicators know their ranks, and every other rank is taken to hold what this one holds.
+//
+// Contract: what a collective leaves in a buffer of a program whose ranks are alike is there afterwards: a gathered
+// buffer has this rank's piece in each place.  Sums stay this rank's own, and what another rank would send is not there.
+#define _GNU_SOURCE
+#include "virtual_gpu.h"
+
+#include <stdlib.h>
+
+typedef int Status;
+typedef void *Stream;
+typedef struct {
+    char bytes[128];
+} UniqueId;
+typedef struct {
+    int rank, num_ranks, device;
+} Communicator;
+
+static int size_of_split = 1;
+
+// How many ranks the next communicator has that is split off: NCCL learns it from the others.
+void stalloc_virtual_split_size(int num_ranks) { size_of_split = num_ranks; }
+
+static Status join(Communicator **made, int rank, int num_ranks, int device) {
+    Communicator *joined = malloc(sizeof *joined);
+    if (joined == NULL) return 2; // ncclSystemError
+    *joined = (Communicator){rank, num_ranks, device};
+    *made = joined;
+    return 0;
+}
+
+Status ncclCommInitRank(Communicator **made, int num_ranks, UniqueId id, int rank) {
+    return join(made, rank, num_ranks, current_device);
+}
+Status ncclCommInitRankConfig(Communicator **made, int num_ranks, UniqueId id, int rank, void *config) {
+    return join(made, rank, num_ranks, current_device);
+}
+Status ncclCommInitRankScalable(Communicator **made, int num_ranks, int rank, int num_ids, UniqueId *ids,
+                                void *config) {
+    return join(made, rank, num_ranks, current_device);
+}
+Status ncclCommInitAll(Communicator **made, int num_devices, const int *devices) {
+    for (int i = 0; i < num_devices; i++) {
+        Status status = join(&made[i], i, num_devices, devices ? devices[i] : i);
+        if (status) return status;
+    }
+    return 0;
+}
+Status ncclCommSplit(Communicator *from, int color, int rank, Communicator **made, void *config) {
+    if (color >= 0) return join(made, rank, size_of_split, from->device);
+    *made = NULL; // it is in none of the parts
+    return 0;
+}
+Status ncclCommShrink(Communicator *from, int *excluded, int num_excluded, Communicator **made, void *config,
+                      int flags) {
+    int rank = from->rank;
+    for (int i = 0; i < num_excluded; i++) rank -= excluded[i] < from->rank;
+    return join(made, rank, from->num_ranks - num_excluded, from->device);
+}
+Status ncclCommDestroy(Communicator *communicator) {
+    free(communicator);
+    return 0;
+}
+Status ncclCommAbort(Communicator *communicator) { return ncclCommDestroy(communicator); }
+
+Status ncclCommCount(const Communicator *communicator, int *num_ranks) {
+    *num_ranks = communicator->num_ranks;
+    return 0;
+}
+Status ncclCommUserRank(const Communicator *communicator, int *rank) {
+    *rank = communicator->rank;
+    return 0;
+}
+Status ncclCommCuDevice(const Communicator *communicator, int *device) {
+    *device = communicator->device;
+    return 0;
+}
+Status ncclCommGetAsyncError(Communicator *communicator, Status *status) {
+    *status = 0;
+    return 0;
+}
+Status ncclGetVersion(int *version) {
+    *version = 22809;
+    return 0;
+}
+
+// Of ncclDataType_t: 8-bit integers, 32, 64, half, single, double, bfloat16 and the 8-bit floats.
+static size_t size_of(int type) {
+    static const unsigned char sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    return (size_t)type < sizeof sizes ? sizes[type] : 1;
+}
+
+static void keep(void *to, const void *from, size_t size_bytes) {
+    if (to && from && to != from && size_bytes) memory_copy(to, from, size_bytes);
+}
+
+static void keep_in_each(char *to, const char *from, size_t size_bytes, int num_ranks) {
+    for (int i = 0; i < num_ranks; i++) keep(to + i * size_bytes, from, size_bytes);
+}
+
+Status ncclAllReduce(const void *from, void *to, size_t num, int type, int operation, Communicator *communicator,
+                     Stream stream) {
+    keep(to, from, num * size_of(type));
+    return 0;
+}
+Status ncclReduce(const void *from, void *to, size_t num, int type, int operation, int root,
+                  Communicator *communicator, Stream stream) {
+    if (communicator->rank == root) keep(to, from, num * size_of(type));
+    return 0;
+}
+Status ncclBroadcast(const void *from, void *to, size_t num, int type, int root, Communicator *communicator,
+                     Stream stream) {
+    if (communicator->rank == root) keep(to, from, num * size_of(type));
+    return 0;
+}
+Status ncclAllGather(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
+    keep_in_each(to, from, num * size_of(type), communicator->num_ranks);
+    return 0;
+}
+Status ncclReduceScatter(const char *from, char *to, size_t num, int type, int operation, Communicator *communicator,
+                         Stream stream) {
+    size_t size_bytes = num * size_of(type);
+    keep(to, from + communicator->rank * size_bytes, size_bytes);
+    return 0;
+}
+Status ncclAlltoAll(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
+    keep(to, from, num * size_of(type) * communicator->num_ranks);
+    return 0;
+}
