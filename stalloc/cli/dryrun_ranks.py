@@ -94,9 +94,7 @@ def _print(result: dict[str, Any], tries: Tries, offer: Offer, command: list[str
             if told[name]["ran_out"] is not None:
                 text = f"rank {told['rank']}, {one.shown}: {ran_out_text(told[name]['ran_out'])}"
                 print_prose(console, text, indent="  ")
-    text = (
-        "no other rank is there: each is taken to hold what this one does, and NCCL's own memory is part of the headroom"
-    )
+    text = "no other rank is there: each is taken to hold what this one does; NCCL's own memory is part of the headroom"
     for line in [text, *last_lines(result)]:
         print_prose(console, line, indent="  ")
     words = command_text(*command)

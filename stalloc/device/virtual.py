@@ -6,6 +6,7 @@ sizes and addresses are exact; kernels do nothing, so values are not: what is re
 """
 
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 def become(gpu: VirtualGPU) -> None:
@@ -109,6 +111,8 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    told = {"folder": str(Path(__file__).parents[2]), "gpu": asdict(gpu)}
+    os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one
 
 
 def _load(folder: Path, surface: Surface) -> ctypes.CDLL:

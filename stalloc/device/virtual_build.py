@@ -32,6 +32,7 @@ from stalloc.private import check_private_file, private_folder, remove_old, user
 
 MAIN_LIBRARY = "libstalloc_virtual_gpu.so"
 _SOURCES = sorted(Path(__file__).parent.glob("virtual_*.[ch]"))
+_AT_START = Path(__file__).with_name("inherited.py")  # what new interpreters run
 _NVIDIA_LIBRARY = re.compile(
     r"lib(cuda|cudart|cudnn|cublas|cufft|curand|cusolver|cusparse|cufile|cupti|cutensor|nv|nccl)"
 )
@@ -142,6 +143,7 @@ def _compile(surface: Surface, command: list[str], folder: Path) -> None:
         output = ["-o", str(folder / name), f"-L{folder}", f"-l:{MAIN_LIBRARY}"]
         _run([*shared, str(folder / "empty.c"), *options, *output], f"linking {name}")
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # the name that linkers look for
+    shutil.copyfile(_AT_START, folder / "sitecustomize.py")
     for leftover in ("stubs.c", "empty.c", "versions.map"):
         (folder / leftover).unlink()
     for name in _library_names(surface):
@@ -168,7 +170,7 @@ def libraries(folder: Path, surface: Surface) -> list[Path]:
 
 def _key(surface: Surface, command: list[str]) -> str:
     digest = hashlib.sha256(repr((surface, command, os.uname().machine)).encode())
-    for source in _SOURCES:
+    for source in (*_SOURCES, _AT_START):
         digest.update(source.read_bytes())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:20]

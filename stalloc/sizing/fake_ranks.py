@@ -169,7 +169,7 @@ def _standing_in(c10d: Any, backend: Any) -> str:
 def _store_without_others(c10d: Any) -> Any:
     """A store in which whatever another rank is to write is there: zeros, of the length of NCCL's identifiers."""
 
-    class Store(c10d.Store):  # type: ignore[misc]
+    class Store(c10d.Store):
         def __init__(self) -> None:
             super().__init__()
             self._held: dict[str, bytes] = {}
