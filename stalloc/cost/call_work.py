@@ -1,7 +1,8 @@
 """What a call computes and moves: floating point operations, bytes read, bytes written.
 
-FLOPs are by the formulas of torch.utils.flop_counter; an operation that it does not know has none. Bytes are those of
-the tensors that are read and made or changed, each once, whatever stays in caches. A view moves nothing.
+FLOPs are by the formulas of torch.utils.flop_counter, those of convolutions by ours; an operation that neither knows
+has none. Bytes are those of the tensors that are read and made or changed, each once, whatever stays in caches. A view
+moves nothing.
 """
 
 import itertools
@@ -14,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from stalloc.cost.calls import CallError, arguments_of, overloads_of
+from stalloc.cost.convolution_flops import convolution_flops, convolution_results, is_convolution
 from stalloc.trace.sources.profiled_operations import Work
 
 _MAKES_ONLY = ("empty", "new_empty")  #: what lies in the memory stays there
@@ -26,11 +28,20 @@ def work_of_call(call: list[Any]) -> Work:
     for operator in overloads_of(name, overload, len(arguments)):
         try:
             given, named = arguments_of(operator, arguments, "meta")
-            results = operator(*given, **named)
+            results = _made_of(operator, given, named)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError, IndexError, AttributeError):
             continue
         return work_of(operator, given, named, results)
     raise CallError(f"{name} was not understood")
+
+
+def _made_of(operator: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return operator(*args, **kwargs)
+    except NotImplementedError:  # its shapes cannot be asked for
+        if is_convolution(operator):
+            return convolution_results(operator, args, kwargs)
+        raise
 
 
 def work_or_nothing(call: list[Any]) -> Work:
@@ -76,6 +87,8 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _flops(operator: Any, args: Any, kwargs: Any, results: Any) -> int:
+    if is_convolution(operator):
+        return convolution_flops(operator, args, kwargs, results)
     formula = _formulas().get(getattr(operator, "overloadpacket", None))
     if formula is None:
         return 0
