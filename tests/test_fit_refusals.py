@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from programs.fitting_checks import PROGRAM, fit, program, sentence, stalloc
+from warm_programs import told_by_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -123,7 +124,7 @@ def test_what_cannot_help_is_said_and_not_tried(tmp_path: Path) -> None:
     """Blocks that checkpoint themselves, and an optimizer that nobody knows."""
     found, _ = fit(tmp_path, "--budget", "10MiB", program(tmp_path, CHECKPOINTED), 6, code=1)
     assert [one["technique"] for one in found["candidates"]] == ["none"]
-    assert any("blocks.0 saves nothing that could be computed again" in note for note in found["notes"])
+    assert any("blocks.0 is checkpointed by the program already" in note for note in found["notes"])
     assert any("stays after the backward pass: Own is not known" in note for note in found["notes"])
     assert found["num_trials"] <= 5
 
@@ -133,3 +134,18 @@ def test_attention_is_not_said_to_be_kept_where_random_numbers_come_after_it(tmp
     found, _ = fit(tmp_path, "--budget", "1GiB", "--policy", "keep-attention", program(tmp_path, ATTENTION), 5)
     assert [one["technique"] for one in found["candidates"]] == ["none"]
     assert "results of attention are not kept, as random numbers are drawn after them" in found["notes"]
+
+
+def test_a_block_that_saves_nothing_that_could_be_computed_again_is_told_the_true_reason() -> None:
+    said, idle = told_by_file(Path(__file__).parent / "programs" / "blocks_that_stay.py")
+    assert said.pop("Plain") == ""
+    assert {kind: " ".join(words.split(",")[0].split()[1:]) for kind, words in said.items()} == {
+        "Frozen": "has no gradients",
+        "Convolved": "saves for backward only what it is given",
+        "Averaged": "saves for backward only what it is given",
+        "Within": "is checkpointed by the program already",
+        "WithinReentrant": "is checkpointed by the program already",
+        "Around": "is recomputed by the program itself",
+        "Shifted": "saves nothing for backward",
+    }
+    assert "parts.0 was not called with gradients in the steps that were looked at" in idle

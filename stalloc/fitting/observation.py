@@ -71,6 +71,8 @@ class ProgramSeen:
     def why_no_blocks(self) -> str:
         """Why none of the blocks can be computed again."""
         reasons = [block.why_not for block in self.blocks if block.why_not]
+        if not reasons and self.blocks:
+            reasons = [f"{self.blocks[0].name} was not called with gradients in the steps that were looked at"]
         reason = reasons[0] if reasons else _NO_BLOCKS
         return f"nothing can be recomputed: {reason}"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -22,12 +23,16 @@ from stalloc.fitting.observation import MEMORY_STEP, OPERATIONS_STEP, BlockSeen,
 from stalloc.fitting.repeated_calls import Model, RepeatedCalls
 from stalloc.techniques.appearing import when_models_appear
 from stalloc.techniques.block_tape import BlockTape
+from stalloc.techniques.program_checkpoints import in_program_checkpoint
 from stalloc.techniques.recompute import in_transform
 from stalloc.techniques.repeated_blocks import Block, why_not
 from stalloc.techniques.tensor_memory import sizes_of, storages_of
 
 _TRANSFORM = "a transform of torch.func, which lets nobody exchange what is saved for backward"
-_NOTHING_SAVED = "saves nothing that could be computed again (it is checkpointed already, or has no gradients)"
+_OF_OTHERS = (
+    "saves for backward only what it is given, its weights and what it returns, so computing it again would free "
+    "nothing"
+)
 
 
 class Observer:
@@ -97,7 +102,14 @@ class Observer:
         if self._blocks[row].operations:  # a second call in the step
             return forward(*args, **kwargs)
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        tape = BlockTape(block.name, lambda position, name: True, given)
+        checkpointed = False
+
+        def wanted(*_: Any) -> bool:
+            nonlocal checkpointed
+            checkpointed = checkpointed or in_program_checkpoint() or _in_reentrant_checkpoint()
+            return True
+
+        tape = BlockTape(block.name, wanted, given)
         del given
         first, num_needed = len(self._seconds), 0
         storages: set[int] = set()
@@ -114,7 +126,7 @@ class Observer:
                 results = forward(*args, **kwargs)
             tape.finish(results)
             if not tape.own(storages) - storages_of(results):
-                self._refuse(row, f"{block.name} {_NOTHING_SAVED}")
+                self._refuse(row, f"{block.name} {_why_nothing(results, storages, checkpointed=checkpointed)}")
         except RecomputeError as error:
             self._refuse(row, str(error))
             return forward(*args, **kwargs)
@@ -141,6 +153,23 @@ class Observer:
         new = sum(size for key, size in made.items() if key not in given)
         self._calls.append(CallSeen(row, max(0, end - begin - new)))
         return results
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether the operation that is made is in a checkpoint without gradients, torch's older kind."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _why_nothing(results: Any, saved: set[int], *, checkpointed: bool) -> str:
+    """Why a block saves nothing that could be computed again."""
+    if not any(one.requires_grad for one in tree_leaves(results) if isinstance(one, torch.Tensor)):
+        return "has no gradients, so nothing of it is saved for backward"
+    if checkpointed:
+        return "is checkpointed by the program already"
+    return _OF_OTHERS if saved else "saves nothing for backward"
 
 
 class Timing(TorchDispatchMode):
