@@ -14,6 +14,7 @@ from stalloc.fitting.activation_search import Expected, try_activations
 from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
 from stalloc.fitting.frontier import Proposal, proposal, settings_of, whole_blocks
+from stalloc.fitting.imports_ahead import import_ahead
 from stalloc.fitting.look_ahead import LATER, look_ahead
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.policy_search import check_policy, try_named
@@ -98,6 +99,7 @@ class Fitting:
         self.tell("looking at a step of the program")
         if (measured := self.try_once(TrialWork("observed"))).failure:
             raise SetupError(f"{measured.failure}: nothing can be fitted to a program that does not run.")
+        import_ahead(measured.imports)
         self.step = ProgramSeen.from_json(measured.seen)
         if self.step.num_steps <= MEMORY_STEP:
             raise BadInputError(_why_too_short(self.step.num_steps, uses_gpu=bool(measured.steps)))

@@ -58,6 +58,7 @@ class _Trial:
         self._updates: Any = None
         self._activations: Any = None
         self._in_host: Any = None
+        self._imports: Any = None  # that the program makes first
 
     def begin(self) -> None:
         """Before the program: torch is imported, and nothing has used the device."""
@@ -68,9 +69,11 @@ class _Trial:
             self._runtime = _install(work)
         if work.under == "observed":
             from stalloc.cost.gpu_rates import rates_of
+            from stalloc.fitting.imports_ahead import ImportWatch
             from stalloc.fitting.observer import Observer
 
             self._observer = Observer(rates_of(work.gpu_name))
+            self._imports = ImportWatch()
         elif work.settings != Settings() or work.under == "timed":
             self._apply()
         if work.watched is not None and not work.settings.step_in_backward:
@@ -109,6 +112,8 @@ class _Trial:
 
         if self._first is None:
             self._first = optimizer
+            if self._imports is not None:
+                self._imports.end()
         if optimizer is not self._first or not torch.cuda.is_initialized():
             return
         self._note()
@@ -154,6 +159,8 @@ class _Trial:
             told |= self._in_host.told()
         if self._observer is not None:
             told["seen"] = self._observer.seen()
+        if self._imports is not None:
+            told["imports"] = self._imports.groups
         if self._work.watched is not None:
             told["seen"] = self._run_seen(self._work.watched)
         if self._work.under == "recorded":

@@ -51,6 +51,7 @@ class Measured:
     offloaded_bytes: int = 0  #: of saved activations that went there in all
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen
+    imports: list[Any] = field(default_factory=list)  #: what it has imported first, for `import_ahead`
     plan: bytes = b""  #: a plan file, of a trial that makes one
     seconds: float = 0.0  #: that the trial took
 
