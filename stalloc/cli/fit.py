@@ -38,6 +38,7 @@ from stalloc.device.known_gpus import DEFAULT_GPU, PLENTY, VirtualGPU, find_gpu,
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.notices import say
+from stalloc.patient_threads import patient_threads
 from stalloc.sandbox import ProgramFiles
 from stalloc.techniques.optimizer_paging import parse_disk
 
@@ -133,9 +134,10 @@ def _fitted(
     from stalloc.fitting.keeping import program_of
     from stalloc.fitting.trials import check_can_fork, run_trial
 
-    device.activate("virtual", dataclasses.replace(gpu, total_bytes=PLENTY))
-    for name in ("torch", *_WARM):
-        importlib.import_module(name)
+    with patient_threads():
+        device.activate("virtual", dataclasses.replace(gpu, total_bytes=PLENTY))
+        for name in ("torch", *_WARM):
+            importlib.import_module(name)
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
     from stalloc.cost.host_rates import SOURCE

@@ -19,6 +19,7 @@ from stalloc import device
 from stalloc.device import VirtualGPU
 from stalloc.errors import SetupError
 from stalloc.forked_child import ForkedChild, first_ended
+from stalloc.patient_threads import patient_threads
 from stalloc.sandbox import ProgramFiles
 from stalloc.sizing.run_work import HISTORY, RESULT, RanOut, RunWork, perform
 from stalloc.trace import Trace
@@ -57,6 +58,11 @@ class RunSeen:
 
 def warm(gpu: VirtualGPU) -> None:
     """Put this process on the virtual GPU and import what the runs need."""
+    with patient_threads():
+        _warm(gpu)
+
+
+def _warm(gpu: VirtualGPU) -> None:
     device.activate("virtual", gpu)
     found = [name for name in _LIBRARIES if importlib.util.find_spec(name) is not None]
     if not found:
