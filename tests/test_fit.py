@@ -15,7 +15,7 @@ from warm_programs import run_warm
 
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import load_fit
-from stalloc.fitting.keeping import plans_of
+from stalloc.fitting.known_fits import plans_of
 from stalloc.planner import plans_to_bytes
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -52,7 +52,7 @@ def test_what_fits_is_found_and_the_program_as_it_is_comes_first(fitted: tuple[P
     for one in found["candidates"]:
         assert one["expected_bytes"] == pytest.approx(one["allocated_bytes"], rel=0.002)
         assert one["allocated_bytes"] <= one["native_bytes"]
-        assert one["checked"] == "run, 3 steps"
+        assert one["checked"] == ("run, 6 steps" if one["fits"] else "run, 3 steps")
     assert [line for line in shown.splitlines() if line.lstrip().startswith("*")]
     assert f"next: stalloc run --budget {BUDGET} {TRAIN}" in shown
 
@@ -84,18 +84,32 @@ def test_a_run_keeps_its_budget_from_the_first_allocation(fitted: tuple[Path, di
 
 
 @pytest.mark.slow
-def test_a_fit_of_other_arguments_is_not_used(fitted: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
-    folder, _, _ = fitted
-    (tmp_path / "train_gpt.fit.npz").write_bytes((folder / "train_gpt.fit.npz").read_bytes())
-    words = ("--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL, "--seed", "1")
+def test_a_fit_of_arguments_that_ask_for_other_memory_is_not_used(
+    fitted: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
+    (tmp_path / "train_gpt.fit.npz").write_bytes((fitted[0] / "train_gpt.fit.npz").read_bytes())
+    words = ("--device", "virtual", "--budget", BUDGET, "--json", "run.json", TRAIN, *SMALL, "--batch", "48")
     done = stalloc(tmp_path, "run", *words)
-    said = [line for line in done.stderr.splitlines() if line.startswith("stalloc: ")]
-    assert said == [
-        "stalloc: train_gpt.fit.npz is not used: it is of the arguments --size tiny --batch 64 --steps 6. The program "
-        "is fitted anew."
-    ]
+    assert "is not used: it is of the arguments --size tiny --batch 64 --steps 6, and the first steps" in done.stderr
     assert json.loads((tmp_path / "run.json").read_text())["budget_kept"]
-    assert load_fit(tmp_path / "train_gpt.fit.npz").program.arguments[-1] == "1"
+    assert load_fit(tmp_path / "train_gpt.fit.npz").program.arguments[-1] == "48"
+
+
+def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> None:
+    """Another argument, a comment, another GPU: none of it matters to what the first steps ask for."""
+    file = program(tmp_path)
+    fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", file, 5)
+    num_runs = len((tmp_path / "seen.txt").read_text().splitlines())
+    run = ("run", "--device", "virtual", "--budget", "1GiB")
+    assert ".fit.npz" not in stalloc(tmp_path, *run, "--gpu", "A100-80GB", file, 5).stderr, "it is of any GPU"
+    done = stalloc(tmp_path, *run, file, 5, "--save", "ck.pt")
+    assert "program.fit.npz is used: it is of the arguments 5, but the first steps of this one ask" in done.stderr
+    assert "budget 1.00 GiB: kept (as it is)" in done.stdout
+    assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 3, "two runs, and one look"
+    file.write_text(f"# new\n{PROGRAM}")
+    done = stalloc(tmp_path, *run, "--same", file, 5, "--save", "ck.pt")
+    assert "is used with --same, though it is of another program (program.py) or an older state of it" in done.stderr
+    assert len((tmp_path / "seen.txt").read_text().splitlines()) == num_runs + 4
 
 
 def test_a_budget_that_nothing_keeps_is_one_sentence_with_the_least(tmp_path: Path) -> None:

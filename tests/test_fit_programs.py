@@ -236,19 +236,24 @@ def test_steps_that_ask_for_the_same_are_alike_whichever_blocks_they_get(tmp_pat
 
 def test_steps_of_every_kind_are_tried_and_what_is_left_out_is_said() -> None:
     alike, short, long = [(10, 100)] * 4, (10, 60), (99, 500 << 30)
-    assert steps_to_try(alike, 3, 0.1, is_whole=True) == Ahead(3, "all 4 steps were looked at")
-    assert "a later one that is larger" in steps_to_try(alike, 3, 0.1, is_whole=False).note
-    assert steps_to_try([*alike, short, *alike, short], 3, 0.1, is_whole=True) == Ahead(
-        7, "all 10 steps were looked at; 2 of them unlike the first 3, or after others, so each run has 7"
+    assert steps_to_try(alike, 3, is_whole=True) == Ahead(3, 9, "all 4 steps were looked at")
+    assert "a later one that is larger" in steps_to_try(alike, 3, is_whole=False).note
+    assert steps_to_try([*alike, short, *alike, short], 3, is_whole=True) == Ahead(
+        7, 17, "all 10 steps were looked at; 2 of them unlike the first 3, or after others, so each run has 7"
     )
-    back = steps_to_try([*alike, short, short, *alike, short, *alike], 3, 0.1, is_whole=True)
+    back = steps_to_try([*alike, short, short, *alike, short, *alike], 3, is_whole=True)
     assert back.num_steps == 8, "what a step finds is what the one before left"
-    nothing_asked = (0, 60)  # after the last step
-    assert steps_to_try([*alike, nothing_asked], 3, 0.1, is_whole=True).num_steps == 3
-    late = steps_to_try([*alike, short, *alike * 30, long], 3, 0.1, is_whole=False)
+    late = steps_to_try([*alike, short, *alike * 30, long], 3, is_whole=False)
     assert late.num_steps == 7
+    assert late.num_within == 127, "the run that decides has every kind that was seen"
     assert "step 126, which allocates 500.00 GiB, is unlike those that were tried, or after another" in late.note
-    assert late.note.endswith("--trial-steps 126 tries it")
+    assert "--trial-steps 126 has all runs try it" in late.note
+
+
+def test_how_many_steps_are_tried_depends_on_what_they_ask_for_and_on_nothing_else() -> None:
+    small, many = [(1_000, 100)] * 20, [(10_000, 100)] * 20
+    assert steps_to_try([*small, (1_000, 60), *small], 3, is_whole=True).num_steps == 23
+    assert steps_to_try([*many, (10_000, 60), *many], 3, is_whole=True).num_steps == 3
 
 
 @pytest.mark.slow
@@ -256,10 +261,21 @@ def test_a_run_with_a_short_last_batch_keeps_its_budget_to_the_end(tmp_path: Pat
     rows = 'torch.ones(700 if step % 7 == 6 else 2048, 256, device="cuda")'
     file = program(tmp_path, PROGRAM.replace('torch.ones(2048, 256, device="cuda")', rows))
     found, _ = fit(tmp_path, "--budget", "118MiB", file, 20)
-    assert found["candidates"][found["best"]]["checked"] == "run, 9 steps"
+    assert found["candidates"][found["best"]]["checked"] == "run, 20 steps"
     assert any("so each run has 9" in note for note in found["notes"])
-    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "118MiB", file, 20)
+    done = stalloc(tmp_path, "run", "--device", "virtual", "--budget", "118MiB", "--json", "run.json", file, 20)
     assert "budget 118.00 MiB: kept" in done.stdout
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["phase"] == "running on the plan", "it comes back after what it does not know, be the budget full"
+    assert told["run_reserved_peak_bytes"] == found["candidates"][found["best"]]["needed_bytes"]
+
+
+def test_steps_that_were_asked_for_are_all_of_a_program_that_has_no_more(tmp_path: Path) -> None:
+    words = ("--budget", "1GiB", "--policy", "blocks:1", "--trial-steps")
+    found, _ = fit(tmp_path, *words, 7, program(tmp_path), 6)
+    assert not [note for note in found["notes"] if "a later one" in note]
+    found, _ = fit(tmp_path, *words, 4, program(tmp_path), 6)
+    assert [note for note in found["notes"] if note.startswith("each run has 4 steps, and a later one")]
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def test_trials_are_told_so_and_hear_and_say_nothing(tmp_path: Path) -> None:
     seen = [json.loads(line) for line in (tmp_path / "seen.txt").read_text().splitlines()]
     assert seen == [["1", "", None]] * found["num_trials"]
     assert "the program speaks" not in done.stdout + done.stderr
+    assert "looking at a step of the program …" in done.stderr.splitlines(), "in pipes too"
 
 
 @pytest.mark.parametrize(

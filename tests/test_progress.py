@@ -1,4 +1,7 @@
-"""Whatever takes longer than a second says on a terminal what it is at; the input here arrives only once it has."""
+"""Whatever takes longer than a second says on a terminal what it is at, in pipes too where it runs a program.
+
+The input here arrives only once it has.
+"""
 
 import os
 import pty
@@ -75,12 +78,13 @@ def test_no_color_means_no_escapes_here_either(files: dict[str, str]) -> None:
     assert shown == b"describing 1 file\r\n|"
 
 
-def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None) -> None:
+@pytest.mark.parametrize("of", ["terminal", "pipe"])
+def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None, of: str) -> None:
     gate, program = tmp_path / "gate", tmp_path / "waits.py"
     os.mkfifo(gate)
     once = "if os.path.exists(gate):\n    open(gate).read()\n    os.unlink(gate)\n"
     program.write_text(f"import os\ngate = {str(gate)!r}\n{once}raise SystemExit(3)\n", encoding="utf-8")
-    terminal, its_end = pty.openpty()
+    terminal, its_end = pty.openpty() if of == "terminal" else os.pipe()
     command = [sys.executable, "-m", "stalloc", "dryrun", str(program)]
     verb = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end)
     os.close(its_end)
@@ -92,7 +96,7 @@ def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, c
     assert verb.returncode == 2
 
 
-def test_pipes_hear_nothing_of_progress(files: dict[str, str]) -> None:
+def test_pipes_hear_nothing_of_what_takes_seconds(files: dict[str, str]) -> None:
     for words in ("stats CSV", "plan CSV", "explain CSV"):
         done = run_stalloc(*(files.get(word, word) for word in words.split()))
         assert done.returncode == 0

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             return _in_forks(args)
     command, offer = program_command(args), offer_of(args)
     files = program_files(args, command)
-    with working("running the program under its own allocators") as tell, assuming(args):
+    with working("running the program under its own allocators", in_pipes=True) as tell, assuming(args):
         options = [*(["--gpu", args.gpu] if args.gpu else []), *(["--keep-files"] if args.keep_files else [])]
         results, uncertain = _results(options, offer.program_bytes, command, tell, files)
     result = {
@@ -151,8 +151,8 @@ def _results(
         measures["stalloc"] = lambda size: _noted(files, _stalloc(options, size, command))
         results: dict[str, Need] = {}
         uncertain: dict[str, Any] = {}
-        for name, measure in measures.items():
-            tell(f"running the program under {allocator_name(name)}")
+        for number, (name, measure) in enumerate(measures.items(), start=1):
+            tell(f"running the program under {allocator_name(name)}, {number} of {len(measures)}")
             tried = _try(name, offered, measure)
             if name == "expandable" and not tried["uses_torch"]:
                 continue

@@ -4,11 +4,11 @@
   stalloc fit --budget 24GiB -m package.train
 
 The program is run as it is and with parts of its repeated blocks computed again in backward, three steps each, on a
-virtual GPU, which needs no GPU and computes nothing. It is looked ahead for four seconds: where later steps need other
+virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are looked at first: where later ones need other
 memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
---trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved
-at the most, from the first allocation, with a plan; under PyTorch's own allocator the same. Times are estimates, for
-telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
+--trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved at the
+most, from the first allocation, with a plan, and of what fits with no more memory than the budget; under PyTorch's own
+allocator the same. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
 
 The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
 with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from stalloc.patient_threads import patient_threads
 from stalloc.sandbox import ProgramFiles
 from stalloc.techniques.optimizer_paging import parse_disk
 
+_USUAL_RUNS = 12  #: of the program for a fit, for saying how long it will take
 _WARM = ("torch._dynamo", "torch.utils.checkpoint", "stalloc.cost.call_work", "stalloc.fitting.observer",
          "stalloc.techniques.applying", "stalloc.runtime", "stalloc.planner", "stalloc.integrations.installing",
          "stalloc.lifespans.tape", "cupy")  # fmt: skip
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trial-steps", type=int, metavar="N", help="steps of each run (default: 3 or more)")
     parser.add_argument("--as-gpu", help=argparse.SUPPRESS)
+    parser.add_argument("--as-known", help=argparse.SUPPRESS)
     add_json_argument(parser)
     add_program_arguments(parser, devices=("virtual",))
 
@@ -100,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
     fit, num_trials = _fitted(args, command, source, gpu, budget_bytes, files)
     if fit.best >= 0:  # else what was kept before stays
         fit.save(output)
-    result = {**_result(fit, output if fit.best >= 0 else None, num_trials), "files": files.all().as_json()}
-    if wants_text(args):
+    result = {**_result(fit, gpu, output if fit.best >= 0 else None, num_trials), "files": files.all().as_json()}
+    if wants_text(args) and num_trials > 1:  # else it is one that is known
         from stalloc.cli.fit_report import print_fit, print_next
 
         named = None if output == keeping.fit_file(source) else output
@@ -131,8 +134,9 @@ def _fitted(
     from stalloc import device
     from stalloc.fitting.candidates import Fitting
     from stalloc.fitting.fit_record import Fit
-    from stalloc.fitting.keeping import program_of
-    from stalloc.fitting.trials import check_can_fork, run_trial
+    from stalloc.fitting.known_fits import known_fit, program_of
+    from stalloc.fitting.trial_work import TrialWork
+    from stalloc.fitting.trials import Measured, check_can_fork, run_trial
 
     with patient_threads():
         device.activate("virtual", dataclasses.replace(gpu, total_bytes=PLENTY))
@@ -147,15 +151,23 @@ def _fitted(
     def program() -> int:
         return run_program(list(command))
 
+    def trial(work: TrialWork) -> Measured:
+        return run_trial(program, dataclasses.replace(work, gpu_name=gpu.name), args.trial_seconds, files)
+
+    of_gpu = gpu.name if args.gpu or args.as_gpu else ""
+    if args.as_known and (fit := known_fit(Path(args.as_known), trial, program_of(source, of_gpu))):
+        return fit, 1
+    begun, tell = time.monotonic(), lines_told()
+
+    def told(text: str) -> None:
+        done, seconds = fitting.num_trials, time.monotonic() - begun
+        left = max(1, _USUAL_RUNS - done) * seconds / max(1, done)
+        tell(f"run {done + 1}, about {left:.0f} s left: {text}" if done else text)
+
     fitting = Fitting(
         budget_bytes,
-        lambda work: run_trial(
-            program,
-            dataclasses.replace(work, gpu_name=gpu.name),
-            args.trial_seconds,
-            files,
-        ),
-        lines_told(),
+        trial,
+        told,
         num_steps=args.trial_steps or 0,
         host_bytes=memory_option("--host", args.host) if args.host else 0,
         disk_bytes=parse_disk(args.disk)[1] if args.disk else 0,
@@ -163,7 +175,7 @@ def _fitted(
     )
     best = fitting.run(args.policy)
     fit = Fit(
-        program=program_of(source, gpu.name),
+        program=program_of(source, of_gpu),
         budget_bytes=budget_bytes,
         gpu_bytes=gpu.total_bytes,
         step_seconds=fitting.step.step_seconds,
@@ -174,22 +186,26 @@ def _fitted(
         settings=fitting.settings[best] if best >= 0 else Settings(),
         plan=fitting.plans[best] if best >= 0 else b"",
         notes=tuple(fitting.notes),
+        asked=fitting.asked,
     )
     return fit, fitting.num_trials
 
 
-def _result(fit: Any, output: Path | None, num_trials: int) -> dict[str, Any]:
+def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int) -> dict[str, Any]:
     from stalloc.fitting.fit_record import undominated
 
-    lowest = min((one for one in fit.candidates if one.needed_bytes), key=lambda one: one.needed_bytes, default=None)
-    if lowest is None:
+    measured = [one for one in fit.candidates if one.needed_bytes]
+    lowest = min((one for one in measured if not one.refused), key=lambda one: one.needed_bytes, default=None)
+    if measured and lowest is None:
+        why = "runs short of memory within {}, though its plans need no more: give a few percent more."
+    elif lowest is None:
         why = "is not known to be kept within {}: none of its runs could be measured, for the reasons in the table."
     else:
         reached = f"the least that was reached is {human_bytes(fit.least_bytes)} ({lowest.what})"
         why = f"cannot be kept within {{}}: {reached}; give that much, or a smaller batch."
     return {
         "program": dataclasses.asdict(fit.program),
-        "gpu": fit.program.gpu,
+        "gpu": gpu.name,
         "budget_bytes": fit.budget_bytes,
         "step_seconds": fit.step_seconds,
         "estimate": fit.estimate,

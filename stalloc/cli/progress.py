@@ -1,27 +1,29 @@
 """What takes longer than a second says what it is at, on standard error.
 
-Contract: only on a terminal, as one line that goes away again, or stays where escapes are not wanted (NO_COLOR); logs
-and pipes get nothing.
+Contract: on a terminal as one line that goes away again, or stays where escapes are not wanted (NO_COLOR). Logs and
+pipes get plain lines, one a second at the most, of verbs that run a program, which may take minutes; of others nothing.
 """
 
 import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 _PATIENCE = 1.0  # seconds
 
 
 @contextlib.contextmanager
-def working(text: str) -> Iterator[Callable[[str], None]]:
+def working(text: str, *, in_pipes: bool = False) -> Iterator[Callable[[str], None]]:
     """Say `text` if the block takes longer than a second; what is handed out changes the text."""
     shown = [text]
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None or not (in_pipes or sys.stderr.isatty()):
         yield lambda new: None
         return
     over = threading.Event()
-    teller = threading.Thread(target=_tell, args=(shown, over), daemon=True)
+    tell = _tell if sys.stderr.isatty() else _tell_in_lines
+    teller = threading.Thread(target=tell, args=(shown, over), daemon=True)
     teller.start()
     try:
         yield lambda new: shown.__setitem__(0, new)
@@ -32,9 +34,17 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def lines_told() -> Callable[[str], None]:
     """The same in lines, and by no thread: for a process that is forked."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None:
         return lambda text: None
-    return lambda text: print(f"{text} …", file=sys.stderr, flush=True)
+    last = [-_PATIENCE]
+
+    def tell(text: str) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - last[0] >= _PATIENCE:
+            last[0] = now
+            print(f"{text} …", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _tell(shown: list[str], over: threading.Event) -> None:
@@ -49,3 +59,11 @@ def _tell(shown: list[str], over: threading.Event) -> None:
     with console.status(shown[0]) as status:
         while not over.wait(0.2):
             status.update(shown[0])
+
+
+def _tell_in_lines(shown: list[str], over: threading.Event) -> None:
+    last = ""
+    while not over.wait(_PATIENCE):
+        if shown[0] != last:
+            last = shown[0]
+            print(f"{last} …", file=sys.stderr, flush=True)

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --budget and --fit."""
+    """Declare --budget, and what goes with it."""
     parser.add_argument(
         "--budget", metavar="SIZE", help="reserve no more than this from the first allocation, for example 24GiB"
     )
     parser.add_argument(
         "--fit", metavar="FILE", help="what stalloc fit kept for this program (default: SCRIPT.fit.npz)"
+    )
+    parser.add_argument(
+        "--same", action="store_true", help="use that fit although the program's source, arguments or GPU are others"
     )
     parser.add_argument("--host", metavar="SIZE", help="pinned host memory that a budget may use (default: none)")
     parser.add_argument(
@@ -71,6 +74,7 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     from stalloc import device
     from stalloc.fitting import keeping
     from stalloc.fitting.fit_record import load_fit
+    from stalloc.fitting.known_fits import plans_of
     from stalloc.integrations import program_source
     from stalloc.techniques.optimizer_paging import parse_disk
 
@@ -84,9 +88,10 @@ def prepare(args: argparse.Namespace, command: list[str], gpu: VirtualGPU | None
     host_bytes = memory_option("--host", args.host) if args.host else 0
     disk = parse_disk(args.disk) if args.disk else None
     disk_bytes = disk[1] if disk else 0
-    keep = args.keep_files
-    fit = keeping.find_or_make(source, command, budget_bytes, shown, file, host_bytes, disk_bytes, keep_files=keep)
-    return Held(fit, budget_bytes, keeping.plans_of(fit, file), disk)
+    fit = keeping.find_or_make(
+        source, command, budget_bytes, shown, file, host_bytes, disk_bytes, keep_files=args.keep_files, same=args.same
+    )
+    return Held(fit, budget_bytes, plans_of(fit, file), disk)
 
 
 def print_outcome(console: "Console", result: dict[str, Any]) -> None:

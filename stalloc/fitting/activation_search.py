@@ -16,6 +16,7 @@ from stalloc.fitting.fit_record import Candidate
 from stalloc.fitting.foreseen_activations import ActivationsRecorded, added_seconds, from_rows, offloaded
 from stalloc.fitting.foreseen_paging import paged, peak_bytes
 from stalloc.fitting.frontier import Proposal, proposal, whole_blocks
+from stalloc.fitting.recompute_search import ENOUGH_LEFT
 from stalloc.fitting.run_seen import RunSeen
 from stalloc.fitting.tier_search import WINDOWS, what_of
 from stalloc.fitting.tier_seconds import tier_seconds
@@ -121,9 +122,9 @@ def _approach(fitting: "Fitting", seen: _Seen, tiers: TierSettings, target_bytes
         if found is None or not _is_worth_it(fitting, found):
             return False
         candidate = _measure(fitting, seen, found)
-        if candidate.refused or candidate.fits(fitting.budget_bytes):
+        if candidate.fits(fitting.budget_bytes) or (candidate.refused and not candidate.runs_short):
             return True
-        target_bytes -= candidate.needed_bytes - fitting.budget_bytes
+        target_bytes -= max(candidate.needed_bytes - fitting.budget_bytes, int(fitting.budget_bytes * ENOUGH_LEFT))
     return False
 
 

@@ -15,7 +15,7 @@ from stalloc.fitting.compiled_search import try_compiled
 from stalloc.fitting.fit_record import Candidate, cheapest
 from stalloc.fitting.frontier import Proposal, proposal, settings_of, whole_blocks
 from stalloc.fitting.imports_ahead import import_ahead
-from stalloc.fitting.look_ahead import LATER, look_ahead
+from stalloc.fitting.look_ahead import LATER, look_ahead, steps_within
 from stalloc.fitting.observation import MEMORY_STEP, ProgramSeen
 from stalloc.fitting.policy_search import check_policy, try_named
 from stalloc.fitting.presets import try_attention, try_selective, try_whole
@@ -27,6 +27,7 @@ from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import STEPS, Measured
 from stalloc.techniques.technique_settings import Settings
 
+_RUNS_SHORT = "memory runs short within the budget, though its plan needs no more"
 _VARIES = "the program's steps differ between two trials, so a longer run may need more than was measured"
 _MOST_UNLIKE = 0.05
 _UNLIKE = (
@@ -54,11 +55,14 @@ class Fitting:
     plans: list[bytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_steps: int = 0  #: of a trial; 0: as many as are worth it
+    num_within: int = 0  #: the same within the budget, at the least
     num_trials: int = 0
     base: Settings = field(default_factory=Settings)  #: of every proposal from here on, beside what it recomputes
     beside: int = 0  #: the candidate of the base alone
     foresight: Foresight | None = None  #: of the base
     offload: Expected | None = None  #: of the base, where it keeps activations in the host
+    asked: str = ""  #: a digest of what the first steps of the program as it is ask for
+    _steps_are_given: bool = False
     _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
@@ -67,6 +71,7 @@ class Fitting:
         `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
         """
         check_policy(policy)
+        self._steps_are_given = self.num_steps > 0
         self._observe()
         self._look_ahead()
         self.foresee()
@@ -106,11 +111,10 @@ class Fitting:
 
     def _look_ahead(self) -> None:
         if self.num_steps:
-            self.note([f"each run has {self.num_steps} steps, and {LATER}"])
-            return
+            return  # whether the program goes on after them is known once it was run so long
         self.tell("looking at later steps of the program")
         ahead = look_ahead(self.try_once, STEPS)
-        self.num_steps = ahead.num_steps
+        self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
         self.note([ahead.note])
 
     def foresee(self) -> str:
@@ -121,6 +125,9 @@ class Fitting:
         as_is = self.watch(self.base)
         if as_is.failure:
             return as_is.failure
+        self.asked = self.asked or as_is.asked
+        if self._steps_are_given and not as_is.is_whole:
+            self.note([f"each run has {self.num_steps} steps, and {LATER}"])
         while True:
             settings = self.settings_with(proposal(self.step, whole_blocks(self.step)))
             again = self.watch(settings) if settings.recompute.blocks else as_is
@@ -203,19 +210,41 @@ class Fitting:
         if recorded.failure:
             return dataclasses.replace(candidate, refused=recorded.failure), b""
         work = TrialWork("planned", settings, plan=recorded.plan)
-        planned = self.try_once(work)
-        if not planned.failure and planned.reserved_bytes > self.budget_bytes >= planned.allocated_bytes:
-            num_steps = 2 * self.num_steps + STEPS  # what is short of memory may fail later than a plan repeats
-            within = self.try_once(dataclasses.replace(work, limit_bytes=self.budget_bytes, num_steps=num_steps))
-            # without its plan, or with another algorithm where memory was short, a later step may need more
-            planned = planned if within.failure or within.num_shortages else within
-        if planned.failure:
-            return dataclasses.replace(candidate, refused=planned.failure), b""
+        within = self._within(work) if 0 < candidate.expected_bytes <= self.budget_bytes else None
+        planned = within
+        if within is None or _why_not_kept(within):
+            planned = self.try_once(work)
+            if planned.failure:
+                return dataclasses.replace(candidate, refused=planned.failure), b""
+            if within is None and planned.allocated_bytes <= self.budget_bytes:
+                within = self._within(work)
+        assert planned is not None
+        refused = ""
+        if within is not None:
+            if not (reason := _why_not_kept(within)):
+                planned = within
+            elif planned.reserved_bytes <= self.budget_bytes and (within.failure or not planned.num_shortages):
+                refused = reason  # else no plan of it is kept, whatever there is
         self._check_repeats(recorded, planned)
         how = f"run, {plural(len(planned.steps), 'step')}" + ("" if recorded.plan else ", no plan")
         return dataclasses.replace(
-            candidate, allocated_bytes=planned.allocated_bytes, needed_bytes=planned.reserved_bytes, checked=how
+            candidate,
+            allocated_bytes=planned.allocated_bytes,
+            needed_bytes=planned.reserved_bytes,
+            checked=how,
+            refused=refused,
         ), recorded.plan
+
+    def _within(self, work: TrialWork) -> Measured:
+        """Run a plan with no more memory than it will have: what decides whether it fits.
+
+        What the program does at its end may fail in a trial for reasons of its own: that is left out then.
+        """
+        self.tell("the same with no more memory than the budget")
+        work = dataclasses.replace(work, limit_bytes=self.budget_bytes)
+        num_steps = max(self.num_within, steps_within(self.num_steps))
+        within = self.try_once(dataclasses.replace(work, num_steps=num_steps))
+        return self.try_once(work) if within.failure and not within.out_of_memory else within
 
     def try_once(self, work: TrialWork) -> Measured:
         """Run the program once."""
@@ -241,6 +270,14 @@ class Fitting:
         kind = kinds.get(measured.refused_block.removesuffix(":"))
         self.note([measured.failure])
         self.step = self.step.without(kind, measured.failure)
+
+
+def _why_not_kept(within: Measured) -> str:
+    """Why a run within the budget does not count: without its plan, or with another algorithm where memory was short, a
+    later step may need more. Empty if it does."""
+    if within.out_of_memory or within.num_shortages:
+        return _RUNS_SHORT
+    return within.failure
 
 
 def _why_too_short(num_steps: int, *, uses_gpu: bool) -> str:

@@ -32,7 +32,9 @@ def try_compiled(fitting: "Fitting") -> None:
         again = Proposal({}, (1 - share) * _FORWARD * fitting.step.step_seconds)
         found = fitting.measure(again, f"torch.compile saves {share:.0%} of what it would", "compile-budget")
         fits = found.fits(fitting.budget_bytes)
-        if found.refused or 0 <= fitting.budget_bytes - found.needed_bytes <= fitting.budget_bytes * _ENOUGH_LEFT:
+        left_bytes = fitting.budget_bytes - found.needed_bytes
+        is_enough = fits and left_bytes <= fitting.budget_bytes * _ENOUGH_LEFT
+        if is_enough or (found.refused and not found.runs_short):
             break
         too_much, enough = (too_much, share) if fits else (share, enough)
     fitting.base, fitting.foresight = before, foresight

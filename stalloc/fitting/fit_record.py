@@ -20,7 +20,7 @@ from stalloc.inputs import read_input
 from stalloc.npz import DAMAGE, Columns
 from stalloc.techniques.technique_settings import Settings
 
-FORMAT, VERSION = "stalloc fit", 3
+FORMAT, VERSION = "stalloc fit", 4
 SUFFIX = ".fit.npz"
 _MAX_TEXT, _MAX_CANDIDATES = 2000, 1000
 
@@ -41,6 +41,11 @@ class Candidate:
     factor: float = 1.0  #: of the step's time, estimated
     checked: str = ""  #: how the bytes are known
     refused: str = ""  #: why it was not taken; empty if it could be run
+
+    @property
+    def runs_short(self) -> bool:
+        """Whether it was refused for lack of memory alone, although its plan needs no more than the budget."""
+        return bool(self.refused and self.needed_bytes)
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it was run within the budget."""
@@ -79,18 +84,23 @@ class Program:
     arguments: tuple[str, ...]
     torch: str
     stalloc: str
-    gpu: str  #: as the driver calls it
+    gpu: str  #: as the driver calls it; empty: any, since none was named
 
     def difference(self, other: "Program") -> str:
-        """Why a fit of the other program is none of this; empty if it is."""
+        """Why a fit of the other program may be none of this; empty if it is one."""
         if other.content != self.content:
             return f"it is of another program ({other.name}) or an older state of it"
         if other.arguments != self.arguments:
             return f"it is of the arguments {' '.join(other.arguments) or '(none)'}"
         for what in ("torch", "stalloc", "gpu"):
-            if getattr(self, what) != getattr(other, what):
-                return f"it is of {what} {getattr(other, what)}, and this is {getattr(self, what)}"
+            its = getattr(other, what)
+            if getattr(self, what) != its and (its or what != "gpu"):
+                return f"it is of {what} {its}, and this is {getattr(self, what)}"
         return ""
+
+    def may_ask_for_the_same(self, other: "Program") -> bool:
+        """Whether what differs may be of no account to the memory that the program asks for."""
+        return (self.name, self.torch, self.stalloc) == (other.name, other.torch, other.stalloc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,7 @@ class Fit:
     settings: Settings = field(default_factory=Settings)  #: of the best
     plan: bytes = b""  #: of the best: a plan file; empty if its steps do not repeat
     notes: tuple[str, ...] = ()
+    asked: str = ""  #: SHA-256 of what the first steps of the program as it is ask for; empty: not known
 
     @property
     def least_bytes(self) -> int:
@@ -182,6 +193,7 @@ def _fit(header: Any, plan: bytes) -> Fit:
         settings=Settings.from_json(header["settings"]),
         plan=plan,
         notes=tuple(_text(note) for note in _list(header["notes"], _MAX_CANDIDATES)),
+        asked=_text(header["asked"]),
     )
     if type(fit.best) is not int or not -1 <= fit.best < len(fit.candidates):
         raise ValueError("its best candidate is none of its candidates")

@@ -4,16 +4,13 @@ Contract: from the first allocation on no more than the budget is taken from the
 an out-of-memory error, never a broken promise. In a trial nothing is done, since the trial itself says what is tried.
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,36 +18,15 @@ from stalloc.device.known_gpus import VirtualGPU, parse_memory
 from stalloc.errors import BadInputError, SetupError
 from stalloc.figures import human_bytes
 from stalloc.files import check_writable
-from stalloc.fitting.fit_record import SUFFIX, Fit, Program, check_name, load_fit
+from stalloc.fitting.fit_record import SUFFIX, Fit, check_name, load_fit
+from stalloc.fitting.known_fits import plans_of, program_of
 from stalloc.fitting.trials import TRIAL_VARIABLE
 from stalloc.integrations import program_source
 from stalloc.notices import say
 from stalloc.techniques.optimizer_paging import parse_disk
 
 if TYPE_CHECKING:
-    from stalloc.planner import Plan
     from stalloc.runtime import Runtime
-
-
-def program_of(source: program_source.ProgramSource, gpu: str) -> Program:
-    """What a fit of this program on a GPU of this name is of."""
-    from stalloc import __version__
-
-    return Program(
-        name=source.path.name if source.path.stem != "__main__" else source.name,
-        content=sha256(source.content).hexdigest(),
-        arguments=tuple(source.arguments),
-        torch=_version("torch"),
-        stalloc=__version__,
-        gpu=gpu,
-    )
-
-
-def _version(package: str) -> str:
-    """As installed, whether it is imported or not."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""
 
 
 def fit_file(source: program_source.ProgramSource) -> Path:
@@ -86,25 +62,31 @@ def find_or_make(
     disk_bytes: int = 0,
     *,
     keep_files: bool = False,
+    same: bool = False,
 ) -> Fit:
     """The fit in `file` if it is of this program and keeps the budget, else a new one, kept there.
 
-    `host_bytes` and `disk_bytes` are how much host memory, and room on a disk, it may use; `keep_files`: what the
-    program writes while it is tried is written for real.
+    Where the source, the arguments or the GPU are others, the fit is used if the program's first steps ask for the
+    same memory, which a run of them shows; with `same` it is used without one. `host_bytes` and `disk_bytes` are how
+    much host memory, and room on a disk, it may use; `keep_files`: what the program writes while it is tried is
+    written for real.
 
     Raises BadInputError with the least that can be reached where nothing keeps the budget, and for a name that no fit
     has.
     """
     check_name(file)
-    reason = ""
+    reason, known = "", False
     output: Path | None = file
     try:
         fit = load_fit(file)
         program = program_of(source, gpu.name)
-        reason = program.difference(fit.program)
+        reason = difference = program.difference(fit.program)
+        if difference and (same or program.may_ask_for_the_same(fit.program)):
+            known = bool(fit.asked) and not same
+            reason = "" if same or known else difference
         if program.name != fit.program.name:
             output = None  # somebody else's
-        if not reason and (fit.best < 0 or not fit.candidates[fit.best].fits(budget_bytes)):
+        if not reason and (fit.best < 0 or budget_bytes < fit.budget_bytes):  # it was tried within no less
             reason = f"it is for a budget of {human_bytes(fit.budget_bytes)}"
         if not reason and fit.candidates[fit.best].host_bytes > host_bytes:
             used = human_bytes(fit.candidates[fit.best].host_bytes)
@@ -114,7 +96,10 @@ def find_or_make(
             reason = f"it takes {used} on disk, for which --disk has to be given"
         if not reason:
             plans_of(fit, file)
-            return fit
+            if same and difference:
+                say(f"{file} is used with --same, though {difference}.")
+            if not known:
+                return fit
     except BadInputError as error:
         if file.exists():
             reason = str(error)
@@ -129,27 +114,8 @@ def find_or_make(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         keep_files=keep_files,
+        known=file if known and not reason else None,
     )
-
-
-def plans_of(fit: Fit, file: str | Path) -> "list[Plan] | None":
-    """The plan of a fit that came from `file`, judged by the validator; None if its steps do not repeat.
-
-    Raises BadInputError if it is no plan that can be used.
-    """
-    from stalloc.planner import plans_from_bytes, validate
-
-    if not fit.plan:
-        return None
-    try:
-        plans = plans_from_bytes(fit.plan, file)
-        verdicts = [validate(plan, handovers=len(plan.handover_later) > 0) for plan in plans]
-    except BadInputError as error:
-        raise BadInputError(f"{file}: its plan is damaged: fit the program anew.") from error
-    refused = [verdict for verdict in verdicts if not verdict.ok]
-    if refused:
-        raise BadInputError(f"{file}: its plan is not valid ({refused[0].reason}): fit the program anew.")
-    return plans
 
 
 def make(
@@ -162,8 +128,11 @@ def make(
     host_bytes: int = 0,
     disk_bytes: int = 0,
     keep_files: bool = False,
+    known: Path | None = None,
 ) -> Fit:
-    """Fit a program in a process of its own. Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
+    """Fit a program in a process of its own. `known`: a fit, to be used if the program asks for what it is of.
+
+    Raises BadInputError if nothing fits, SetupError if it cannot be tried."""
     with tempfile.TemporaryDirectory(prefix="stalloc-fit-") as folder:
         result, file = Path(folder) / "result.json", Path(folder) / f"made{SUFFIX}"
         if output is not None:
@@ -176,6 +145,7 @@ def make(
         words += [] if budget_bytes is None else ["--budget", f"{budget_bytes}B"]
         words += [] if gpu is None else ["--as-gpu", gpu_text(gpu)]
         words += [] if policy is None else ["--policy", policy]
+        words += [] if known is None else ["--as-known", str(known)]
         words += ["--host", f"{host_bytes}B"] if host_bytes else []
         words += ["--disk", f".:{disk_bytes}B"] if disk_bytes else []
         words += ["--keep-files"] if keep_files else []
@@ -226,9 +196,9 @@ def keep(runtime: "Runtime", fit: Fit, budget_bytes: int, disk: tuple[Path, int]
     `disk` is a folder, and how many bytes may be used there.
     """
     from stalloc.imports import after_import
+    from stalloc.runtime.held_budget import hold_to_budget
 
-    for controller in runtime.controllers:
-        controller.memory.keep_within(budget_bytes)
+    hold_to_budget(runtime.controllers, budget_bytes)
 
     def apply() -> None:
         from stalloc.techniques.applying import apply_settings
@@ -246,13 +216,14 @@ def budget(
     host: str | int = 0,
     disk: str | None = None,
     fit: str | Path | None = None,
+    same: bool = False,
     device: Any = "auto",
     gpu: VirtualGPU | None = None,
 ) -> Fit | None:
     """Hold the program that this process runs to a budget of reserved memory; to be called before CUDA is used.
 
     Its fit is looked for in the file `fit`, by default SCRIPT.fit.npz in the current folder, or made, which takes some
-    seconds, and kept there.
+    seconds, and kept there; with `same` it is used though source, arguments or GPU are others.
     `host`: pinned host memory that may be used. `disk`: "FOLDER:SIZE", for what has no room there. `device` and `gpu`
     as of `install`. What is used comes back; None in a trial of stalloc's own.
 
@@ -276,7 +247,8 @@ def budget(
     command = [str(source.path), *source.arguments]
     disk_bytes = place[1] if place else 0
     file = fit_file(source) if fit is None else Path(fit)
-    used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes)
+    used = find_or_make(source, command, budget_bytes, gpu_of_this_process(), file, host_bytes, disk_bytes,
+                        same=same)  # fmt: skip
     known = plans_of(used, file)
     keep(integrations.install(device=device, gpu=gpu, known_plans=known), used, budget_bytes, place)
     return used

@@ -1,24 +1,25 @@
 """Looking at more steps of the program than a trial has, so that those which need other memory are tried too.
 
-Contract: one run of some seconds under PyTorch's allocator, as the program is. Steps are of one kind if they make as
-many requests and have the same peak of what was asked for (what PyTorch's allocator hands out depends on which blocks
-are free); what comes after the last step is a step too, if it makes any. Trials have as many steps as it takes to see
-every kind once, and after every other that it comes after, as long as that stays short: the memory that a step finds is
-what the one before left. What they leave out is said.
+Contract: one run under PyTorch's allocator, as the program is, for so many steps or requests: what is seen does not
+depend on what else the machine does. Steps are of one kind if they make as many requests and have
+the same peak of what was asked for (what PyTorch's allocator hands out depends on which blocks are free); what comes
+after the last step is a step too, if it makes any. Trials have as many steps as it takes to see every kind once, and
+after every other that it comes after, as long as that stays short: the memory that a step finds is what the one before
+left. A run within the budget, which is what decides, has all that were seen to be unlike. What is left out is said.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from stalloc.figures import human_bytes
 from stalloc.fitting.trial_work import TrialWork
 from stalloc.fitting.trials import Measured
 
-LOOK_SECONDS = 4.0  #: that are looked ahead, at the most
-_LOOK_STEPS = 1000
+LOOK_STEPS, LOOK_REQUESTS = 256, 100_000  #: that are looked ahead at the most: 2 to 10 s of processor time
 LATER = "a later one that is larger, or unlike them, can run out of memory within the budget"
-MOST_STEPS, MOST_SECONDS = 64, 3.0  #: of a trial, at the most
+LOOK_PROCESSOR_SECONDS = 20.0  #: the same, for programs that compute or read much on the processor
+MOST_STEPS, MOST_REQUESTS = 64, 50_000  #: of a trial, of which a fit makes about ten
 
 _Kind = tuple[int, int]
 """Requests of a step, and bytes that were asked for at its peak."""
@@ -26,29 +27,38 @@ _Kind = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many steps a trial needs, and what is to be said of later ones."""
+    """How many steps a trial needs, how many one within the budget, and what is to be said of later ones."""
 
     num_steps: int
+    num_within: int
     note: str
 
 
 def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
-    """Run the program as it is for some seconds."""
-    seen = trial(TrialWork("native", num_steps=_LOOK_STEPS, most_seconds=LOOK_SECONDS))
+    """Run the program as it is for many steps."""
+    seen = trial(
+        TrialWork(
+            "native",
+            num_steps=LOOK_STEPS,
+            most_requests=LOOK_REQUESTS,
+            most_processor_seconds=LOOK_PROCESSOR_SECONDS,
+        )
+    )
     if seen.failure:
-        return Ahead(least, f"each run has {least} steps, and {LATER}")
+        return Ahead(least, steps_within(least), f"each run has {least} steps, and {LATER}")
     until = [0, *(count for count, _ in seen.requests)]
     kinds = [(now - before, peak) for (before, now), (_, peak) in zip(pairwise(until), seen.requests, strict=True)]
-    if seen.is_whole and kinds and not kinds[-1][0]:
-        del kinds[-1]  # nothing came after the last step
     has_rest = seen.is_whole and len(kinds) == len(seen.requests)
-    return steps_to_try(kinds, least, seen.step_seconds, is_whole=seen.is_whole, has_rest=has_rest)
+    return steps_to_try(kinds, least, is_whole=seen.is_whole, has_rest=has_rest)
 
 
-def steps_to_try(
-    kinds: Sequence[_Kind], least: int, step_seconds: float, *, is_whole: bool, has_rest: bool = False
-) -> Ahead:
-    """How many of the steps that were seen a trial is to have, where one takes so long; `least` at the least.
+def steps_within(num_steps: int) -> int:
+    """Of a run within the budget: what is short of memory may fail later than a plan repeats."""
+    return 2 * num_steps + 3
+
+
+def steps_to_try(kinds: Sequence[_Kind], least: int, *, is_whole: bool, has_rest: bool = False) -> Ahead:
+    """How many of the steps that were seen a trial is to have; `least` at the least.
 
     `is_whole`: the program has no more. `has_rest`: the last one is what came after the last step.
     """
@@ -56,8 +66,10 @@ def steps_to_try(
     for number, pair in enumerate(pairwise(kinds), start=1):
         first.setdefault(pair, number)
     new = [number for (_, (requests, _)), number in first.items() if number >= least and requests]
-    most = min(MOST_STEPS, max(least, int(MOST_SECONDS / max(step_seconds, 1e-3))))
+    short = sum(made <= MOST_REQUESTS for made in accumulate(requests for requests, _ in kinds))
+    most = max(least, min(MOST_STEPS, short))
     num_steps = max([least, *(min(number + 2, len(kinds)) for number in new if number < most)])
+    num_within = max([steps_within(num_steps), *(number + 2 for number in new)])
     num_seen = len(kinds) - has_rest
     looked = f"{'all' if is_whole else 'the first'} {num_seen} steps{' and what follows' * has_rest} were looked at"
     later = "" if is_whole else f"; {LATER}"
@@ -68,12 +80,13 @@ def steps_to_try(
             if new
             else ""
         )
-        return Ahead(num_steps, f"{looked}{unlike}{later}")
+        return Ahead(num_steps, num_within, f"{looked}{unlike}{later}")
     largest = max(left, key=lambda number: kinds[number][1])
     which = f"step {largest + 1}, which" if largest < num_seen else "what follows them, which"
     told = f"{which} allocates {human_bytes(kinds[largest][1])}, is unlike those that were tried"
     return Ahead(
         num_steps,
-        f"{looked}, and {told}, or after another: it can run out of memory within the budget; "
-        f"--trial-steps {max(left) + 1} tries it",
+        num_within,
+        f"{looked}, and {told}, or after another: only the run within the budget has it; --trial-steps {max(left) + 1} "
+        f"has all runs try it{later}",
     )

@@ -63,6 +63,9 @@ def _approach(fitting: "Fitting", propose: Callable[[int], Proposal], technique:
             break
         tried.add(meant)
         candidate = fitting.measure(proposed, describe(fitting.step, proposed), technique)
+        if candidate.runs_short:
+            target -= int(fitting.budget_bytes * ENOUGH_LEFT)
+            continue
         if candidate.refused:
             tried.clear()  # blocks of that kind are left out from here on
             continue

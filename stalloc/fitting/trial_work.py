@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
 from stalloc.files import write_whole
 from stalloc.techniques.technique_settings import Settings
+
+COMPARED_STEPS = 3  #: whose requests say whether a program asks for what another did
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class TrialWork:
     stalloc, to make a plan; on that plan."""
     settings: Settings = field(default_factory=Settings)
     num_steps: int = 3
-    most_seconds: float = 0.0  #: it ends with the first step after so long; 0: after num_steps
+    most_requests: int = 0  #: it ends with the first step after so many, of all; 0: after num_steps
+    most_processor_seconds: float = 0.0  #: the same of the process's own time, whatever else the machine does
     gpu_name: str = ""
     plan: bytes = b""  #: of a planned trial
     limit_bytes: int = 0  #: no more is taken from the device; 0: no limit
@@ -48,8 +52,9 @@ class _Trial:
     def __init__(self, folder: Path, work: TrialWork) -> None:
         self._folder, self._work = folder, work
         self._steps: list[tuple[int, int]] = []
+        self._asked_events = 0  # of a recorded trial, until the last of the first steps
         self._requests: list[tuple[int, int]] = []  # until the end of each step, and bytes asked for at its peak
-        self._begun = time.monotonic()
+        self._begun = time.process_time()
         self._notes: list[str] = []
         self._first: Any = None  # the optimizer whose steps count
         self._observer: Any = None  # of the program as it is, or of when activations are saved
@@ -117,15 +122,21 @@ class _Trial:
         if optimizer is not self._first or not torch.cuda.is_initialized():
             return
         self._note()
+        if self._runtime is not None and len(self._steps) == COMPARED_STEPS:
+            self._asked_events = self._clock()
         if self._observer is not None:
             self._observer.step_ended()
         else:
             torch.cuda.reset_peak_memory_stats()
         if len(self._steps) == 1:
-            self._begun = time.monotonic()  # what comes before, and code that is compiled in it, does not count
-        is_late = 0 < self._work.most_seconds < time.monotonic() - self._begun
-        if is_late or len(self._steps) >= self._work.num_steps:
+            self._begun = time.process_time()  # what comes before, and code that is compiled in it, does not count
+        if self._is_long or len(self._steps) >= self._work.num_steps:
             self.end(is_whole=False)
+
+    @property
+    def _is_long(self) -> bool:
+        work, spent = self._work, time.process_time() - self._begun
+        return 0 < work.most_requests < self._requests[-1][0] or 0 < work.most_processor_seconds < spent
 
     def _note(self) -> None:
         import torch
@@ -140,12 +151,13 @@ class _Trial:
         import torch
 
         if is_whole and torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
-            self._note()  # what came after the last step
+            self._note()  # what came after the last step, if anything did
+            if self._requests[-1][0] == (self._requests[-2][0] if len(self._requests) > 1 else 0):
+                del self._steps[-1], self._requests[-1]
         told: dict[str, Any] = {
             "steps": self._steps,
             "requests": self._requests,
             "is_whole": is_whole,
-            "step_seconds": (time.monotonic() - self._begun) / max(1, len(self._steps) - 1),
             "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
             "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
             "notes": self._notes,
@@ -164,12 +176,20 @@ class _Trial:
         if self._work.watched is not None:
             told["seen"] = self._run_seen(self._work.watched)
         if self._work.under == "recorded":
+            told["asked"] = self._asked()
             plan = _plan_of(self._runtime)
             if plan:
                 write_whole(self._folder / "plan.npz", plan)
         write_whole(self._folder / "result.json", json.dumps(told))
         sys.stdout.flush()
         os._exit(0)
+
+    def _asked(self) -> str:
+        """A digest of the requests of the first steps, tiny ones left out; empty if there were not so many steps."""
+        if not self._asked_events:
+            return ""
+        size, stream, _ = self._runtime.controllers[0].state.recorded_requests(0, self._asked_events)
+        return sha256(size.tobytes() + stream.tobytes()).hexdigest()
 
     def _run_seen(self, rows: dict[tuple[int, str], int]) -> dict[str, Any]:
         """What was recorded on the first device, with the calls of blocks."""
@@ -185,14 +205,14 @@ def _install(work: TrialWork) -> Any:
     """stalloc in this process: only recording, or on a plan within a limit."""
     from stalloc import integrations
     from stalloc.planner import plans_from_bytes
+    from stalloc.runtime.held_budget import hold_to_budget
 
     if work.under == "recorded":
         return integrations.install(device="virtual", settings=integrations.Settings(plan=False, keep_recording=True))
     plans = plans_from_bytes(work.plan, "the plan of the trial") if work.plan else None
     runtime = integrations.install(device="virtual", known_plans=plans)
-    for controller in runtime.controllers:
-        if work.limit_bytes:
-            controller.memory.keep_within(work.limit_bytes)
+    if work.limit_bytes:
+        hold_to_budget(runtime.controllers, work.limit_bytes)
     return runtime
 
 

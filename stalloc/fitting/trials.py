@@ -37,7 +37,6 @@ class Measured:
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
     requests: list[tuple[int, int]] = field(default_factory=list)
     """Of the device, how many until the end of each step, and what they asked for at its peak."""
-    step_seconds: float = 0.0  #: of a step after the first
     is_whole: bool = False  #: the program ended by itself
     host_bytes: int = 0  #: of host memory that tiers took, at the most
     disk_bytes: int = 0  #: the same in files
@@ -52,6 +51,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)  #: what could not be applied
     seen: dict[str, Any] = field(default_factory=dict)  #: what an observing trial has seen
     imports: list[Any] = field(default_factory=list)  #: what it has imported first, for `import_ahead`
+    asked: str = ""  #: a digest of what the first steps asked for, of a recorded trial
     plan: bytes = b""  #: a plan file, of a trial that makes one
     seconds: float = 0.0  #: that the trial took
 

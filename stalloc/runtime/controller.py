@@ -105,7 +105,8 @@ class Controller:
         expects_marks = self.watching.expects_marks
         if self.memory.free_deferred() or self.lasting.ends_here(expects_marks=expects_marks) or self._aside.begins():
             return True  # the core asks again, if it needs to
-        if self.status.phase is Phase.PLANNED and self.serving.full_device.is_left(size_bytes):
+        is_planned = self.status.phase is Phase.PLANNED
+        if is_planned and not self.steps.keep_plan and self.serving.full_device.is_left(size_bytes):
             self._drop_plan("the program left the plan, and fills the device")
         planned, record = self.status.phase is Phase.PLANNED, self.state.record
         if planned:

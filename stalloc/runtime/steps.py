@@ -56,10 +56,11 @@ class Steps:
         self.cycles = CycleWatch(self.recorded)
         self.novelty = Novelty()
         self.watch = StepWatch(state, self.recorded, effort)
+        self.keep_plan = False  #: the plan in force is the one that a budget was tried with: no other is looked for
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
-        self.tapes, self.search, self.waiting = None, None, None
+        self.tapes, self.search, self.waiting, self.keep_plan = None, None, None, False
         self.watch.end()
         self.cycles.forget()
         self.places.forget()
@@ -209,7 +210,7 @@ class Steps:
         fresh, recorded = self._fresh(), self.recorded
         pages_move = pages_move and self.tapes is not None and recorded.count > LEAST_STEPS
         again = self.cycles.is_due(pages_move=pages_move) and self.search is None
-        if self.cycles.is_found or not (fresh or (again and not self._effort.is_spent)):
+        if self.keep_plan or self.cycles.is_found or not (fresh or (again and not self._effort.is_spent)):
             return False
         # the plan of a ring says nothing of its single steps: what it was found in has to tell, or the record, or they
         # have to be over
