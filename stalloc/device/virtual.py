@@ -87,6 +87,7 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("cupy", _after_cupy_import)
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
+    after_import("numba.cuda.cudadrv.driver", _refuse_numba)
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
@@ -133,6 +134,16 @@ def _after_cupy_import() -> None:
     global _cupy_decisions
     if _library is not None and _cupy_decisions is None:
         _cupy_decisions = count_reads(sys.modules["cupy"], _library)
+
+
+def _refuse_numba() -> None:
+    """Let numba.cuda find no GPU, and say why where it is used all the same."""
+    driver = sys.modules["numba.cuda.cudadrv.driver"].driver
+    driver.is_initialized = True
+    driver.initialization_error = (
+        "numba.cuda does not run on the virtual GPU, which PyTorch and CuPy have: leave its kernels out where "
+        "numba.cuda.is_available() is False, or run the program on a real GPU"
+    )
 
 
 def after_torch_import() -> None:

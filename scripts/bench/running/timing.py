@@ -153,7 +153,9 @@ def borrowed_pair(repeats: int, live: int = 5_000) -> float:
     """Requests that are not on the tape, from idle parts of the arena, with `live` blocks of theirs."""
     device, ring = Device(), Ring(1, 64 * MIB)
     ring.serve(device, room=live * 256 * KIB)
-    sizes = np.random.default_rng(3).integers(4 * KIB, 256 * KIB, 64) // 512 * 512 + 1
+    sizes = (
+        np.random.default_rng(3).integers(constants.LITTLE, 256 * KIB, 64) // 512 * 512 + 1
+    )  # smaller ones have pages of their own
     address = np.zeros(live, np.int64)
     for i in range(live):
         address[i] = device.state.malloc(int(sizes[i % len(sizes)]), 0)
