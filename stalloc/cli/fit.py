@@ -8,7 +8,8 @@ virtual GPU, which needs no GPU and computes nothing. Up to 256 steps are looked
 memory (an evaluation, another length, the last batch of an epoch) all runs have as many steps, up to 64, or as
 --trial-steps says; what they leave out is said. What each way needs is measured: under stalloc what is reserved at the
 most, from the first allocation, with a plan, and of what fits with no more memory than the budget; under PyTorch's own
-allocator the same. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is, to the last bit.
+allocator the same. Times are estimates, for telling ways apart. Losses and gradients are those of the program as it is,
+to the last bit.
 
 The program sees STALLOC_TRIAL=1 in these runs, an empty standard input, and its output is kept away. Each run begins
 with the files as they are; what it writes is discarded and named at the end (--keep-files writes for real), trackers of
