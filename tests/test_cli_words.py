@@ -64,6 +64,6 @@ def test_stats_of_an_out_of_memory_file_asks_why(tmp_path, capsys):
 
 def test_what_comes_after_the_last_step_is_no_step():
     alike = [(10, 100)] * 4
-    ahead = steps_to_try([*alike, (2, 50)], 3, 0.1, is_whole=True, has_rest=True)
+    ahead = steps_to_try([*alike, (2, 50)], 3, is_whole=True, has_rest=True)
     assert "all 4 steps and what follows were looked at" in ahead.note
-    assert "all 4 steps were looked at" in steps_to_try(alike, 3, 0.1, is_whole=True).note
+    assert "all 4 steps were looked at" in steps_to_try(alike, 3, is_whole=True).note

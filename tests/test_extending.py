@@ -75,4 +75,4 @@ def test_the_verb_parses_calls_and_prints(example, tmp_path, capsys):
     assert verb.run(parser.parse_args([str(tmp_path / "p.csv")])) == 0
     assert capsys.readouterr().out == "device 0: 3000 B\n"
     assert verb.run(parser.parse_args([str(tmp_path / "p.csv"), "--json", "-"])) == 0
-    assert json.loads(capsys.readouterr().out) == {"largest_bytes": {"0": 3000}}
+    assert json.loads(capsys.readouterr().out) == {"json_version": 1, "largest_bytes": {"0": 3000}}

@@ -98,9 +98,9 @@ def test_a_fit_of_arguments_that_ask_for_other_memory_is_not_used(
 def test_a_fit_of_a_program_that_asks_for_the_same_is_used(tmp_path: Path) -> None:
     """Another argument, a comment, another GPU: none of it matters to what the first steps ask for."""
     file = program(tmp_path)
-    fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", file, 5)
+    fit(tmp_path, "--budget", "1GiB", "--policy", "blocks:1", "--keep-files", file, 5)
     num_runs = len((tmp_path / "seen.txt").read_text().splitlines())
-    run = ("run", "--device", "virtual", "--budget", "1GiB")
+    run = ("run", "--device", "virtual", "--budget", "1GiB", "--keep-files")  # what it writes tells how often it ran
     assert ".fit.npz" not in stalloc(tmp_path, *run, "--gpu", "A100-80GB", file, 5).stderr, "it is of any GPU"
     done = stalloc(tmp_path, *run, file, 5, "--save", "ck.pt")
     assert "program.fit.npz is used: it is of the arguments 5, but the first steps of this one ask" in done.stderr

@@ -38,9 +38,11 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import keeping, proposal
 from stalloc.fitting.trials import run_trial
+from stalloc.sandbox import ProgramFiles
+files = ProgramFiles([], keep=False)
 def run():
     return run_program([sys.argv[1], "4"])
-fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60), lambda text: None)
+fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60, files), lambda text: None)
 fitting.run("blocks:3")
 told = {}
 for name in ("aten.tanh", "aten.mm.", "aten.mul.Tensor"):
@@ -102,7 +104,7 @@ def test_a_way_fits_within_the_limit_only_where_nothing_was_short_and_for_longer
 
     def trial(work: TrialWork) -> Measured:
         if work.limit_bytes and work.num_steps > most_steps:
-            return Measured(failure="out of memory")
+            return Measured(failure="out of memory", out_of_memory=True)
         reserved = min(budget + 100, work.limit_bytes or budget + 100)
         return Measured(
             allocated_bytes=budget - 10,

@@ -24,9 +24,11 @@ from stalloc.cli.program import run_program
 from stalloc.fitting.candidates import Fitting
 from stalloc.fitting.frontier import selective
 from stalloc.fitting.trials import run_trial
+from stalloc.sandbox import ProgramFiles
+files = ProgramFiles([], keep=False)
 def run():
     return run_program([sys.argv[1], "4"])
-fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60), lambda text: None)
+fitting = Fitting(1 << 40, lambda work: run_trial(run, work, 60, files), lambda text: None)
 fitting.run("selective")
 tried = fitting.candidates[-1]
 print(json.dumps({

@@ -40,7 +40,7 @@ ATTENTION = PROGRAM.replace(
 
 
 def test_trials_are_told_so_and_hear_and_say_nothing(tmp_path: Path) -> None:
-    found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", program(tmp_path), 5)
+    found, done = fit(tmp_path, "--budget", "118MiB", "--policy", "blocks:1", "--keep-files", program(tmp_path), 5)
     seen = [json.loads(line) for line in (tmp_path / "seen.txt").read_text().splitlines()]
     assert seen == [["1", "", None]] * found["num_trials"]
     assert "the program speaks" not in done.stdout + done.stderr

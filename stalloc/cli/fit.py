@@ -134,7 +134,6 @@ def _fitted(
     """The fit, and how often the program was run for it."""
     from stalloc import device
     from stalloc.fitting.candidates import Fitting
-    from stalloc.fitting.fit_record import Fit
     from stalloc.fitting.known_fits import known_fit, program_of
     from stalloc.fitting.trial_work import TrialWork
     from stalloc.fitting.trials import Measured, check_can_fork, run_trial
@@ -145,9 +144,6 @@ def _fitted(
             importlib.import_module(name)
     check_can_fork()
     from stalloc.cost.gpu_rates import rates_of
-    from stalloc.cost.host_rates import SOURCE
-    from stalloc.cost.operator_seconds import ERROR
-    from stalloc.techniques.technique_settings import Settings
 
     def program() -> int:
         return run_program(list(command))
@@ -174,9 +170,19 @@ def _fitted(
         disk_bytes=parse_disk(args.disk)[1] if args.disk else 0,
         link_bytes_per_second=rates_of(gpu.name).link_bytes_per_second,
     )
-    best = fitting.run(args.policy)
-    fit = Fit(
-        program=program_of(source, of_gpu),
+    return _fit_of(fitting, fitting.run(args.policy), program_of(source, of_gpu), gpu, budget_bytes), fitting.num_trials
+
+
+def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes: int) -> Any:
+    """What was found, as it is kept."""
+    from stalloc.cost.gpu_rates import rates_of
+    from stalloc.cost.host_rates import SOURCE
+    from stalloc.cost.operator_seconds import ERROR
+    from stalloc.fitting.fit_record import Fit
+    from stalloc.techniques.technique_settings import Settings
+
+    return Fit(
+        program=program,
         budget_bytes=budget_bytes,
         gpu_bytes=gpu.total_bytes,
         step_seconds=fitting.step.step_seconds,
@@ -189,7 +195,6 @@ def _fitted(
         notes=tuple(fitting.notes),
         asked=fitting.asked,
     )
-    return fit, fitting.num_trials
 
 
 def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def look_ahead(trial: Callable[[TrialWork], Measured], least: int) -> Ahead:
         return Ahead(least, steps_within(least), f"each run has {least} steps, and {LATER}")
     until = [0, *(count for count, _ in seen.requests)]
     kinds = [(now - before, peak) for (before, now), (_, peak) in zip(pairwise(until), seen.requests, strict=True)]
-    has_rest = seen.is_whole and len(kinds) == len(seen.requests)
-    return steps_to_try(kinds, least, is_whole=seen.is_whole, has_rest=has_rest)
+    return steps_to_try(kinds, least, is_whole=seen.is_whole, has_rest=seen.has_rest)
 
 
 def steps_within(num_steps: int) -> int:

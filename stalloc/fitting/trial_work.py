@@ -150,14 +150,17 @@ class _Trial:
         """Write what was measured; the process is over. `is_whole`: the program has ended by itself."""
         import torch
 
+        has_rest = False
         if is_whole and torch.cuda.is_initialized() and len(self._steps) < self._work.num_steps:
             self._note()  # what came after the last step, if anything did
-            if self._requests[-1][0] == (self._requests[-2][0] if len(self._requests) > 1 else 0):
+            has_rest = self._requests[-1][0] != (self._requests[-2][0] if len(self._requests) > 1 else 0)
+            if not has_rest:
                 del self._steps[-1], self._requests[-1]
         told: dict[str, Any] = {
             "steps": self._steps,
             "requests": self._requests,
             "is_whole": is_whole,
+            "has_rest": has_rest,
             "allocated_bytes": max((allocated for allocated, _ in self._steps), default=0),
             "reserved_bytes": max((reserved for _, reserved in self._steps), default=0),
             "notes": self._notes,

@@ -38,6 +38,7 @@ class Measured:
     requests: list[tuple[int, int]] = field(default_factory=list)
     """Of the device, how many until the end of each step, and what they asked for at its peak."""
     is_whole: bool = False  #: the program ended by itself
+    has_rest: bool = False  #: the last of `steps` is what came after the last step
     host_bytes: int = 0  #: of host memory that tiers took, at the most
     disk_bytes: int = 0  #: the same in files
     num_paged: int = 0  #: optimizers whose state is there
