@@ -33,12 +33,21 @@ def live_folder() -> Path:
     return private_folder(path, _ADVICE)
 
 
+_known_as: dict[int, int] = {}
+
+
+def be_known_as(pid: int) -> None:
+    """Show the memory of this process, not of those that it makes, under another number: the one that a user knows."""
+    _known_as[os.getpid()] = pid
+
+
 class LiveFile:
     """The file of this process."""
 
     def __init__(self) -> None:
         """Make it. Raises SetupError or OSError where that cannot be."""
-        self.path = live_folder() / f"{os.getpid()}.live"
+        self.pid = _known_as.get(os.getpid(), os.getpid())
+        self.path = live_folder() / f"{self.pid}.live"
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()  # of a process that had this number before
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -85,7 +85,7 @@ class Showing:
             self._holders = self._ask_holders(served)
             self._ask_holders_at = now + max(2.0, (time.thread_time() - began) / _MAX_SHARE)
         return {
-            "pid": self.pid,
+            "pid": self._file.pid,
             "command": [word[:200] for word in sys.argv[:20]],
             "began": self._began,
             "time": time.time(),
