@@ -6,6 +6,7 @@ The input here arrives only once it has.
 import os
 import pty
 import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,16 +81,20 @@ def test_no_color_means_no_escapes_here_either(files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("of", ["terminal", "pipe"])
 def test_a_dry_run_says_under_which_allocator_the_program_runs(tmp_path: Path, cuda_torch: None, of: str) -> None:
-    gate, program = tmp_path / "gate", tmp_path / "waits.py"
-    os.mkfifo(gate)
-    once = "if os.path.exists(gate):\n    open(gate).read()\n    os.unlink(gate)\n"
-    program.write_text(f"import os\ngate = {str(gate)!r}\n{once}raise SystemExit(3)\n", encoding="utf-8")
+    program = tmp_path / "waits.py"
     terminal, its_end = pty.openpty() if of == "terminal" else os.pipe()
-    command = [sys.executable, "-m", "stalloc", "dryrun", str(program)]
-    verb = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end)
-    os.close(its_end)
-    shown = heard(terminal, b"running the program under")
-    gate.write_text("go on", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as gate:
+        gate.settimeout(PATIENCE)
+        waits = (
+            f"with socket.create_connection(('127.0.0.1', {gate.getsockname()[1]})) as gate:\n        gate.recv(1)\n"
+        )
+        source = f"import contextlib, socket\nwith contextlib.suppress(OSError):\n    {waits}raise SystemExit(3)\n"
+        program.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "stalloc", "dryrun", str(program)]
+        verb = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its_end)
+        os.close(its_end)
+        shown = heard(terminal, b"running the program under")
+        gate.accept()[0].close()
     verb.wait(PATIENCE)
     os.close(terminal)
     assert b"running the program under" in shown
