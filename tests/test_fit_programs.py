@@ -274,7 +274,7 @@ def test_a_run_with_a_short_last_batch_keeps_its_budget_to_the_end(tmp_path: Pat
 
 def test_steps_that_were_asked_for_are_all_of_a_program_that_has_no_more(tmp_path: Path) -> None:
     words = ("--budget", "1GiB", "--policy", "blocks:1", "--trial-steps")
-    found, _ = fit(tmp_path, *words, 7, program(tmp_path), 6)
+    found, _ = fit(tmp_path, *words, 6, program(tmp_path), 6)
     assert not [note for note in found["notes"] if "a later one" in note]
     found, _ = fit(tmp_path, *words, 4, program(tmp_path), 6)
     assert [note for note in found["notes"] if note.startswith("each run has 4 steps, and a later one")]

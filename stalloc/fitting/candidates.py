@@ -62,7 +62,6 @@ class Fitting:
     foresight: Foresight | None = None  #: of the base
     offload: Expected | None = None  #: of the base, where it keeps activations in the host
     asked: str = ""  #: a digest of what the first steps of the program as it is ask for
-    _steps_are_given: bool = False
     _recorded: dict[Settings, Measured] = field(default_factory=dict)  # runs that a plan was made from
 
     def run(self, policy: str | None = None) -> int:
@@ -71,7 +70,6 @@ class Fitting:
         `policy`: the name of the only technique to try. Raises BadInputError if there is none of that name.
         """
         check_policy(policy)
-        self._steps_are_given = self.num_steps > 0
         self._observe()
         self._look_ahead()
         self.foresee()
@@ -111,7 +109,9 @@ class Fitting:
 
     def _look_ahead(self) -> None:
         if self.num_steps:
-            return  # whether the program goes on after them is known once it was run so long
+            if not self.try_once(TrialWork("native", num_steps=self.num_steps + 1)).is_whole:
+                self.note([f"each run has {self.num_steps} steps, and {LATER}"])
+            return
         self.tell("looking at later steps of the program")
         ahead = look_ahead(self.try_once, STEPS)
         self.num_steps, self.num_within = ahead.num_steps, ahead.num_within
@@ -126,8 +126,6 @@ class Fitting:
         if as_is.failure:
             return as_is.failure
         self.asked = self.asked or as_is.asked
-        if self._steps_are_given and not as_is.is_whole:
-            self.note([f"each run has {self.num_steps} steps, and {LATER}"])
         while True:
             settings = self.settings_with(proposal(self.step, whole_blocks(self.step)))
             again = self.watch(settings) if settings.recompute.blocks else as_is
