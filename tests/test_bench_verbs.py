@@ -1,0 +1,64 @@
+"""`stalloc bench NAME`: each benchmark of the checkout runs to its end, in its quick form where it has one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stalloc.device import detect
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+#: what makes it short; targets of time may be missed by a machine that does other things
+QUICK: dict[str, list[str]] = {
+    "budget": ["--quick", "--only", "124m"],
+    "budget_epochs": ["--quick"],
+    "capacity": ["--quick", "--device", "virtual", "--size", "tiny"],
+    "convolutions": ["--only", "no network"],
+    "cost": [],
+    "first_use": ["--only", "starts", "--repeats", "1"],
+    "hostile": ["--mutations", "40", "--plans", "4", "--traces", "-"],
+    "largest": ["pieces"],
+    "networks": ["--only", "no network"],
+    "no_harm": ["--quick", "--only", "elementwise"],
+    "operations": ["--only", "FSDP2"],
+    "planner": ["--quick"],
+    "recorder": ["--rounds", "20", "--requests", "50"],
+    "replay": [],
+    "report": ["--requests", "20000"],
+    "runtime": ["--quick"],
+    "soak": ["--operations", "20000", "--programs", "10"],
+    "tiers": ["--quick", "--only", "page"],
+    "values": ["--size", "tiny", "--pairs", "1"],
+}
+ELSEWHERE = {"fidelity", "kernels"}  # the first by test_fidelity.py, with its recordings; the second needs a GPU
+NEEDS_TRACES = ("cost", "replay")
+
+
+def test_every_benchmark_is_run_by_a_test() -> None:
+    found = {path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix}
+    assert found == {*QUICK} | ELSEWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+@pytest.mark.parametrize("name", QUICK)
+def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name in NEEDS_TRACES:
+        request.getfixturevalue("shared_traces")
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-P", "-m", "stalloc", "bench", name, *QUICK[name], "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    json.loads(out.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(detect() == "cuda", reason="there is a GPU")
+def test_the_benchmark_of_kernels_says_that_it_needs_a_gpu() -> None:
+    command = [sys.executable, "-P", "-m", "stalloc", "bench", "kernels", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("bench/kernels: no GPU that torch can use")
