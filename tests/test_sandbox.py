@@ -21,10 +21,8 @@ from stalloc.sandbox.landlock import version
 PROGRAMS = Path(__file__).parent / "programs"
 WRITES, REFUSING = PROGRAMS / "writes.py", PROGRAMS / "refusing_kernel.py"
 ORDINARY = 1234
-pytestmark = [
-    pytest.mark.usefixtures("cuda_torch", "cupy_installed"),
-    pytest.mark.skipif(way().kind != "overlay", reason="this machine allows no layer (no mount namespaces)"),
-]
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+needs_layer = pytest.mark.skipif(way().kind != "overlay", reason="this machine allows no layer (no mount namespaces)")
 needs_landlock = pytest.mark.skipif(version() == 0, reason="this kernel has no Landlock")
 
 #: resumes if there is something to resume, saves in each step, keeps the last two, and writes to a folder elsewhere
@@ -117,6 +115,7 @@ def failed_cases(done: subprocess.CompletedProcess[str]) -> list[str]:
     return found
 
 
+@needs_layer
 @pytest.mark.parametrize("verb", ["dryrun", "find", "ranks", "fit"])
 def test_no_file_is_changed_by_a_program_that_is_tried(verb: str, place: tuple[Path, Path], tmp_path: Path) -> None:
     folder, elsewhere = place
@@ -144,6 +143,7 @@ def test_no_file_is_changed_by_a_program_that_is_tried(verb: str, place: tuple[P
         assert told["removals"]["names"] == [f"{elsewhere}/step-0.pt"]
 
 
+@needs_layer
 def test_a_fit_that_a_run_makes_changes_no_file_and_the_run_keeps_what_is_new(place: tuple[Path, Path]) -> None:
     folder, elsewhere = place
     before = files_of(tree(folder, elsewhere))
@@ -157,6 +157,7 @@ def test_a_fit_that_a_run_makes_changes_no_file_and_the_run_keeps_what_is_new(pl
     assert "kept: " in done.stderr
 
 
+@needs_layer
 @pytest.mark.parametrize("verb", ["run", "record"])
 def test_what_is_there_stays_and_what_is_new_is_kept(verb: str, tmp_path: Path, shared_memory: Path) -> None:
     prepared(tmp_path, shared_memory)
@@ -208,6 +209,7 @@ def home() -> Iterator[Path]:
         yield made
 
 
+@needs_layer
 def test_a_user_who_is_not_root_changes_no_file_either(home: Path, shared_memory: Path) -> None:
     user, folder = as_ordinary_user(), home
     if user:
@@ -271,6 +273,7 @@ def test_files_are_written_for_real_where_that_is_asked_for(place: tuple[Path, P
     assert "--keep-files: what the program writes is written for real" in done.stderr
 
 
+@needs_layer
 def test_info_says_how_files_are_kept_on_this_machine(tmp_path: Path) -> None:
     done = run(stalloc("info", "--json", "-"), tmp_path)
     assert json.loads(done.stdout)["program_files"]["way"] == "overlay"
@@ -278,6 +281,7 @@ def test_info_says_how_files_are_kept_on_this_machine(tmp_path: Path) -> None:
     assert "has no Landlock" in refused.stdout
 
 
+@needs_layer
 def test_a_signal_reaches_the_program_once_and_the_report_is_left(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import sys, time, torch\nx = torch.zeros(9, device='cuda')\nopen('begun', 'w')\nprint('begun', flush=True)\n"
@@ -314,6 +318,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     assert time.monotonic() < until
 
 
+@needs_layer
 def test_a_program_that_dies_of_a_signal_says_so(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, torch\nopen('new', 'w').write('x')\nos.abort()\n")
     done = run(stalloc("run", "--device", "virtual", "dies.py"), tmp_path)
@@ -321,6 +326,7 @@ def test_a_program_that_dies_of_a_signal_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "new").read_text() == "x"
 
 
+@needs_layer
 def test_files_that_take_too_much_room_end_the_program_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "fills.py").write_text(
         "import time, torch\nx = torch.zeros(9, device='cuda')\n"

@@ -19,6 +19,7 @@ from typing import Any
 
 from stalloc.errors import SetupError
 from stalloc.files import write_whole
+from stalloc.live_file import be_known_as
 from stalloc.notices import say
 from stalloc.sandbox.sandbox import Sandbox
 from stalloc.sandbox.written import Files
@@ -26,6 +27,7 @@ from stalloc.sandbox.written import Files
 _RESULT = "result.json"
 _WATCH_SECONDS = 0.5
 _NOTICE_SECONDS = 0.1
+_FROM_KERNEL = 0x80  #: SI_KERNEL, which the signal module does not name
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -44,10 +46,14 @@ def leave(code: int) -> int:
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed, or None, where there was none to begin with
+            stream.flush()
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,12 @@ class SandboxedRun:
     def __init__(self, command: Sequence[str], outputs: Sequence[str] = ()) -> None:
         """Get ready; arguments and errors as of `Sandbox`."""
         self._sandbox = Sandbox(command, outputs)
+        self._program = -1
 
     def fork(self, *, keep_new: bool) -> Ended | None:
         """None in the fork, which has to end by `leave`; what became of it in this process, after its end."""
         global _is_fork
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
@@ -89,6 +95,8 @@ class SandboxedRun:
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _is_fork = True
+            be_known_as(os.getppid())
+            self._program = os.getpid()
             try:
                 self._sandbox.enter()
             except OSError as error:
@@ -113,8 +121,9 @@ class SandboxedRun:
         return Ended(1 if overrun else abs(code) + 128 * (code < 0), by_signal, told, files)
 
     def tell(self, result: dict[str, Any]) -> None:
-        """In the fork: hand a result to the process that waits."""
-        write_whole(self._sandbox.folder / _RESULT, json.dumps(result))
+        """In the fork: hand a result to the process that waits. A process that the fork has made has none."""
+        if os.getpid() == self._program:
+            write_whole(self._sandbox.folder / _RESULT, json.dumps(result))
 
     def _wait(self, child: int) -> tuple[int, str]:
         """Its status, and why it was ended if this process did so."""
@@ -125,7 +134,8 @@ class SandboxedRun:
                 return status, overrun
             came = signal.sigtimedwait(_SIGNALS, _WATCH_SECONDS)
             if came is not None and came.si_signo != signal.SIGCHLD:
-                if not self._has_noticed(came.si_signo):
+                # one of a terminal reaches the whole group; of others a notice tells, which asyncio may have taken
+                if came.si_code != _FROM_KERNEL and not self._has_noticed(came.si_signo):
                     os.kill(child, came.si_signo)  # it has not been waited for, so it is there
             elif came is None and not overrun and (overrun := self._sandbox.overrun()):
                 os.kill(child, signal.SIGKILL)

@@ -32,6 +32,7 @@ _KERNEL_KINDS = frozenset(
 )
 _REAL = ("/proc", "/sys", "/dev", "/run", "/var/run")
 _SHARED_MEMORY = "/dev/shm"
+_MEMORY_KINDS = ("tmpfs", "ramfs")
 _MAX_COPIED_BYTES = 1 << 20
 
 
@@ -61,7 +62,7 @@ class _Entry:
         self._layer = os.path.realpath(layer)
         self._real = real
         self._view = View()
-        self._user = os.geteuid()
+        self._user, self._group = os.geteuid(), os.getegid()
         self._root = os.path.join(self._layer, "root")
         self._mounts: dict[str, tuple[str, bool]] = {}
         self._num_overlays = 0
@@ -79,7 +80,7 @@ class _Entry:
                 self._cover(path)
         if self._view.is_user_namespace:
             for path in own:
-                self._cover_first_own(path)
+                self._cover_own(path)
         self._view.layer = os.open(self._layer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         _mount("tmpfs", self._root + self._layer, "tmpfs", data="mode=700")  # the program does not find its own layer
         for path in self._real:
@@ -146,8 +147,9 @@ class _Entry:
         self._done.add(path)
         kind, is_read_only = self._mounts.get(path, ("", False))
         target = self._root + path.rstrip("/")
-        if any(path.startswith(f"{one}/") for one in _REAL) and path != _SHARED_MEMORY:
-            return  # came with the folder above
+        is_in_real = any(path.startswith(f"{one}/") for one in _REAL) and path != _SHARED_MEMORY
+        if is_in_real and kind in (*_KERNEL_KINDS, *_MEMORY_KINDS):
+            return  # came with the folder above; a disk, as in /run/media, holds files like any other
         if kind in _KERNEL_KINDS or path in _REAL:
             self._bind(path)
         elif not os.path.isdir(path):
@@ -194,17 +196,26 @@ class _Entry:
             _write(target, "")
         self._bind(path, read_only="a large file beside a mount point" if is_file else "")
 
-    def _cover_first_own(self, path: str) -> None:
-        """Cover the first folder of this user's on the way to a path: what is above it cannot be copied to a layer."""
-        parts = Path(path).parts
+    def _cover_own(self, path: str) -> None:
+        """Cover the first folder of this user's on the way to a path, and those of others that this user may write to.
+
+        What is above the first, and a folder of another owner or group, cannot be copied to a layer, which a write
+        below it takes; but it can be what an overlay covers.
+        """
+        parts, has_own = Path(path).parts, False
         for depth in range(2, len(parts) + 1):
-            own = os.path.join(*parts[:depth])
-            if any(own == one or own.startswith(f"{one}/") for one in (*self._real, *_REAL)):
+            here = os.path.join(*parts[:depth])
+            if any(here == one or here.startswith(f"{one}/") for one in (*self._real, *_REAL)):
                 return
-            if os.path.isdir(own) and os.stat(own).st_uid == self._user:
-                if own not in self._done:
-                    self._cover(own)
+            if not os.path.isdir(here):
                 return
+            status = os.stat(here)
+            is_own = status.st_uid == self._user
+            can_copy = is_own and status.st_gid == self._group
+            is_lower = (is_own and not has_own) or (not can_copy and os.access(here, os.W_OK))
+            if is_lower and here not in self._done:
+                self._cover(here)
+            has_own = has_own or is_own
 
     def _has_mounts_below(self, path: str) -> bool:
         return any(one.startswith(path.rstrip("/") + "/") for one in self._mounts)

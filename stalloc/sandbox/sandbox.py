@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import stalloc
 from stalloc import files, private
 from stalloc.errors import SetupError
 from stalloc.figures import human_bytes
@@ -83,7 +84,7 @@ class Sandbox:
         self._theirs.close()
 
     def _real(self) -> list[Path]:
-        found = [self.folder, private.user_cache("")]
+        found = [self.folder, private.user_cache(""), *_compiled_folders()]
         named = os.environ.get("STALLOC_CACHE", "off")
         if named != "off":
             found.append(Path(named))
@@ -97,7 +98,8 @@ class Sandbox:
     def _own(self) -> list[Path]:
         words = [word.partition("=")[2] or word for word in self._command]
         places = [os.environ[name] for name in _PLACES if name in os.environ]
-        return [Path(one) for one in (self._here, os.path.expanduser("~"), tempfile.gettempdir(), *places, *words)]
+        homes = (os.path.expanduser("~"), tempfile.gettempdir(), "/var/tmp")
+        return [Path(one) for one in (self._here, *homes, *places, *words)]
 
     def overrun(self) -> str:
         """Why the process has to be ended: what it writes takes too much room; empty if it does not."""
@@ -176,6 +178,14 @@ class Sandbox:
                 os.close(self._lock)
             self._layer = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _compiled_folders() -> list[Path]:
+    """Where a checkout of stalloc keeps compiled code (kept_code.py), which would be compiled anew by each run."""
+    ours = Path(stalloc.__file__).resolve().parent
+    if any(part.endswith("-packages") for part in ours.parts):
+        return []
+    return [file.parent / "__pycache__" for file in ours.rglob("__init__.py")]
 
 
 def _free_bytes(path: Path) -> int:

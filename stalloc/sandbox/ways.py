@@ -76,7 +76,7 @@ def _tried() -> str:
     if child == 0:
         try:
             overlay.enter(layer)
-            with tempfile.TemporaryFile(dir=layer_place()) as file:
+            with tempfile.TemporaryFile() as file:
                 file.write(b"0")
             os.write(writing, _DONE)
         except BaseException as error:
