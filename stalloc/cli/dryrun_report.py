@@ -92,6 +92,12 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
             "torch.backends.cudnn.benchmark is on: on a GPU the quickest algorithms are found by trying them, and the "
             "work spaces of these trials, up to 4 GiB each, are not in these figures"
         )
+    if shared := uncertain.get("shared_blocks"):
+        lines.append(
+            "several streams use blocks that are freed (record_stream), which a GPU gives back once all of them are "
+            f"done: {human_bytes(shared['live_peak_bytes'])} are live and {human_bytes(shared['taken_bytes'])} taken "
+            "given plenty if none is before the host waits, at the most"
+        )
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])
         more = f" and {len(decisions) - _MOST_PLACES} places more" if len(decisions) > _MOST_PLACES else ""
