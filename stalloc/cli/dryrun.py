@@ -196,7 +196,7 @@ def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
 def _uncertain(
     tried: dict[str, Any], need: Need, measure: Callable[..., dict[str, Any]], settings: dict[str, str]
 ) -> dict[str, Any]:
-    """What a native run could not know, with the figures between which its own lie whatever cuDNN asks for."""
+    """What a native run could not know, with its figures for the least and the most that cuDNN may ask for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
@@ -207,9 +207,12 @@ def _uncertain(
                 one = measure(file, workspaces=which)
                 other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), PLENTY)
                 seen.append({name: getattr(other, name) for name in FIGURES})
-        for name in FIGURES:  # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
-            ends = sorted(one[name] for one in (seen[:2] if name == "needed_bytes" else seen))
-            convolutions[name] = [ends[0], ends[-1]]
+        allocated = [one["allocated_peak_bytes"] for one in seen]
+        convolutions["allocated_peak_bytes"] = [min(allocated), max(allocated)]
+        # tries, and no range: in how many pieces memory is reserved may differ more with what lies between them
+        convolutions["taken_bytes_tried"] = sorted({one["taken_bytes"] for one in seen})
+        # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
+        convolutions["needed_bytes_tried"] = sorted({one["needed_bytes"] for one in seen[:2]})
     return uncertain
 
 
