@@ -104,6 +104,25 @@ def test_a_program_that_fails_by_itself_is_one_sentence(tmp_path: Path) -> None:
     assert said.strip().splitlines()[-1].startswith("stalloc: the program failed with code 1 (native), not for lack")
 
 
+UNSPLIT = """
+import torch
+held = []
+for _ in range(8):
+    first, second = (torch.empty(11 << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    del first
+    held += [torch.empty((11 << 20) - (600 << 10), dtype=torch.uint8, device="cuda"), second]
+"""
+
+
+def test_what_stalloc_counts_as_allocated_is_what_pytorch_does_with_expandable_segments(tmp_path: Path) -> None:
+    """With its defaults PyTorch counts what it does not split off, too."""
+    program = tmp_path / "unsplit.py"
+    program.write_text(UNSPLIT)
+    result, _, _ = dryrun(program)
+    allocated = {name: result[name]["allocated_peak_bytes"] for name in ("native", "expandable", "stalloc")}
+    assert allocated["stalloc"] == allocated["expandable"] < allocated["native"]
+
+
 UNKNOWN = {
     "cupy": "import cupy\nx = cupy.random.rand(99)\ncupy.histogram(x, bins=8)\n",
     "torch": "import torch\nx = torch.randn(9, device='cuda')\n[1, 2][x.argmax() - 9 if x.isfinite().any() else 0]\n",

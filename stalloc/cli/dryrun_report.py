@@ -86,7 +86,8 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
                 f"under PyTorch's own allocator the program allocates {_between(convolutions['allocated_peak_bytes'])} "
                 f"if cuDNN asks for no more than its table says; for guesses that were tried it needs "
                 f"{_listed(convolutions['needed_bytes_tried'])}, and takes "
-                f"{_listed(convolutions['taken_bytes_tried'])} given plenty, which bounds nothing: {_SEEN_ABOVE} more was seen on a GPU"
+                f"{_listed(convolutions['taken_bytes_tried'])} given plenty, which bounds nothing: {_SEEN_ABOVE} more "
+                "was seen on a GPU"
             )
         else:  # a search does not run the program once more at both ends of what cuDNN may ask for
             found = (
