@@ -17,6 +17,14 @@ class BadInputError(StallocError, ValueError):
     """A file or an argument is not what it has to be; the command line ends with exit code 2."""
 
 
+class NotATraceError(BadInputError):
+    """What is in a file is none of the kinds of traces; `file` is its name, as it was given."""
+
+    def __init__(self, sentence: str, file: str) -> None:
+        super().__init__(sentence)
+        self.file = file
+
+
 class SetupError(StallocError, RuntimeError):
     """Something this machine lacks (a compiler, a library, a device) stops the work; exit code 2."""
 

@@ -42,6 +42,40 @@ def test_what_is_needed_is_less_than_what_a_cache_takes_of_plenty_and_does(tmp_p
         assert figure in shown
 
 
+SHARED = """
+import sys, torch
+side, kept = torch.cuda.Stream(), []
+for step in range(8):
+    block = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(side):
+        made = block + 1
+    {after}
+    del block, made
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "blocks"),
+    [
+        ("block.record_stream(side)", 9),
+        ("block.record_stream(side); torch.cuda.synchronize()", 3),
+        ("side.query(); torch.cuda.current_stream().wait_stream(side)", None),
+    ],
+)
+def test_blocks_of_several_streams_may_be_live_until_the_host_waits(
+    tmp_path: Path, after: str, blocks: int | None
+) -> None:
+    program = tmp_path / "shared.py"
+    program.write_text(SHARED.format(after=after))
+    result, shown, _ = dryrun(program)
+    assert result["native"]["allocated_peak_bytes"] == 64 << 20
+    bound = result["uncertain"]["shared_blocks"]
+    assert (bound and bound["live_peak_bytes"]) == (blocks and blocks * 32 << 20)
+    assert ("several streams use blocks that are freed" in shown) == (blocks is not None)
+    if bound:
+        assert bound["taken_bytes"] >= bound["live_peak_bytes"] > result["native"]["taken_bytes"]
+
+
 @pytest.mark.slow
 def test_a_device_of_what_is_needed_is_large_enough_and_a_smaller_one_is_not(tmp_path: Path) -> None:
     program = tmp_path / "growing.py"
@@ -68,6 +102,46 @@ def test_a_program_that_fails_by_itself_is_one_sentence(tmp_path: Path) -> None:
     assert "must match the size of tensor b" in said
     assert "stalloc/device" not in said, "what stands in for torch's functions is no part of the program's traceback"
     assert said.strip().splitlines()[-1].startswith("stalloc: the program failed with code 1 (native), not for lack")
+
+
+UNSPLIT = """
+import torch
+held = []
+for _ in range(8):
+    first, second = (torch.empty(11 << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    del first
+    held += [torch.empty((11 << 20) - (600 << 10), dtype=torch.uint8, device="cuda"), second]
+"""
+
+
+def test_what_stalloc_counts_as_allocated_is_what_pytorch_does_with_expandable_segments(tmp_path: Path) -> None:
+    """With its defaults PyTorch counts what it does not split off, too."""
+    program = tmp_path / "unsplit.py"
+    program.write_text(UNSPLIT)
+    result, _, _ = dryrun(program)
+    allocated = {name: result[name]["allocated_peak_bytes"] for name in ("native", "expandable", "stalloc")}
+    assert allocated["stalloc"] == allocated["expandable"] < allocated["native"]
+
+
+UNKNOWN = {
+    "cupy": "import cupy\nx = cupy.random.rand(99)\ncupy.histogram(x, bins=8)\n",
+    "torch": "import torch\nx = torch.randn(9, device='cuda')\n[1, 2][x.argmax() - 9 if x.isfinite().any() else 0]\n",
+    "number": "import math, torch\nx = torch.rand(9, device='cuda')\nsize = x.sum().item()\nmath.log(size)\n",
+    "known": "import torch\nx = torch.rand(9, device='cuda')\nx.sum().item()\nopen('/nowhere/at/all')\n",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_line_whose_value_no_kernel_computed_is_named_where_a_program_fails(tmp_path: Path, name: str) -> None:
+    program = tmp_path / "reads.py"
+    program.write_text(UNKNOWN[name])
+    _, _, said = dryrun(program, code=2)
+    assert said.count("Traceback") == 1
+    num_named = said.count(f"{program}:3 read a value that the virtual GPU does not compute")
+    assert num_named == (name != "known")
+    if num_named:
+        assert f"stalloc dryrun --assume {program.parent.name}/reads.py:3=1." in said
+        dryrun(program, "--assume", "reads.py:3=1")
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ def _dryrun(*arguments: str) -> Any:
 def test_the_program_sees_the_card_that_was_named_and_what_is_assumed_of_a_line(tmp_path: Path) -> None:
     program, answers, file = tmp_path / "asks.py", tmp_path / "answers", tmp_path / "result.json"
     program.write_text(_ASKS)
-    _dryrun("--gpu", "L4", "--assume", "asks.py:5=true", "--json", str(file), str(program), str(answers))
+    _dryrun(
+        "--keep-files", "--gpu", "L4", "--assume", "asks.py:5=true", "--json", str(file), str(program), str(answers)
+    )
     seen = [json.loads(line) for line in answers.read_text().splitlines()]
     assert len(seen) >= 3  # natively, with expandable segments and under stalloc
     for name, multiprocessors, capability, _ in seen:
@@ -74,8 +76,8 @@ def test_what_is_not_certain_is_said(tmp_path: Path) -> None:
     low, high = convolutions["allocated_peak_bytes"]
     assert low <= result["native"]["allocated_peak_bytes"] <= high
     assert high - low <= 2 * convolutions["unknown_bytes"]
-    low, high = convolutions["taken_bytes"]
-    assert low <= result["native"]["taken_bytes"] <= high
+    assert result["native"]["taken_bytes"] in convolutions["taken_bytes_tried"]
+    assert "given plenty, which bounds nothing" in " ".join(text.split())
 
 
 def test_an_assumption_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_what_convolutions_leave_open_is_said(pieces: Path) -> None:
     result, shown, said, code = find(pieces, "n=1..2", "--memory", "32MiB", "--gpu", "L4")
     assert code == 0, said
     assert result["uncertain"]["convolutions"]["num_unseen"] > 0
-    assert "convolutions: peaks may be" in shown
+    assert "convolutions: what is allocated may be" in shown
 
 
 @pytest.mark.slow

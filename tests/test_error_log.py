@@ -131,6 +131,27 @@ def test_ranks_that_fail_alike_are_told_once(tmp_path, capsys):
     assert "wanted, 2 times" in shown
 
 
+@pytest.mark.parametrize(("raised", "times"), [(0, 2), (1, 2), (3, 3)])
+def test_what_rmm_logs_before_it_raises_is_one_error(tmp_path, capsys, raised, times):
+    why = "Not enough room to grow, current/max/try size = 7.000000 GiB, 8.000000 GiB, 2.000000 GiB"
+    logged = f"[error ] [A][Stream 0x1][Upstream 1024B][FAILURE maximum pool size exceeded: {why}]\n"
+    error = f"MemoryError: std::bad_alloc: out_of_memory: RMM failure at: x.hpp:73: Maximum pool size exceeded: {why}\n"
+    (found,), _ = explained(tmp_path, capsys, logged * 2 + error * raised)
+    assert (found["times"], found["wanted_bytes"]) == (times, 2 * GIB)
+
+
+@pytest.mark.parametrize("verb", ["stats", "top", "tree", "timeline", "advise", "plan", "simulate", "report", "diff"])
+@pytest.mark.parametrize("text", [CUPY, json.dumps({"log": SINCE_2_1, "stream": "stderr"})], ids=["plain", "json"])
+def test_a_verb_of_traces_says_who_reads_the_text_of_an_error(tmp_path, capsys, monkeypatch, verb, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "error.log").write_text(text)
+    words = {"report": ["-o", "page.html"], "diff": ["error.log"]}.get(verb, [])
+    assert main([verb, "error.log", *words]) == 2
+    assert capsys.readouterr().err == (
+        "stalloc: error.log: the text of an out-of-memory error, and not a trace: stalloc explain error.log reads it.\n"
+    )
+
+
 def test_a_log_without_an_error_is_no_log_of_one(tmp_path, capsys):
     (tmp_path / "other.log").write_text("everything went well\n")
     assert main(["explain", str(tmp_path / "other.log")]) == 2

@@ -16,6 +16,7 @@ from warm_programs import run_warm
 from stalloc.errors import BadInputError
 from stalloc.fitting.fit_record import load_fit
 from stalloc.fitting.known_fits import plans_of
+from stalloc.fitting.systems import SYSTEMS
 from stalloc.planner import plans_to_bytes
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
@@ -178,6 +179,23 @@ def test_a_fit_whose_plan_would_make_tensors_overlap_is_not_used(fitted: tuple[P
         plans_of(replace(fit, plan=plans_to_bytes([overlapping])), file)
     with pytest.raises(BadInputError, match="its plan is damaged"):
         plans_of(replace(fit, plan=b"PK?"), file)
+
+
+def test_a_policy_that_a_program_has_nothing_for_is_said_to_be_none(tmp_path: Path) -> None:
+    found, done = fit(tmp_path, "--budget", "1MiB", "--policy", "selective", TRAIN, *SMALL, code=1)
+    assert [one["technique"] for one in found["candidates"]] == ["none"]
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("stalloc: train_gpt.py has nothing that selective applies to, and as it is it reserves ")
+    assert sentence.endswith("more than 1.00 MiB: try another policy, or all of them without --policy.")
+
+
+@pytest.mark.parametrize("name", ["expandable", "gmlake"])
+def test_the_command_of_a_replayed_allocator_shows_it(tmp_path: Path, name: str) -> None:
+    (system,) = [one for one in SYSTEMS if one.name == name]
+    (tmp_path / "rows.csv").write_text("id,lower,upper,size\n1,0,9,1048576\n2,3,12,4194304\n")
+    done = stalloc(tmp_path, *system.where.split()[1:], "rows.csv", "--json", "models.json")
+    assert name in done.stdout
+    assert name in (tmp_path / "models.json").read_text()
 
 
 def test_every_system_has_an_honest_status(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ MIB = 1 << 20
 SCRATCH = [{"filename": "train.py", "line": 3, "name": "forward"}]
 
 
-def snapshot(tmp_path, repeats, site, *, leaks=True, annotated=()):
+def snapshot(tmp_path, repeats, site, *, leaks=True, annotated=(), scratch=SCRATCH):
     """A program that does the same `repeats` times: scratch memory, and something that it keeps."""
     events, live, at = [], [], 1 << 30
     for _ in range(repeats):
         for size, is_kept in ((3, False), (2, leaks), (5, False)):
-            kept = {"addr": at, "size": size * MIB, "stream": 0, "frames": site if is_kept else SCRATCH}
+            kept = {"addr": at, "size": size * MIB, "stream": 0, "frames": site if is_kept else scratch}
             at += size * MIB
             events.append({"action": "alloc", "time_us": len(events) + 1, **kept})
             if is_kept:
@@ -75,10 +75,20 @@ def test_annotated_steps_are_the_steps(tmp_path, capsys):
     assert growth(capsys, path) == [("train.py:9 keep", 4 * MIB)]
 
 
-@pytest.mark.parametrize("site", [STATE, OWN_OPTIMIZER])
-def test_state_that_an_optimizer_makes_is_made_once(tmp_path, capsys, site):
-    path, _ = snapshot(tmp_path, 20, site)
+BACKWARD = [{"filename": "??", "line": 0, "name": "torch::autograd::AddmmBackward0::apply(…)"}]
+
+
+@pytest.mark.parametrize(("site", "scratch"), [(STATE, SCRATCH), (OWN_OPTIMIZER, OWN_OPTIMIZER), (STATE, BACKWARD),
+                                               (OWN_OPTIMIZER, BACKWARD)])  # fmt: skip
+def test_state_that_an_optimizer_makes_layer_by_layer_is_made_once(tmp_path, capsys, site, scratch):
+    path, _ = snapshot(tmp_path, 20, site, scratch=scratch)
     assert growth(capsys, path) == []
+
+
+@pytest.mark.parametrize("annotated", [[], [(at + 6, at + 7) for at in range(0, 140, 7)]], ids=["repeats", "annotated"])
+def test_what_an_optimizer_keeps_in_each_step_grows(tmp_path, capsys, annotated):
+    path, _ = snapshot(tmp_path, 20, OWN_OPTIMIZER, annotated=annotated)
+    assert growth(capsys, path) == [("my_optimizer.py:7 step", 2 * MIB)]
 
 
 def test_explain_of_what_grows_points_to_top(tmp_path, capsys):

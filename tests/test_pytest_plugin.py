@@ -93,6 +93,16 @@ def test_it(mib):
     assert hungriest(done) == {"test_it[40]": "41.00 MiB", "test_it[20]": "21.00 MiB"}
 
 
+def test_call_sites_are_told_by_their_path_below_the_root(session: Session, tmp_path: Path) -> None:
+    for package in ("first", "second"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "model.py").write_text(MODEL)
+    tests = "import pytest, first.model, second.model\n@pytest.mark.limit_gpu_memory('1 MiB')\ndef test_it():\n"
+    shown = "\n".join(shown_of(session(tests + "    first.model.grab(2), second.model.grab(3)", code=1), "test_it"))
+    assert "2.00 MiB  first/model.py:5 grab" in shown
+    assert "3.00 MiB  second/model.py:5 grab" in shown
+
+
 def test_a_limit_that_is_no_size_is_one_sentence(session: Session) -> None:
     tests = "import pytest\n@pytest.mark.limit_gpu_memory('much')\ndef test_it(): pass"
     assert shown_of(session(tests, code=1), "test_it") == [

@@ -130,7 +130,7 @@ def test_blocks_of_every_map_lie_inside_segments_and_never_over_one_another(
     words, count, num_maps = columns_of(text, 0), device["num_requests"], len(models) + 2
     start, duration, size = words[: 3 * count].reshape(3, -1)
     assert [made["name"] for made in device["maps"]] == [
-        *("as recorded", *(f"{name} (model)" for name in models), "stalloc's plan")
+        *("as recorded", *(f"{name} (model)" for name in models), "stalloc's plan, in hindsight")
     ]
     (simulated,) = told(capsys, "simulate", file, *chosen)
     peaks = {f"{result['allocator']} (model)": result["peak_reserved_bytes"] for result in simulated["results"]}

@@ -147,6 +147,17 @@ def test_compare_native_puts_both_settings_of_the_caching_allocator_beside(
         assert len(line) == len(header)
 
 
+@pytest.mark.parametrize("sizes", [[1, 2] * 12, [1] * 20 + [2] * 3], ids=["a ring of two", "a plan at the end"])
+def test_every_step_under_a_plan_counts_once(tmp_path: Path, sizes: list[int]) -> None:
+    """Also where a pass over the plan is several steps, and where the last plan served none of them whole."""
+    told = run(tmp_path, ROOT / "tests" / "programs" / "cupy_steps.py", *sizes)
+    assert told["phase"] == "running on the plan"
+    asked = told["run_hits"] + told["run_misses"]  # while a plan was in force
+    assert told["hit_rate"] == told["run_hits"] / asked > 0.8
+    assert told["requests_per_step"] == 25
+    assert told["planned_steps"] == asked / 25
+
+
 def test_the_report_tells_the_whole_run_and_what_becomes_of_a_plan(tmp_path: Path) -> None:
     result = run(tmp_path, LOOP, 50)
     peaks = result["reserved_peak_bytes"], result["observed_reserved_peak_bytes"]

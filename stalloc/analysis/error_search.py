@@ -8,8 +8,9 @@ then lines that say so in words of their own.
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
 from stalloc.analysis.error_wording import FIGURES, Wording
@@ -40,15 +41,22 @@ _OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
+class _Found(NamedTuple):
+    position: int
+    error: ErrorText
+    wording: Wording | None = None  #: None: one of those of PyTorch, or none that is known
+
+
 def find_errors(text: str) -> list[ErrorText]:
     """The out-of-memory errors of a log, each that differs once, in order."""
     text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
-    found: dict[ErrorText, int] = {}
-    for error in _errors(text):
-        found[error] = found.get(error, 0) + 1
+    found: dict[ErrorText, Counter[Wording | None]] = {}
+    for one in _errors(text):
+        found.setdefault(one.error, Counter())[one.wording] += 1
         if len(found) >= _MAX_ERRORS:
             break
-    return [dataclasses.replace(error, times=times) for error, times in found.items()]
+    # a library that logs an error before it raises it tells the same one in two ways
+    return [dataclasses.replace(error, times=max(told.values())) for error, told in found.items()]
 
 
 def _near_signs(text: str) -> str:
@@ -73,29 +81,25 @@ def _near_signs(text: str) -> str:
     return near if len(near) <= 2 * _MOST else near[:_MOST] + "\n" + near[-_MOST:]
 
 
-def _errors(text: str) -> Iterable[ErrorText]:
-    """Those of the first kind that there are any of."""
-    of_torch = list(torch_errors(text))
-    placed = [(position, error) for position, error in of_torch if error.wanted_bytes is not None]
+def _errors(text: str) -> Iterable[_Found]:
+    """Those of the first kind that there are any of, in order."""
+    of_torch = [_Found(position, error) for position, error in torch_errors(text)]
+    placed = [one for one in of_torch if one.error.wanted_bytes is not None]
     placed += _worded(text, WITH_FIGURES)
-    if placed:
-        return [error for _, error in sorted(placed, key=lambda one: one[0])]
-    if of_torch:
-        return [error for _, error in of_torch]
-    for wordings in (OF_LIBRARIES, OF_DRIVERS):
-        if placed := list(_worded(text, wordings)):
-            return [error for _, error in sorted(placed, key=lambda one: one[0])]
-    return list(_in_other_words(text))
+    for found in (placed, of_torch, *(_worded(text, wordings) for wordings in (OF_LIBRARIES, OF_DRIVERS))):
+        if ordered := sorted(found, key=lambda one: one.position):
+            return ordered
+    return [_Found(0, error) for error in _in_other_words(text)]
 
 
-def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[tuple[int, ErrorText]]:
+def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[_Found]:
     taken: list[tuple[int, int]] = []
     for wording in wordings:
         for match in wording.pattern.finditer(text):
             begin, end = match.span()
             if len(taken) < _MAX_ERRORS and not any(low < end and begin < high for low, high in taken):
                 taken.append((begin, end))
-                yield begin, _of_wording(wording, match)
+                yield _Found(begin, _of_wording(wording, match), wording)
 
 
 def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:

@@ -32,6 +32,11 @@ WITH_FIGURES = (
         CUPY,
     ),
     worded("CuPy", r"out of memory to allocate <wanted> \(total (?P<sum>\d+) bytes", CUPY),
+    worded(  # of RMM's logger, before the exception
+        "RMM",
+        r"\[FAILURE[^=\n]{0,200}current/max/try size = <reserved>, <limit>, <wanted>",
+        RMM,
+    ),
     worded(
         "RMM",
         r"(?:pool size exceeded|Not enough room to grow)[^=\n]{0,200}current/max/try size = <reserved>, <limit>, "

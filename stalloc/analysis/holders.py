@@ -20,7 +20,7 @@ from stalloc.lifespans import find_step_period, sequence_rows
 from stalloc.lifespans.periods import TINY_BYTES
 from stalloc.trace import MARK_PHASE_END, MARK_STEP, Trace
 from stalloc.trace.operations import read_operations
-from stalloc.trace.sites import Frame, read_sites
+from stalloc.trace.sites import Frame, is_python, read_sites
 
 MOMENTS = ("peak", "oom", "end")
 _ALIGNMENT = 512
@@ -163,7 +163,7 @@ def _tree(stacks: Sequence[tuple[str, ...]], size: Column) -> Branch:
 
 def find_growth(trace: Trace) -> list[Growth]:
     """The call sites that hold more from step to step, over the second half of the steps; most first."""
-    bounds = _step_ends(trace)
+    bounds, are_steps = _step_ends(trace)
     bounds = bounds[len(bounds) // 3 :]  # the first steps make what lasts
     if len(bounds) <= _MIN_STEPS:
         return []
@@ -172,7 +172,7 @@ def find_growth(trace: Trace) -> list[Growth]:
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
     died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end))
     # made after the first boundary and there at one
-    rows = np.flatnonzero((born < died) & (born > 0) & ~_made_once(trace))
+    rows = np.flatnonzero((born < died) & (born > 0) & ~_made_once(trace, are_steps))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
         levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
@@ -190,33 +190,48 @@ def _growth(name: str, levels: Column) -> Growth | None:
     return Growth(name, round(int(levels[-1]) / len(steps)), len(steps), int(levels[-1]))
 
 
-def _step_ends(trace: Trace) -> Column:
-    """Events at which a step ends: the marks, else the ends of the optimizer's steps, else where requests repeat."""
+def _step_ends(trace: Trace) -> tuple[Column, bool]:
+    """Events at which a step ends: the marks, else the ends of the optimizer's steps, else where requests repeat.
+
+    And whether these are steps of the program; what repeats may be the layers that one step of an optimizer goes
+    through, unless lines of the program ask for memory in between.
+    """
     marks = np.unique(trace.mark_event[trace.mark_kind == MARK_STEP])
     if len(marks):
-        return marks
+        return marks, True
     if steps := {number for number, name in enumerate(trace.names) if name.startswith(_OPTIMIZER_STEP)}:
         ends = (trace.mark_kind == MARK_PHASE_END) & np.isin(trace.mark_name, list(steps))
-        return np.unique(trace.mark_event[ends])
+        return np.unique(trace.mark_event[ends]), True
     rows = sequence_rows(trace, TINY_BYTES + 1)
     # layers repeat too, and hold more from one to the next
     period = find_step_period(_without_ending(trace), min_repeats=_MIN_STEPS)
     if period is None:
-        return marks
-    return trace.start[rows[period.first : period.first + period.covered : period.length]]
+        return marks, False
+    repeated = rows[period.first : period.first + period.length]
+    others = _by_stack(trace, lambda stack: any(map(is_python, stack)) and not _makes_once(stack, are_steps=False))
+    return trace.start[rows[period.first : period.first + period.covered : period.length]], bool(others[repeated].any())
 
 
-def _made_once(trace: Trace) -> Column:
+def _made_once(trace: Trace, are_steps: bool) -> Column:
     """(n,) bool: requests of an optimizer's state or of a model that is loaded, whose layers are no steps."""
+    return _by_stack(trace, lambda stack: _makes_once(stack, are_steps))
+
+
+def _by_stack(trace: Trace, holds: Callable[[Sequence[Frame]], bool]) -> Column:
+    """(n,) bool: whether something holds of the stack that made a request; False where there is none."""
     sites = read_sites(trace)
     if sites is None:
         return np.zeros(trace.num_requests, bool)
-    once = [any(map(_makes_once, sites.stack(number))) for number in range(sites.num_stacks)]
-    return np.array([*once, False])[sites.site]  # -1 picks the last
+    found = [holds(sites.stack(number)) for number in range(sites.num_stacks)]
+    return np.array([*found, False])[sites.site]  # -1 picks the last
 
 
-def _makes_once(frame: Frame) -> bool:
-    return frame.name in _MAKE_ONCE or (frame.name == "step" and "optim" in frame.filename)
+def _makes_once(stack: Sequence[Frame], are_steps: bool) -> bool:
+    """What an optimizer's step keeps it may keep in each of them: only its layers are no steps."""
+    return any(
+        frame.name in _MAKE_ONCE or (not are_steps and frame.name == "step" and "optim" in frame.filename)
+        for frame in stack
+    )
 
 
 def _without_ending(trace: Trace) -> Trace:

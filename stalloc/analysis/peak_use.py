@@ -1,11 +1,11 @@
 """What a record needed: its allocated peak, and who held it then, small enough to be kept in a file and compared.
 
 Contract: the bytes of each list add up to the allocated peak. Rows that do not count (what others held before) are in
-neither. Call sites are told by the name of their file, so that they agree between machines.
+neither. Call sites are told without the folder of the project, so that they agree between machines.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from stalloc.columns import Column
 from stalloc.trace import Trace
 from stalloc.trace.sites import Frame
 
+SiteText = Callable[[Hashable], str]  #: of a key of `site_keys`
 _ALIGNMENT = 512
 _SITE = re.compile(r"([^:\n]+):(\d{1,9}) (.+)")
 
@@ -35,8 +36,8 @@ class PeakUse:
     by_class: tuple[Holder, ...]
 
 
-def peak_use(trace: Trace, counted: Column | None = None) -> PeakUse:
-    """What a trace needed; `counted`: (n,) which of its requests count, all without it."""
+def peak_use(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> PeakUse:
+    """What a trace needed; `counted`: (n,) which of its requests count, all without it; `site`: how sites are told."""
     size = trace.aligned_size(_ALIGNMENT)
     if counted is not None:
         size = np.where(counted, size, 0)
@@ -46,18 +47,18 @@ def peak_use(trace: Trace, counted: Column | None = None) -> PeakUse:
         device=trace.device,
         allocated_peak_bytes=peak.num_bytes,
         reserved_peak_bytes=reserved.reserved_bytes if reserved else None,
-        by_site=tuple(grouped(site_keys(trace, rows), size[rows], site_text)),
+        by_site=tuple(grouped(site_keys(trace, rows), size[rows], site)),
         by_class=tuple(grouped(class_keys(trace, rows), size[rows], str)),
     )
 
 
-def lasting(trace: Trace, counted: Column | None = None) -> list[Holder]:
-    """By call site what was allocated in a trace and is there at its end; `counted` as of `peak_use`."""
+def lasting(trace: Trace, counted: Column | None = None, site: SiteText = site_text) -> list[Holder]:
+    """By call site what was allocated in a trace and is there at its end; `counted` and `site` as of `peak_use`."""
     alive = (trace.start >= 0) & (trace.end == trace.num_events)
     if counted is not None:
         alive &= counted
     rows = np.flatnonzero(alive)
-    return grouped(site_keys(trace, rows), trace.aligned_size(_ALIGNMENT)[rows], site_text)
+    return grouped(site_keys(trace, rows), trace.aligned_size(_ALIGNMENT)[rows], site)
 
 
 def site_growth(before: PeakUse, now: PeakUse) -> list[Change]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
-from stalloc.errors import BadInputError, StallocError
+from stalloc.errors import BadInputError, NotATraceError, StallocError
 from stalloc.garbage import fewer_collections
 from stalloc.notices import say
 from stalloc.printable import MAX_SENTENCE, printable
@@ -134,6 +134,11 @@ def _main(argv: Sequence[str] | None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
+    except NotATraceError as error:
+        from stalloc.cli.error_log import is_error_text
+
+        say(is_error_text(error.file) or str(error))
+        return failure
     except StallocError as error:
         say(str(error))
         return failure

@@ -35,6 +35,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,9 @@ def _results(
                 tell(f"replaying what it needs under {allocator_name(name)}")
             results[name] = _need(name, tried, _replayed(history, name, settings), offered)
             if name == "native":
-                uncertain = _uncertain(
-                    tried,
-                    results[name],
-                    lambda which, file: native(PLENTY, file, workspaces=which),
-                    settings,
-                )
+                measure_otherwise = partial(native, PLENTY)
+                uncertain = _uncertain(tried, results[name], measure_otherwise, settings)
+                uncertain["shared_blocks"] = _shared_blocks(tried, uncertain, measure_otherwise)
         if results["stalloc"].needed_by == "replay" and len(results["stalloc"].devices) == 1:
             tell(f"running the program under stalloc with {human_bytes(results['stalloc'].needed_bytes)}")
             results["stalloc"] = _confirmed(results["stalloc"], measures["stalloc"])
@@ -196,9 +194,9 @@ def _with_need(need: Need, size_bytes: int, needed_by: str) -> Need:
 
 
 def _uncertain(
-    tried: dict[str, Any], need: Need, measure: Callable[[str, Path], dict[str, Any]], settings: dict[str, str]
+    tried: dict[str, Any], need: Need, measure: Callable[..., dict[str, Any]], settings: dict[str, str]
 ) -> dict[str, Any]:
-    """What a native run could not know, with the figures between which its own lie whatever cuDNN asks for."""
+    """What a native run could not know, with its figures for the least and the most that cuDNN may ask for."""
     uncertain: dict[str, Any] = tried.get("virtual", {})
     convolutions = uncertain.get("convolutions", {})
     if convolutions.get("unknown_bytes"):
@@ -206,13 +204,28 @@ def _uncertain(
         with tempfile.TemporaryDirectory(prefix="stalloc-") as folder:
             for which in ("least", "most"):
                 file = Path(folder) / f"{which}.pickle"
-                one = measure(which, file)
+                one = measure(file, workspaces=which)
                 other = _need("native", one | {"fits": True}, _replayed(file, "native", settings), PLENTY)
                 seen.append({name: getattr(other, name) for name in FIGURES})
-        for name in FIGURES:  # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
-            ends = sorted(one[name] for one in (seen[:2] if name == "needed_bytes" else seen))
-            convolutions[name] = [ends[0], ends[-1]]
+        allocated = [one["allocated_peak_bytes"] for one in seen]
+        convolutions["allocated_peak_bytes"] = [min(allocated), max(allocated)]
+        # tries, and no range: in how many pieces memory is reserved may differ more with what lies between them
+        convolutions["taken_bytes_tried"] = sorted({one["taken_bytes"] for one in seen})
+        # the most is not needed: where memory is short PyTorch turns to other engines of cuDNN
+        convolutions["needed_bytes_tried"] = sorted({one["needed_bytes"] for one in seen[:2]})
     return uncertain
+
+
+def _shared_blocks(
+    tried: dict[str, Any], uncertain: dict[str, Any], measure: Callable[..., dict[str, Any]]
+) -> dict[str, int] | None:
+    """The most that blocks of several streams (record_stream) may take, if none is done with before the host waits."""
+    if not uncertain.pop("shares_blocks", False):
+        return None
+    late = measure(late_events=True)
+    names = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}
+    before, most = ({key: max(one[key] for one in run["devices"]) for key in names} for run in (tried, late))
+    return {shown: most[key] for key, shown in names.items()} if before != most else None
 
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
@@ -222,14 +235,17 @@ def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> d
         tried["fits"] = all(device["reserved_peak_bytes"] <= offered for device in tried["devices"])
         if tried["fits"]:
             return tried
+    _refuse_failure(name, tried)
     again = measure(offered)
-    for one in (tried, again):
-        if one["exit_code"] != 0 and not one["out_of_memory"]:
-            raise SetupError(
-                f"the program failed with code {one['exit_code']} ({name}), not for lack of memory: "
-                "see its output above."
-            )
+    _refuse_failure(name, again)
     return tried | {"fits": again["exit_code"] == 0}
+
+
+def _refuse_failure(name: str, tried: dict[str, Any]) -> None:
+    if tried["exit_code"] != 0 and not tried["out_of_memory"]:
+        raise SetupError(
+            f"the program failed with code {tried['exit_code']} ({name}), not for lack of memory: see its output above."
+        )
 
 
 def _native(
@@ -240,8 +256,10 @@ def _native(
     *,
     conf: str | None = None,
     workspaces: str = "likely",
+    late_events: bool = False,
 ) -> dict[str, Any]:
     wanted = ["--history", str(history)] if history is not None and offered == PLENTY else []
+    wanted += ["--late-events"] * late_events
     all_options = [*wanted, "--workspaces", workspaces, "--device", "virtual", *options, "--memory", f"{offered}B"]
     return compare(all_options, command, quiet=True, conf=conf)
 

@@ -16,6 +16,7 @@ from stalloc.analysis.error_search import find_errors
 from stalloc.analysis.error_text import DEVICE, ErrorText
 from stalloc.cli.output import file_label
 from stalloc.cli.tables import print_items, print_prose
+from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
 from stalloc.inputs import shown_name
 from stalloc.trace.load import read_log
@@ -28,6 +29,16 @@ def errors_of(file: str) -> list[ErrorText] | None:
     """The out-of-memory errors of a log; None if the file is something else."""
     text = read_log(file)
     return None if text is None else find_errors(text)
+
+
+def is_error_text(file: str) -> str:
+    """The sentence for a verb that was given a log with an error instead of a trace; empty if it is none."""
+    try:
+        is_one = bool(errors_of(file))
+    except BadInputError:
+        return ""
+    name = shown_name(file)
+    return f"{name}: the text of an out-of-memory error, and not a trace: stalloc explain {name} reads it." * is_one
 
 
 def no_errors(file: str) -> str:

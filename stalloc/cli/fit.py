@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     fit, num_trials = _fitted(args, command, source, gpu, budget_bytes, files)
     if fit.best >= 0:  # else what was kept before stays
         fit.save(output)
-    result = {**_result(fit, gpu, output if fit.best >= 0 else None, num_trials), "files": files.all().as_json()}
+    kept = output if fit.best >= 0 else None
+    result = {**_result(fit, gpu, kept, num_trials, args.policy), "files": files.all().as_json()}
     if wants_text(args) and num_trials > 1:  # else it is one that is known
         from stalloc.cli.fit_report import print_fit, print_next
 
@@ -197,7 +198,7 @@ def _fit_of(fitting: Any, best: int, program: Any, gpu: VirtualGPU, budget_bytes
     )
 
 
-def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int) -> dict[str, Any]:
+def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int, policy: str | None) -> dict[str, Any]:
     from stalloc.fitting.fit_record import undominated
 
     measured = [one for one in fit.candidates if one.needed_bytes]
@@ -206,6 +207,11 @@ def _result(fit: Any, gpu: VirtualGPU, output: Path | None, num_trials: int) -> 
         why = "runs short of memory within {}, though its plans need no more: give a few percent more."
     elif lowest is None:
         why = "is not known to be kept within {}: none of its runs could be measured, for the reasons in the table."
+    elif policy is not None and len(fit.candidates) == 1:
+        why = (
+            f"has nothing that {policy} applies to, and as it is it reserves {human_bytes(lowest.needed_bytes)}, more "
+            "than {}: try another policy, or all of them without --policy."
+        )
     else:
         reached = f"the least that was reached is {human_bytes(fit.least_bytes)} ({lowest.what})"
         why = f"cannot be kept within {{}}: {reached}; give that much, or a smaller batch."

@@ -126,17 +126,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m stalloc.cli.native", allow_abbrev=False)
     parser.add_argument("--result", required=True)
     parser.add_argument("--workspaces", choices=("least", "likely", "most"), default="likely")
+    parser.add_argument("--late-events", action="store_true")
     parser.add_argument("--history")  # where torch's history of the run is to go
     add_program_arguments(parser)
     args = parser.parse_args()
     try:
         command = program_command(args)
         from stalloc import device
-        from stalloc.device.virtual import guess_workspaces
+        from stalloc.device.virtual import delay_events, guess_workspaces
 
         kind = device.activate(args.device, chosen_gpu(args))
         if kind == "virtual":
             guess_workspaces(args.workspaces)
+            if args.late_events:
+                delay_events()
     except StallocError as error:
         say(str(error))
         return 2

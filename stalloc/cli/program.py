@@ -17,8 +17,9 @@ from types import FrameType, TracebackType
 
 from stalloc import device as devices
 from stalloc.device import VirtualGPU, find_gpu
+from stalloc.device.decisions import last_place, short_place
 from stalloc.device.known_gpus import memory_option
-from stalloc.errors import BadInputError
+from stalloc.errors import BadInputError, StallocError
 from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program
 from stalloc.notices import say
@@ -26,6 +27,7 @@ from stalloc.notices import say
 _STAND_INS = os.path.dirname(os.path.abspath(devices.__file__)) + os.sep
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_OF_VALUES = (ArithmeticError, AssertionError, LookupError, ValueError)  # errors that follow from a value
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 
 
@@ -161,8 +163,22 @@ def run_program(command: list[str]) -> int:
             sys.stdout.flush()
         _leave_out_ours(error)
         traceback.print_exception(type(error), error, _without_ours(frames))
+        _say_what_was_read(error)
         return 1
     return 0
+
+
+def _say_what_was_read(error: BaseException) -> None:
+    """Name the line whose value the virtual GPU did not compute, where that may have led to an error."""
+    place = last_place()
+    if place is None or isinstance(error, MemoryError | StallocError) or "OutOfMemory" in type(error).__name__:
+        return
+    lines = {f"{one.f_code.co_filename}:{number}" for one, number in traceback.walk_tb(error.__traceback__)}
+    if place in lines or isinstance(error, _OF_VALUES):
+        say(
+            f"{place} read a value that the virtual GPU does not compute, which may be why it failed: say what it "
+            f"reads with stalloc dryrun --assume {short_place(place)}=1."
+        )
 
 
 def _without_ours(frames: TracebackType | None) -> TracebackType | None:

@@ -46,7 +46,8 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         facts.append(("the plan", f"given with --plan did not fit this program: {report['plan_misfit']}"))
     facts.append(("steps", f"{report['steps']:,}, {report['planned_steps']:,} of them whole on the plan"))
     if report["requests_per_step"]:
-        served = "" if rate is None else f", {100 * rate:.3f}% served from the plan (hit rate, from its second step on)"
+        over = "from its second step on" if report["planned_passes"] else "over the whole run"
+        served = "" if rate is None else f", {100 * rate:.3f}% served from the plan (hit rate, {over})"
         facts.append(("requests", f"{report['requests_per_step']:,} over 512 bytes per step{served}"))
     if report["plan_peak_bytes"] is not None:
         gap = report["plan_peak_bytes"] - report["lower_bound_bytes"]

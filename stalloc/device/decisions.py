@@ -60,6 +60,23 @@ def as_variable(assumptions: Iterable[Assumption]) -> str:
     return json.dumps([f"{one.file}:{one.line}={one.value:f}" for one in assumptions])
 
 
+_last_places: list[str] = []  # at most one, of CuPy's decisions and PyTorch's together
+
+
+def last_place() -> str | None:
+    """Where the program read what no kernel computed last, and nothing is assumed."""
+    return _last_places[0] if _last_places else None
+
+
+def _note_last(place: str) -> None:
+    _last_places[:] = [place]
+
+
+def short_place(place: str) -> str:
+    """A place as --assume takes it."""
+    return "/".join(place.split("/")[-2:])
+
+
 class Decisions:
     """The decisions of this process; `skipped` are the folders whose lines are not the program's."""
 
@@ -78,6 +95,7 @@ class Decisions:
         assumed = self._assumed_at(place)
         if assumed is not None:
             return assumed
+        _note_last(place)
         if place in self._places:
             self._in_a_row += 1
         elif len(self._places) < _MAX_PLACES:
@@ -91,10 +109,12 @@ class Decisions:
     def take_number(self) -> float | None:
         """The same for a floating-point number, which is no decision as far as one sees."""
         self._numbers += 1
-        place = self._place() if self._assumed or self._numbers >= MOST_NUMBERS else None
+        place = self._place()
         if place is None:
             return None
         assumed = self._assumed_at(place)
+        if assumed is None:
+            _note_last(place)
         if assumed is None and self._numbers >= MOST_NUMBERS:
             self._end(place)
         return assumed
@@ -104,7 +124,7 @@ class Decisions:
 
     def _end(self, place: str) -> None:
         self._in_a_row = self._numbers = 0
-        shown = "/".join(place.split("/")[-2:])
+        shown = short_place(place)
         raise EndlessLoopError(
             f"{place} reads again and again what the virtual GPU does not compute, so its loop may never end: bound "
             f"the number of steps, or say what it reads with stalloc dryrun --assume {shown}=1."

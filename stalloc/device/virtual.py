@@ -193,6 +193,11 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
     _active_library().stalloc_virtual_set_guesses({"least": -1, "likely": 0, "most": 1}[which])
 
 
+def delay_events() -> None:
+    """Let nothing be done before the host waits for it, where all is done at once otherwise."""
+    _active_library().stalloc_virtual_set_late_events(1)
+
+
 def findings() -> dict[str, Any]:
     """What this process's figures depend on, and what keeps them from being certain, as plain values."""
     counted = [_values.decisions if _values is not None else None, _cupy_decisions]
@@ -202,6 +207,7 @@ def findings() -> dict[str, Any]:
         "torch": str(torch.__version__) if torch is not None else None,
         "convolutions": {**asdict(certainty(asked := convolutions())), "by_trial": bool(asked) and _tries(torch)},
         "decisions": [asdict(one) for one in decisions],
+        "shares_blocks": bool(_active_library().stalloc_virtual_shares_blocks()),
     }
 
 

@@ -91,6 +91,7 @@ Result cuCtxDestroy_v2(Handle context) { return SUCCESS; }
 Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
 Result cuCtxSynchronize(void) {
     pools_wait();
+    host_waits_for_all();
     return SUCCESS;
 }
 Result cuCtxGetLimit(size_t *value, int limit) {
@@ -103,7 +104,7 @@ Result cuEventRecord(Handle event, Handle stream) {
     count(COUNT_RECORD);
     return event_record(event, stream);
 }
-Result cuEventQuery(Handle event) { return SUCCESS; }
+Result cuEventQuery(Handle event) { return event_query(event); }
 Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
     count(COUNT_WAIT);
     stream_wait(stream, event);

@@ -106,6 +106,10 @@ void *new_handle(void);
 void *event_create(void);
 void event_destroy(void *event);
 int event_record(void *event, void *stream);
+int event_query(void *event); // NOT_READY only where events are to be late
+void host_waits_for_event(void *event);
+void host_waits_for_stream(void *stream);
+void host_waits_for_all(void);
 int event_elapsed_ms(float *ms, void *start, void *end);
 void work_takes(int64_t ms); // as events time it; nothing waits for it
 void stream_wait(void *stream, void *event);

@@ -20,6 +20,7 @@ Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority)
 Error cudaStreamDestroy(Handle stream) { return SUCCESS; }
 Error cudaStreamSynchronize(Handle stream) {
     pools_wait();
+    host_waits_for_stream(stream);
     return SUCCESS;
 }
 Error cudaStreamQuery(Handle stream) { return SUCCESS; }
@@ -62,9 +63,10 @@ Error cudaEventDestroy(Handle event) {
 }
 Error cudaEventRecord(Handle event, Handle stream) { return failed(event_record(event, stream)); }
 Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
-Error cudaEventQuery(Handle event) { return SUCCESS; }
+Error cudaEventQuery(Handle event) { return failed(event_query(event)); }
 Error cudaEventSynchronize(Handle event) {
     pools_wait();
+    host_waits_for_event(event);
     return SUCCESS;
 }
 Error cudaEventElapsedTime(float *ms, Handle start, Handle end) { return failed(event_elapsed_ms(ms, start, end)); }

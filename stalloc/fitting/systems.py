@@ -39,7 +39,7 @@ SYSTEMS: tuple[System, ...] = (
     System("compile-budget", "PyTorch", "a share for compiled code", "executes", f"{_FIT} compile-budget"),
     System("stalloc", "STAlloc (Huang et al.)", "a plan of where everything lives", "executes", "stalloc run"),
     System("expandable", "PyTorch", "expandable segments", "replays", "stalloc simulate"),
-    System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate"),
+    System("gmlake", "GMLake", "stitches blocks of mapped memory", "replays", "stalloc simulate --allocator gmlake"),
     System("zero-r", "ZeRO-R (DeepSpeed)", "contiguous buffers", "executes", "stalloc.contiguous_buffers"),
     System(
         "annealing", "Imanishi and Xu", "a plan by simulated annealing", "executes", "stalloc plan --method annealing"
@@ -82,7 +82,7 @@ SYSTEMS: tuple[System, ...] = (
     System("lohan", "LoHan", "how much to swap, solved", "replays", _SWAP),
     System("moe-cache", "MoESys", "a cache of experts, for inference", "executes", "stalloc.cache_experts"),
     System("zero-1…3", "ZeRO", "state, gradients, weights over ranks", "not yet"),
-    System("fsdp", "PyTorch FSDP", "units of weights over ranks", "not yet"),
+    System("fsdp", "PyTorch FSDP", "units of weights over ranks", "emulates", "stalloc dryrun --ranks N"),
     System("zero++", "ZeRO++", "a second copy within a node", "not yet"),
     System("mics", "MiCS", "groups of ranks", "not yet"),
     System("paro", "PaRO", "all ways to share over groups", "not yet"),

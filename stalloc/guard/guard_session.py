@@ -20,7 +20,7 @@ from stalloc.device.known_gpus import parse_memory
 from stalloc.errors import StallocError
 from stalloc.guard.baseline import load_baseline
 from stalloc.guard.judgement import held_at_error, leaked, over_baseline, over_limit
-from stalloc.guard.measured import Measured, left_behind, measure
+from stalloc.guard.measured import Measured, left_behind, measure, sites_below
 from stalloc.integrations.native_history import Block, NativeHistory
 from stalloc.notices import say
 from stalloc.trace import Trace, load_traces, save_traces
@@ -34,6 +34,7 @@ class Guard:
 
     def __init__(self, config: pytest.Config, *, all_tests: bool) -> None:
         self._option, self._all_tests = config.option, all_tests
+        self._site = sites_below(config.rootpath)
         self._artifacts = Path(config.invocation_params.dir, config.option.stalloc_artifacts)
         self._baseline = None
         try:
@@ -106,7 +107,8 @@ class Guard:
         if call.excinfo is not None:
             if "OutOfMemory" in call.excinfo.typename:
                 traces = self._history.traces(item.nodeid)
-                measured = self._saved(measure(item.nodeid, traces, None if traces else self._history.live()), traces)
+                used = None if traces else self._history.live()
+                measured = self._saved(measure(item.nodeid, traces, used, self._site), traces)
                 report.sections.append(("GPU memory when it ran out", held_at_error(measured).text(measured)))
             return
         measured, traces = self._measured(item)
@@ -130,8 +132,8 @@ class Guard:
         gc.collect()
         self._history.settle()
         traces = self._history.traces(item.nodeid)
-        left = left_behind(traces)
-        measured = measure(item.nodeid, traces, {}, left=left)
+        left = left_behind(traces, self._site)
+        measured = measure(item.nodeid, traces, {}, self._site, left=left)
         finding = leaked(measured, limit)
         if finding is not None:
             measured = self._saved(measured, traces)
@@ -142,7 +144,7 @@ class Guard:
         """What a test needed, in this process or a child, whichever took more; and the traces of that one."""
         traces = self._history.traces(item.nodeid)
         used = self._held_by_fixtures(item)
-        measured = measure(item.nodeid, traces, used).with_reserved(self._history.cached_by_cupy())
+        measured = measure(item.nodeid, traces, used, self._site).with_reserved(self._history.cached_by_cupy())
         for file in sorted(Path(self._children.name).glob("*.trace.npz")):
             try:
                 of_child = load_traces(file)
@@ -150,7 +152,7 @@ class Guard:
                 say(f"the record of a child process of {item.nodeid} cannot be read: {error}")
                 continue
             command = next((str(trace.info.get("process", "")) for trace in of_child), "")
-            child = measure(item.nodeid, of_child, process=command or "unnamed")
+            child = measure(item.nodeid, of_child, site=self._site, process=command or "unnamed")
             if child.use.allocated_peak_bytes > measured.use.allocated_peak_bytes:
                 measured, traces = child, of_child
         return measured, traces

@@ -5,18 +5,22 @@ behind counts for nobody else, so figures do not hang on the order of the tests.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stalloc.analysis.grouping import site_text
 from stalloc.analysis.holders import Holder
-from stalloc.analysis.peak_use import PeakUse, lasting, peak_use
+from stalloc.analysis.peak_use import PeakUse, SiteText, lasting, peak_use
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
+from stalloc.printable import printable
 from stalloc.trace import Trace
+from stalloc.trace.sites import Frame
 
 _MAX_SITES = 40  # that a file keeps; the rest is one line
 _HELD_BEFORE = "allocated before the test"
@@ -71,14 +75,30 @@ def use_of(found: dict[str, Any]) -> PeakUse:
     return PeakUse(**numbers, by_site=lists["by_site"], by_class=lists["by_class"])
 
 
+def sites_below(root: Path) -> SiteText:
+    """Call sites by the path of their file from a folder on; what lies elsewhere by the name of the file."""
+    folder = f"{root}/"
+
+    def text(key: Hashable) -> str:
+        if isinstance(key, Frame) and key.filename.startswith(folder):
+            return printable(f"{key.filename.removeprefix(folder)}:{key.line} {key.name}")
+        return site_text(key)
+
+    return text
+
+
 def measure(
-    name: str, traces: Sequence[Trace], fixtures: dict[tuple[int, int], int] | None = None, **more: Any
+    name: str,
+    traces: Sequence[Trace],
+    fixtures: dict[tuple[int, int], int] | None = None,
+    site: SiteText = site_text,
+    **more: Any,
 ) -> Measured:
     """What traces say; `fixtures` are blocks (device, address) and their bytes that were live before and count too.
 
     Without `fixtures` all that was live before counts.
     """
-    uses = [peak_use(trace, _counted(trace, fixtures)) for trace in traces]
+    uses = [peak_use(trace, _counted(trace, fixtures), site) for trace in traces]
     held = fixtures or {}
     uses += [
         _held_before(device, [num_bytes for (at, _), num_bytes in held.items() if at == device])
@@ -89,9 +109,9 @@ def measure(
     return Measured(name=name, use=shortened(use), notes=notes, **more)
 
 
-def left_behind(traces: Sequence[Trace]) -> tuple[Holder, ...]:
+def left_behind(traces: Sequence[Trace], site: SiteText) -> tuple[Holder, ...]:
     """What was allocated in the traces and is there at their end, on all devices, by call site."""
-    return tuple(one for trace in traces for one in lasting(trace))
+    return tuple(one for trace in traces for one in lasting(trace, site=site))
 
 
 def _held_before(device: int, sizes: Collection[int]) -> PeakUse:

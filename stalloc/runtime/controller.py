@@ -160,6 +160,7 @@ class Controller:
         """The same for one that is not of a steady step: if it is of a step, look for a plan."""
         with self.lock:
             self.steady.end()
+            self.recording.num_planned += kind == MARK_STEP and self.status.phase is Phase.PLANNED
             if kind == MARK_STEP and (note := self.watching.note_step(self.strands, self.serving.probation)):
                 self._drop_plan(note)
             self.recording.note_mark(kind, name)

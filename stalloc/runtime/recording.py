@@ -51,6 +51,7 @@ class Recording:
         self.step_events: list[int] = []  #: events before each mark of a step
         self.mark_threads: list[int] = []  #: who set it
         self.step_times_ns: list[int] = []  #: monotonic times of all marks of steps, recorded or not
+        self.num_planned = 0  #: of those, while a plan was in force, whichever
         self.kept: KeptTrace | None = None  #: what was recorded when a plan was made
         self.longest_step = 0  #: requests between two marks of steps, at most
         self.left_out: set[int] = set()  #: threads whose requests are no part of the steps

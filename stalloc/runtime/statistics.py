@@ -27,9 +27,10 @@ class Report:
     note: str  #: why, if that is not the plan
     steps: int  #: steps seen: marks of the program, or passes over the plan where it set none
     watched_steps: int  #: before the last plan was put in force; all of them if none was
-    planned_steps: int  #: whole steps served from the plan
-    requests_per_step: int  #: requests over 512 bytes in a step of the plan
-    hit_rate: float | None  #: share of those served from the plan, from the second planned step on
+    planned_steps: int  #: whole steps while a plan was in force: of all plans where the program marks steps
+    requests_per_step: int  #: requests over 512 bytes in a step of the plan, on average of those in its ring
+    planned_passes: int  #: whole passes over the last plan
+    hit_rate: float | None  #: share of those served from the plan, from its second pass on; else of the whole run
     hits: int  #: since the last plan was put in force
     misses: int
     conflicts: int  #: planned requests whose place was still taken
@@ -90,6 +91,11 @@ def _planned_steps(controller: "Controller") -> list[Step]:
     return steps
 
 
+def _steps_per_pass(controller: "Controller", num_marks: int, num_passes: int) -> int:
+    """Marked steps in one pass over the plan: a plan from a file does not tell, but its passes and the marks do."""
+    return controller.steps.places.num_in_ring or max(1, round(num_marks / max(1, num_passes)))
+
+
 def _median_ms(times_ns: list[int]) -> float | None:
     gaps = [(b - a) / 1e6 for a, b in itertools.pairwise(times_ns)]
     return statistics.median(gaps) if gaps else None
@@ -137,11 +143,13 @@ def report(controller: "Controller") -> Report:
     after = [time for time in marks if begin is not None and time >= begin]
     if not marks:
         after = [step.end_ns for step in steps if step.end_ns]
-    per_ring = controller.status.steps_per_ring
+    per_ring = _steps_per_pass(controller, len(after), len(steps)) if marks else controller.status.steps_per_ring
     step_ms = _median_ms(after)
     if step_ms is not None and not marks:
         step_ms /= per_ring
     (run_hits, run_misses), (allocated_peak, reserved_peak) = run_counts(controller), run_peaks(controller)
+    if not asked:  # the last plan came late: what those before it served
+        served, asked = run_hits, run_hits + run_misses
     return Report(
         device=controller.device.index,
         device_name=controller.device.name,
@@ -150,7 +158,8 @@ def report(controller: "Controller") -> Report:
         note=controller.status.note,
         steps=len(marks) or controller.status.observed_steps + len(steps) * per_ring,
         watched_steps=len(before) if marks else controller.status.observed_steps,
-        planned_steps=len(steps) * per_ring,
+        planned_steps=controller.recording.num_planned if marks else len(steps) * per_ring,
+        planned_passes=len(steps),
         requests_per_step=(len(plan.tape_size) - plan.num_prologue) // per_ring if plan is not None else 0,
         hit_rate=served / asked if asked else None,
         hits=state.record.hits,

@@ -68,6 +68,7 @@ class SteadyMarks:
             return False
         self._names.append(name)
         self._recording.step_times_ns.append(time.monotonic_ns())
+        self._recording.num_planned += 1
         return True
 
     def begin(self) -> None:

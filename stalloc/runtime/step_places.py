@@ -63,6 +63,11 @@ class StepPlaces:
         self._begins, self._names, self._order = [*begins], [*names], KindOrder(ends_turn)
         self._ends = [begin + length for begin, length in zip(begins, itertools.cycle(lengths), strict=False)]
 
+    @property
+    def num_in_ring(self) -> int:
+        """Steps in the ring that is followed; 0 where that is not known."""
+        return len(self._positions)
+
     def find(self) -> None:
         """A step begins: tell the core where the tape goes on."""
         record = self._state.record

@@ -20,6 +20,7 @@ def native_peaks() -> list[dict[str, int]]:
                 {
                     "device": index,
                     "allocated_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+                    "active_peak_bytes": stats.get("active_bytes.all.peak", 0),
                     "reserved_peak_bytes": stats.get("reserved_bytes.all.peak", 0),
                     "end_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
                     "cupy_bytes": 0,

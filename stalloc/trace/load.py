@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from stalloc.errors import BadInputError
+from stalloc.errors import BadInputError, NotATraceError
 from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
 from stalloc.npz import unpacked_limit_bytes
 from stalloc.trace.activity import Activity, read_activity
@@ -140,7 +140,8 @@ def _load(
                     check_read(trace)
             return found
     except BadInputError as error:  # what a trace says of itself does not know the file
-        raise error if str(name) in str(error) else BadInputError(f"{name}: {error}") from error
+        sentence = str(error) if str(name) in str(error) else f"{name}: {error}"
+        raise NotATraceError(sentence, os.fspath(path)) from error
     except (EOFError, zlib.error) as error:
         raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
     except MemoryError as error:

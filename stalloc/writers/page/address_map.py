@@ -61,13 +61,15 @@ def side_by_side(
 
 
 def planned_map(trace: Trace) -> AddressMap:
-    """A plan of the whole record by stalloc, all streams in one arena."""
+    """A plan of the whole record by stalloc, all streams in one arena: a real run does not know what is to come."""
     method = "auto" if trace.num_requests <= _MAX_SEARCHED else "greedy"
     lifespans = trace.start, trace.end, np.maximum(trace.size, 1)
     made = plan(lifespans, alignment=UNIT_BYTES, method=method, time_budget_seconds=_MAX_SECONDS)
     height = max(-(-made.peak_bytes // UNIT_BYTES), 1)
     arena = np.array([[0, max(trace.num_events, 1) + 1, 0, height]], np.int64)
-    return AddressMap(name="stalloc's plan", place=made.offset // UNIT_BYTES, height=height, segments=arena)
+    return AddressMap(
+        name="stalloc's plan, in hindsight", place=made.offset // UNIT_BYTES, height=height, segments=arena
+    )
 
 
 def _segments(trace: Trace) -> tuple[Column, Column, Column, Column]:

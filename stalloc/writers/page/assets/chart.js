@@ -104,14 +104,17 @@ class LoadChart {
     const x = plot.valToPos(event + 1, "x", true), y = plot.valToPos(bytes, "y", true), side = 5 * ratio, words = "peak " + humanBytes(bytes);
     if (event === null || x < bbox.left || x > bbox.left + bbox.width) return;
     ctx.save();
-    Object.assign(ctx, { fillStyle: theme.ink, strokeStyle: theme.halo, lineWidth: 3 * ratio, font: `600 ${11 * ratio}px system-ui, sans-serif`, textBaseline: "bottom", textAlign: "left" });
+    Object.assign(ctx, { fillStyle: theme.ink, font: `600 ${11 * ratio}px system-ui, sans-serif`, textBaseline: "bottom", textAlign: "left" });
     ctx.beginPath();
     ctx.moveTo(x, y);
     ctx.lineTo(x - side, y - 1.6 * side);
     ctx.lineTo(x + side, y - 1.6 * side);
     ctx.fill();
     const width = ctx.measureText(words).width, left = x + width + 3 * side > bbox.left + bbox.width ? x - width - 1.6 * side : x + 1.6 * side;
-    ctx.strokeText(words, left, y - 2);
+    const height = 14 * ratio; // a plate below the words, or the line of what is reserved strikes them through
+    ctx.fillStyle = theme.halo;
+    ctx.fillRect(left - 2 * ratio, y - height, width + 4 * ratio, height);
+    ctx.fillStyle = theme.ink;
     ctx.fillText(words, left, y - 2);
     ctx.restore();
   }
