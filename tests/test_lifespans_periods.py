@@ -17,7 +17,7 @@ PERIODS = [
     ("resnet50_pytorch_blog.pickle.gz", 679),
 ]
 SINGLE_STEPS = (
-    *("step.pickle.gz", "forward.pickle.gz", "optimizer_step.pickle.gz", "out_of_memory.pickle.gz"),
+    *("step.pickle.gz", "forward.pickle.gz", "out_of_memory.pickle.gz"),
     *("lm27b_ctx128_fullstep.pickle.gz", "llama3_8b_fsdp4_oom_rank0.pickle.gz", "lm_step_steady.pickle.gz"),
 )
 

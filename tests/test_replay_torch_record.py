@@ -22,7 +22,7 @@ SNAPSHOTS = {
     ("step", 0): 0,
     ("forward", 0): 96,
     ("optimizer_step", 0): 40,
-    ("out_of_memory", 0): 51,
+    ("out_of_memory", 0): 64,
     ("rank0", 0): 23,
     ("rank1", 0): 21,
     ("fragmented", 0): 24,

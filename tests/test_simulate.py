@@ -193,7 +193,7 @@ def test_stats_explain_and_simulate_say_the_same_of_one_file(capsys, name):
 
 
 RAN_OUT = [
-    ("out_of_memory.pickle.gz", "3700MiB", 4990, "3.8GiB"),
+    ("out_of_memory.pickle.gz", "4000MiB", 5134, "4.2GiB"),
     ("llama3_8b_fsdp4_oom_rank0.pickle.gz", "40GB", 3273, "80GB"),
 ]
 

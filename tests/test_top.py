@@ -102,7 +102,7 @@ def test_a_forward_pass_whose_layers_repeat_is_no_leak(capsys, name):
 
 def test_a_mask_that_every_step_keeps_is_told(capsys):
     (device,) = top(capsys, str(path_of("leak.pickle.gz")))
-    assert [(grows["step_bytes"], grows["site"]) for grows in device["growth"]] == [(4 << 20, "blocks.py:40 leak")]
+    assert [(grows["bytes_per_step"], grows["name"]) for grows in device["growth"]] == [(4 << 20, "blocks.py:39 leak")]
 
 
 @pytest.mark.parametrize("at", ["peak", "end", "5"])

@@ -43,9 +43,9 @@ def test_our_profile_and_its_timeline_tell_of_one_run():
     assert (trace.num_requests, len(timeline.action)) == (875, 1750)  # as many, and what was there before
     assert find_step_period(trace).repeats == find_step_period(timeline).repeats == 5
     assert np.count_nonzero(trace.mark_kind == MARK_STEP) == 5
-    # torch counts the bytes that it holds; those that no event names were there throughout
-    peak = peak_load(trace.start, trace.end, trace.size)
-    assert trace.info["unseen_bytes"] + peak == max(trace.extra["total_allocated"])
+    # what the model and its optimizer hold was there before: 84 tensors, which the timeline names
+    assert trace.info["unseen_bytes"] > 0
+    assert np.count_nonzero(timeline.start < 0) == 84
 
 
 def test_every_real_file_is_in_the_table(shared_traces):

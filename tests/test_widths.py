@@ -116,7 +116,7 @@ COMMANDS = (
     "convert --force TINY OUT",
     "diff TINY OTHER",
     "simulate TINY",
-    pytest.param("simulate OOM --capacity 3700MiB", marks=pytest.mark.slow),
+    pytest.param("simulate OOM --capacity 4000MiB", marks=pytest.mark.slow),
     "explain OOM",
     "explain CSV",
     "info",
@@ -182,7 +182,7 @@ def test_lines_other_than_what_is_copied_fit_the_terminal(
     for command in (
         "stats OOM",
         "explain OOM",
-        "simulate OOM --capacity 3700MiB",
+        "simulate OOM --capacity 4000MiB",
         "top OOM --no-tree",
         "diff TINY OTHER",
     ):

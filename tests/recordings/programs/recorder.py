@@ -57,8 +57,10 @@ class Recorder:
         return plain
 
     def save_error(self, name: str, error: BaseException) -> None:
-        """Write what Python says of an error on standard error."""
-        self.write(f"{name}.log", without_folders("".join(traceback.format_exception(error))).encode())
+        """Write what Python says of an error on standard error, without the functions of the virtual GPU."""
+        told = traceback.TracebackException.from_exception(error)
+        told.stack = traceback.StackSummary.from_list(f for f in told.stack if "/stalloc/device/" not in f.filename)
+        self.write(f"{name}.log", without_folders("".join(told.format())).encode())
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file, compressed where its name says so."""
