@@ -40,9 +40,10 @@ def test_it_allocates():
 """
 #: what the README calls the reader's files and choices, where it does not name one
 MEANT = {
-    "SCRIPT": "train.py", "FILE…": "snapshot.pickle", "FILE": "snapshot.pickle",
-    "PLAN": "step.plan.npz", "TRACE": "snapshot.pickle", "IN": "snapshot.pickle", "OUT": "out.json", "stalloc swap FILE… --budget SIZE": "stalloc swap operations.trace.npz --budget 16MiB",
-    "A": "snapshot.pickle", "B": "snapshot.pickle", "T": "snapshot.pickle", "P": "p.plan.npz",
+    "stalloc swap FILE… --budget SIZE": "stalloc swap operations.trace.npz --budget 16MiB",
+    "SCRIPT": "train.py", "FILE…": "snapshot.pickle", "FILE": "snapshot.pickle", "PLAN": "step.plan.npz",
+    "TRACE": "snapshot.pickle", "IN": "snapshot.pickle", "OUT": "out.json", "A": "snapshot.pickle",
+    "B": "snapshot.pickle", "T": "snapshot.pickle", "P": "p.plan.npz",
 }  # fmt: skip
 #: commands that are not run here, and why
 ELSEWHERE = {
@@ -56,7 +57,7 @@ ELSEWHERE = {
     "eval": "is argcomplete's own",
 }
 #: those that start several programs, or large ones
-SLOW = ("dryrun --memory", "--compare-native", "--find", "stalloc fit", "torchrun", "--size 7b")
+SLOW = ("stalloc dryrun", "stalloc fit", "--budget 24GiB", "--compare-native", "torchrun")
 _GUARD = ("--stalloc-baseline", "memory.json", "--stalloc-gpu", "virtual:H100")
 
 
