@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recordings import each, path_of
+from recordings import counted, each, path_of
 from test_timeline import ITERATION, written
 from test_top import write_leak
 from warm_programs import run_stalloc
@@ -214,6 +214,13 @@ def test_phases_and_where_names_come_from_are_told(tmp_path: Path) -> None:
     assert 0 < begin < end <= steady["num_events"]
     assert steady["sites_are"] == "call site"
     assert (without["sites_are"], without["phases"]) == ("", [])
+
+
+def test_ranks_stand_beside_each_other(tmp_path: Path) -> None:
+    files = [path_of(f"rank{rank}.pickle.gz") for rank in range(2)]
+    _, devices = page_of(tmp_path, *map(str, files))
+    peaks = [device["summary"]["reserved_peak_bytes"] for device in devices]
+    assert sorted(peaks) == sorted(counted(f"rank{rank}")[0]["reserved_peak_bytes"] for rank in range(2))
 
 
 def test_levels_of_detail_keep_what_can_be_seen() -> None:
