@@ -68,7 +68,8 @@ def answer(
     if program == "pytest":
         options = [*test_pytest_plugin.PLUGIN, "-p", "no:cacheprovider", "--rootdir", str(folder), *rest]
         return run_warm(_PYTEST, *options, folder=folder, variables=variables)
-    if program == "stalloc" and not (shows_stacks and rest[0] == "record"):
+    finds_out = rest[:1] == ["run"] and "--device" not in rest  # that there is no GPU, which a fork has already
+    if program == "stalloc" and not finds_out and not (shows_stacks and rest[0] == "record"):
         return run_stalloc(*rest, folder=folder, variables=variables)
     if program == "python" and "STALLOC" not in given:  # which is read at the start of one
         return run_file(folder / rest[0], *rest[1:], folder=folder, variables=variables)

@@ -18,7 +18,6 @@ _PROGRAMS = str(Path(__file__).parent)
 _LIBRARIES = str(Path(torch.__file__).parents[1])
 _FIRST_MICROSECOND = 1_700_000_000_000_000
 _FIRST_ADDRESS = 0x7F00_0000_0000
-_FAR = 1 << 36  # segments of one process lie closer to each other
 
 
 class Recorder:
@@ -80,7 +79,8 @@ def _plain(snapshot: dict[str, Any]) -> dict[str, Any]:
     for moment, row in enumerate(sorted(rows, key=lambda row: row["time_us"])):
         row["time_us"] = _FIRST_MICROSECOND + 10 * moment
     streams: dict[int, int] = {0: 0}
-    shift = _FIRST_ADDRESS - min(segment["address"] for segment in snapshot["segments"]) // _FAR * _FAR
+    places = [event["addr"] for event in events if event["action"] not in ("oom", "snapshot")]
+    shift = _FIRST_ADDRESS - min(*places, *(segment["address"] for segment in snapshot["segments"]))
     stacks: dict[tuple[tuple[str, int, str], ...], list[dict[str, Any]]] = {}
     for row in [*events, *snapshot["segments"], *[b for segment in snapshot["segments"] for b in segment["blocks"]]]:
         if "stream" in row:
@@ -101,7 +101,7 @@ def renumbered(trace: dict[str, Any]) -> dict[str, Any]:
     clock = {moment: 10 * number for number, moment in enumerate(sorted(ends))}
     numbers: dict[object, int] = {}
     addresses = [event["args"]["Addr"] for event in timed if "Addr" in event.get("args", {})]
-    shift = _FIRST_ADDRESS - min(addresses) // _FAR * _FAR
+    shift = _FIRST_ADDRESS - min(addresses)
     for event in events:
         for name in ("pid", "tid"):
             if name in event:
