@@ -105,7 +105,7 @@ def test_an_allocator_that_is_not_cudas_is_told_apart(snapshot):
 
 
 def test_the_first_event_that_differs_is_named(snapshot):
-    trace = snapshot("lm_fb_ctx200")
+    trace = snapshot("out_of_memory")
     takes_segment = np.append(False, trace.action[:-1] == Action.SEGMENT_ALLOC) & (trace.action == Action.ALLOC)
     at = int(np.flatnonzero(takes_segment & (trace.event_size >= 10 * MIB))[3])
     sizes = trace.size.copy()
@@ -118,7 +118,7 @@ def test_the_first_event_that_differs_is_named(snapshot):
 
 @pytest.mark.parametrize("settings", ["roundup_power2_divisions:2", "max_split_size_mb:64", "expandable_segments:True"])
 def test_a_recorded_start_goes_on_under_other_settings(snapshot, settings):
-    trace = snapshot("octree_nca_train")
+    trace = snapshot("fragmented")
     parsed = parse_settings(settings)
     model = TorchCaching.from_record(trace, parsed)
     fed = model.feed(recorded_calls(trace, parsed)[0])
@@ -130,7 +130,7 @@ def test_a_recorded_start_goes_on_under_other_settings(snapshot, settings):
 
 
 def test_a_start_can_be_followed_event_by_event(snapshot):
-    trace = snapshot("tiny_transformer")
+    trace = snapshot("step")
     model = TorchCaching.from_record(trace)
     events, _ = recorded_calls(trace, recorded_settings(trace))
     assert model.counters().reserved_bytes == trace.reserved_start_bytes
