@@ -1,4 +1,4 @@
-"""What tests share: where the shared data is, and running a program in a fresh interpreter."""
+"""What tests share: which of them need strangers' data, and running a program in a fresh interpreter."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import shared_folder
 from warm_programs import run_warm, without_compiling
 
 # what tests start would compile each module anew, in every process
@@ -20,36 +21,31 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _shared_directory() -> Path | None:
-    """$STALLOC_SHARED, else a directory named `shared` beside the checkout, else None."""
-    named = os.environ.get("STALLOC_SHARED")
-    directory = Path(named) if named else Path(__file__).parents[1].parent / "shared"
-    return directory if directory.is_dir() else None
-
-
-def _shared(name: str) -> Path:
-    directory = _shared_directory()
-    if directory is None or not (directory / name).is_dir():
-        pytest.skip(f"no shared {name}: set STALLOC_SHARED to the directory that holds {name}/")
-    return directory / name
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is about strangers' data alone, where there is none: our recordings are asked the same."""
+    lacking = {name for name in ("traces", "instances", "field") if shared_folder(name) is None}
+    left_out = [item for item in items if lacking & {name.removeprefix("shared_") for name in item.fixturenames}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
-def shared_traces() -> Path:
-    """The directory of recorded traces of real programs; the test is skipped where it is absent."""
-    return _shared("traces")
+def shared_traces() -> Path | None:
+    """The directory of strangers' recordings; a test that uses it is left out where it is absent."""
+    return shared_folder("traces")
 
 
 @pytest.fixture(scope="session")
-def shared_instances() -> Path:
-    """The directory of published packing instances; the test is skipped where it is absent."""
-    return _shared("instances")
+def shared_instances() -> Path | None:
+    """The directory of published packing instances; a test that uses it is left out where it is absent."""
+    return shared_folder("instances")
 
 
 @pytest.fixture(scope="session")
-def shared_field() -> Path:
-    """The directory of inputs that strangers had; the test is skipped where it is absent."""
-    return _shared("field")
+def shared_field() -> Path | None:
+    """The directory of inputs that strangers had; a test that uses it is left out where it is absent."""
+    return shared_folder("field")
 
 
 @pytest.fixture

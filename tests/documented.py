@@ -37,10 +37,14 @@ def files(section: str) -> dict[str, str]:
 
 
 def answers(said: str, shown: list[str]) -> bool:
-    """Whether what was said is what is shown; `…` stands for any lines, and at the end of a line for the rest of it."""
+    """Whether what was said is what is shown; `…` stands for any lines, and at the end of a line for the rest of it.
+
+    Milliseconds are those of the machine.
+    """
     parts = [r"(?:.*\n)*?" if line == "…" else _pattern(line.rstrip()) + r"[ ]*\n" for line in shown]
     return re.fullmatch("".join(parts), said if said.endswith("\n") or not said else said + "\n") is not None
 
 
 def _pattern(line: str) -> str:
-    return re.escape(line.removesuffix("…")) + ".*" * line.endswith("…")
+    text = re.escape(line.removesuffix("…"))
+    return re.sub(r"(\\ )+[\d\\.]+\\ ms", r" +[\\d.]+ ms", text) + ".*" * line.endswith("…")

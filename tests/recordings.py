@@ -1,10 +1,23 @@
-"""The recordings of real programs that tests read, by name, and which of them are read always."""
+"""The recordings that tests read, by name: ours in `recordings/`, and those of strangers where they are there."""
 
+import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-SNAPSHOTS = (
+OURS = Path(__file__).parent / "recordings"
+
+#: our snapshots with a history, and how many streams each has
+STREAMS = {
+    "training": 1, "step": 1, "forward": 1, "optimizer_step": 1, "out_of_memory": 2, "rank0": 1, "rank1": 1,
+    "fragmented": 1, "leak": 1, "streams": 7, "gpus": 1, "stale_cache": 1,
+}  # fmt: skip
+OUR_SNAPSHOTS = tuple(f"{name}.pickle.gz" for name in STREAMS)
+OUR_OTHERS = ("profile.json.gz", "memory_timeline.json.gz", "page.html.gz", "lifespans.csv.gz")
+STRANGERS_SNAPSHOTS = (
     "cnn_counterfactuals.pickle.gz",
     "gnn_llm_3gpu_expandable_oom.pickle.gz",
     "llama3_8b_fsdp4_oom_rank0.pickle.gz",
@@ -20,12 +33,14 @@ SNAPSHOTS = (
     "resnet_adam_npu_expandable.pickle.gz",
     "tiny_transformer.pickle.gz",
 )
-OTHERS = (
+STRANGERS = (
+    *STRANGERS_SNAPSHOTS,
     "ddp_sgd_v100_kineto.json.gz", "dtr_resnet32.log.gz", "dtr_transformer.log.gz", "qwen05b_h100.json.gz",
     "resnet18_zdevito.html.gz", "resnet50_v100_kineto_nw0.json.gz", "resnet_timeline_hta.json.gz",
     "somas_resnet50.csv.gz",
 )  # fmt: skip
-EVERY = SNAPSHOTS + OTHERS
+SNAPSHOTS = OUR_SNAPSHOTS + STRANGERS_SNAPSHOTS
+EVERY = OUR_SNAPSHOTS + OUR_OTHERS + STRANGERS
 
 #: one of each origin, and of what a snapshot may have: several devices, expandable segments, an error, another vendor
 _ALWAYS = (
@@ -33,7 +48,38 @@ _ALWAYS = (
     "dtr_resnet32", "qwen05b", "resnet18", "resnet_timeline", "somas",
 )  # fmt: skip
 
+ALL = ("",)  #: which every name begins with
 
-def each(names: Iterable[str] = EVERY) -> list[object]:
-    """Parameters of a test: the recordings, those that are not read always marked as slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (not name.startswith(_ALWAYS))) for name in names]
+
+def shared_folder(name: str) -> Path | None:
+    """A folder of strangers' data below $STALLOC_SHARED, or below `shared` beside the checkout; None if absent."""
+    named = os.environ.get("STALLOC_SHARED")
+    folder = (Path(named) if named else Path(__file__).parents[1].parent / "shared") / name
+    return folder if folder.is_dir() else None
+
+
+def path_of(name: str) -> Path:
+    """Where a recording lies; those of strangers may be named by their folder too (`h100/qwen05b.json.gz`)."""
+    ours = OURS / name
+    return ours if ours.exists() else (shared_folder("traces") or OURS) / name
+
+
+def each(rows: Iterable[str | tuple[Any, ...]] = EVERY, always: tuple[str, ...] = _ALWAYS) -> list[object]:
+    """Parameters of a test: the recordings that are there, those that are not read always marked as slow.
+
+    A recording is given by its name, or as a row that begins with it.
+    """
+    values = [(row,) if isinstance(row, str) else row for row in rows]
+
+    def is_slow(name: str) -> bool:
+        return not (OURS / name).exists() and not name.startswith(always)
+
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] * is_slow(row[0])) for row in values if path_of(row[0]).exists()
+    ]
+
+
+def counted(name: str) -> dict[int, dict[str, int]]:
+    """What torch itself counted while one of our snapshots was recorded, by device."""
+    told = json.loads((OURS / f"{name}.counted.json").read_text())
+    return {int(device): counts for device, counts in told.items()}

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import OUR_OTHERS, each, path_of
 
 from stalloc.cli import main
 
 NAMES = ("qwen05b_h100.json.gz", "dtr_transformer.log.gz", "tiny_transformer.pickle.gz")
+OURS = ("gpus.pickle.gz", "streams.pickle.gz", "rank0.pickle.gz", *OUR_OTHERS)
 MORE = (
     "cnn_counterfactuals.pickle.gz",
     "ddp_sgd_v100_kineto.json.gz",
@@ -28,11 +30,9 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_all_verbs_agree_on_a_file(
-    name: str, shared_traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(shared_traces / name)
+@pytest.mark.parametrize("name", each([*OURS, *NAMES, *MORE], always=NAMES))
+def test_all_verbs_agree_on_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(path_of(name))
 
     def told(*words: str) -> Any:
         capsys.readouterr()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recordings import OURS, shared_folder
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
@@ -71,8 +72,8 @@ def test_a_random_program_is_large_whole_and_the_same_again(seed: int, tmp_path:
 
 
 @pytest.mark.slow
-def test_programs_drawn_from_recordings_reach_their_load(shared_traces: Path) -> None:
-    recorded = sources(shared_traces)
+def test_programs_drawn_from_recordings_reach_their_load() -> None:
+    recorded = sources(shared_folder("traces") or OURS)
     assert len(recorded) > 10
     for seed in range(20):
         assert draw(seed, recorded).load_bytes >= LEAST_LOAD_BYTES

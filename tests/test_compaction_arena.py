@@ -1,14 +1,18 @@
 """Programs in a capped arena: what only fragmentation stops goes on once live blocks may move."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from recordings import each, path_of
 
 from stalloc.compaction import run_in_arena
 from stalloc.trace import Trace, load_traces
 
-REAL = ["octree_nca_train.pickle.gz", "lm27b_ctx128_fullstep.pickle.gz", "llm_quantize_sqattn.pickle.gz"]
+REAL = [
+    "fragmented.pickle.gz",
+    "octree_nca_train.pickle.gz",
+    "lm27b_ctx128_fullstep.pickle.gz",
+    "llm_quantize_sqattn.pickle.gz",
+]
 
 
 def _peak_load(trace: Trace) -> int:
@@ -19,9 +23,9 @@ def _peak_load(trace: Trace) -> int:
     return int(np.cumsum(change[order]).max())
 
 
-@pytest.mark.parametrize("name", [REAL[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REAL[1:])])
-def test_a_recorded_program_fits_into_its_own_peak_if_blocks_may_move(shared_traces: Path, name: str) -> None:
-    trace = load_traces(next(shared_traces.rglob(name)))[0]
+@pytest.mark.parametrize("name", each(REAL, always=("octree",)))
+def test_a_recorded_program_fits_into_its_own_peak_if_blocks_may_move(name: str) -> None:
+    trace = load_traces(path_of(name))[0]
     capacity = _peak_load(trace)
     still = run_in_arena(trace, capacity, compact=False)
     assert still.failed_event >= 0
@@ -32,8 +36,8 @@ def test_a_recorded_program_fits_into_its_own_peak_if_blocks_may_move(shared_tra
     assert moving.moved_bytes > 0
 
 
-def test_what_is_too_large_fails_either_way(shared_traces: Path) -> None:
-    trace = load_traces(next(shared_traces.rglob("tiny_transformer.pickle.gz")))[0]
+def test_what_is_too_large_fails_either_way() -> None:
+    trace = load_traces(path_of("leak.pickle.gz"))[0]
     capacity = _peak_load(trace) - 512
     assert run_in_arena(trace, capacity, compact=True).failed_event >= 0
     roomy = run_in_arena(trace, 4 * capacity, compact=True)

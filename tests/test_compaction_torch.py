@@ -1,10 +1,10 @@
 """Moving torch's storages: values stay, every alias follows, memory comes back, and what may not move does not."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import each, path_of
 
 MIB = 1 << 20
 
@@ -350,10 +350,9 @@ print(json.dumps([phases, moved, peaks, most, cap]))
 
 
 @pytest.mark.slow
-def test_a_recorded_program_completes_on_a_device_hardly_larger_than_its_peak(
-    run_checks: Any, shared_traces: Path
-) -> None:
-    trace = next(shared_traces.rglob("octree_nca_train.pickle.gz"))
+@pytest.mark.parametrize("name", each(["fragmented.pickle.gz", "octree_nca_train.pickle.gz"]))
+def test_a_recorded_program_completes_on_a_device_hardly_larger_than_its_peak(run_checks: Any, name: str) -> None:
+    trace = path_of(name)
     program = """
 import json, sys
 import numpy as np

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import EVERY, SNAPSHOTS, each
+from recordings import OUR_OTHERS, OUR_SNAPSHOTS, OURS, SNAPSHOTS, STRANGERS, each, path_of
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -36,12 +36,17 @@ def assert_equal(first, second):
 
 
 def test_every_shared_trace_is_in_the_table(shared_traces):
-    assert {path.name for path in shared_traces.glob("*.gz")} == set(EVERY)
+    assert {path.name for path in shared_traces.glob("*.gz")} == set(STRANGERS)
+
+
+def test_every_recording_of_ours_is_in_the_table():
+    without = {f"{name}.pickle.gz" for name in ("no_history", "one_event")}
+    assert {path.name for path in OURS.glob("*.gz")} - without == {*OUR_SNAPSHOTS, *OUR_OTHERS}
 
 
 @pytest.mark.parametrize("name", each(SNAPSHOTS))
-def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
-    source = shared_traces / name
+def test_a_real_snapshot_comes_back_equal(tmp_path, name):
+    source = path_of(name)
     told = convert(source, tmp_path / "s.pickle.gz")
     again = load_traces(tmp_path / "s.pickle.gz")
     for first, second in zip(load_traces(source), again, strict=True):
@@ -53,9 +58,9 @@ def test_a_real_snapshot_comes_back_equal(shared_traces, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", each())
-def test_every_real_trace_goes_through_every_format(shared_traces, tmp_path, name):
-    originals = load_traces(shared_traces / name)
-    convert(shared_traces / name, tmp_path / "t.trace.npz")
+def test_every_real_trace_goes_through_every_format(tmp_path, name):
+    originals = load_traces(path_of(name))
+    convert(path_of(name), tmp_path / "t.trace.npz")
     for first, second in zip(originals, load_traces(tmp_path / "t.trace.npz"), strict=True):
         assert_equal(first, second)
         assert first.info == second.info
@@ -124,23 +129,21 @@ def memory_viz():
     return module
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3_8b_fsdp4_oom_rank0.pickle.gz",
-        pytest.param("gnn_llm_3gpu_expandable_oom.pickle.gz", marks=pytest.mark.slow),
-        "qwen05b_h100.json.gz",
-        "somas_resnet50.csv.gz",
-        "resnet_timeline_hta.json.gz",
-    ],
+WRITTEN = (
+    *("out_of_memory.pickle.gz", "gpus.pickle.gz", *OUR_OTHERS),
+    *("llama3_8b_fsdp4_oom_rank0.pickle.gz", "gnn_llm_3gpu_expandable_oom.pickle.gz", "qwen05b_h100.json.gz"),
+    *("somas_resnet50.csv.gz", "resnet_timeline_hta.json.gz"),
 )
-def test_the_tools_of_torch_read_what_is_written(shared_traces, tmp_path, name):
+
+
+@pytest.mark.parametrize("name", each(WRITTEN, always=("llama3", "qwen", "somas", "resnet")))
+def test_the_tools_of_torch_read_what_is_written(tmp_path, name):
     viz = memory_viz()
-    convert(shared_traces / name, tmp_path / "s.pickle")
+    convert(path_of(name), tmp_path / "s.pickle")
     pickled = (tmp_path / "s.pickle").read_bytes()
     assert {opcode.name for opcode, _, _ in pickletools.genops(pickled)} <= READ_BY_THE_PAGE
     data = pickle.loads(pickled)
-    traces = load_traces(shared_traces / name)
+    traces = load_traces(path_of(name))
     live = sum(int(trace.size[trace.end == trace.num_events].sum()) for trace in traces)
 
     def flames(text):

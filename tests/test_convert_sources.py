@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from recordings import each
+from recordings import each, path_of
 
 from stalloc.cli import main
 from stalloc.errors import BadInputError
@@ -93,6 +93,7 @@ def test_what_minimalloc_does_not_write_is_refused(tmp_path, text, said):
 
 
 GUESSES = {
+    "memory_timeline.json.gz": "each free is taken to end the newest allocation of its size and category",
     "resnet50_v100_kineto_nw0.json.gz": "each free is taken to end the newest allocation of its size",
     "resnet_timeline_hta.json.gz": "each free is taken to end the newest allocation of its size and category",
     "resnet18_zdevito.html.gz": "addresses, streams and the device are not in the page",
@@ -101,8 +102,8 @@ GUESSES = {
 
 
 @pytest.mark.parametrize("name", each(GUESSES))
-def test_what_is_guessed_shows_in_every_report(shared_traces, tmp_path, capsys, name):
-    file = str(shared_traces / name)
+def test_what_is_guessed_shows_in_every_report(tmp_path, capsys, name):
+    file = str(path_of(name))
     for arguments in (
         ["stats", file],
         ["stats", file, "--json", "-"],

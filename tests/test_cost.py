@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recordings import path_of
 
 from stalloc.cli import main
 from stalloc.cost.class_seconds import estimate, estimate_call, known_shares
@@ -141,8 +142,8 @@ def test_tasks_wait_for_their_queue_and_for_what_they_need() -> None:
     assert schedule([]).seconds == 0.0
 
 
-def test_timing_operations_needs_a_gpu(capsys: pytest.CaptureFixture[str], shared_traces: Path) -> None:
-    trace = shared_traces / "tiny_transformer.pickle.gz"
+def test_timing_operations_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = path_of("training.pickle.gz")
     assert main(["bench", "ops", "--for", str(trace)]) == 2
     assert "name the trace to write with -o" in capsys.readouterr().err
     assert main(["bench", "ops", "--for", str(trace), "-o", "x.trace.npz"]) == 2

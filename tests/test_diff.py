@@ -4,6 +4,7 @@ import json
 import pickle
 
 import pytest
+from recordings import each, path_of
 
 from stalloc.analysis import summarize
 from stalloc.cli import main
@@ -159,16 +160,19 @@ def test_bad_input_is_one_sentence_and_code_2(pair, tmp_path, monkeypatch, capsy
 
 
 PAIRS = [
+    ("forward.pickle.gz", "step.pickle.gz"),
+    ("profile.json.gz", "memory_timeline.json.gz"),
+    ("lifespans.csv.gz", "rank1.pickle.gz"),
     ("lm_fwd_ctx200.pickle.gz", "lm_fb_ctx200.pickle.gz"),
-    pytest.param("lm27b_compiled_fwd.pickle.gz", "lm27b_ctx128_fullstep.pickle.gz", marks=pytest.mark.slow),
+    ("lm27b_compiled_fwd.pickle.gz", "lm27b_ctx128_fullstep.pickle.gz"),
     ("resnet50_v100_kineto_nw0.json.gz", "resnet_timeline_hta.json.gz"),
     ("somas_resnet50.csv.gz", "dtr_resnet32.log.gz"),
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_every_list_of_real_traces_adds_up_to_the_peaks(shared_traces, capsys, first, second):
-    files = [str(shared_traces / first), str(shared_traces / second)]
+@pytest.mark.parametrize(("first", "second"), each(PAIRS, always=("lm_fwd", "resnet50", "somas")))
+def test_every_list_of_real_traces_adds_up_to_the_peaks(capsys, first, second):
+    files = [str(path_of(first)), str(path_of(second))]
     result = diff(capsys, *files)
     (device,) = result["devices"]
     for name in ("by_class", "by_site", "by_size"):
@@ -186,14 +190,14 @@ def test_every_list_of_real_traces_adds_up_to_the_peaks(shared_traces, capsys, f
             assert any(note in shown for shown in result["notes"])
 
 
-def test_real_devices_of_one_file(shared_traces, capsys):
-    file = shared_traces / "gnn_llm_3gpu_expandable_oom.pickle.gz"
+def test_real_devices_of_one_file(capsys):
+    file = path_of("gpus.pickle.gz")
     result = diff(capsys, file, file, "--fail-over", "0")
     assert [device["first"]["device"] for device in result["devices"]] == [0, 1, 2]
     assert all(row["change_bytes"] == 0 for device in result["devices"] for row in device["by_site"])
     (device,) = diff(capsys, file, file, "--device", "1")["devices"]
     assert device["second"]["device"] == 1
-    one = shared_traces / "lm_fwd_ctx200.pickle.gz"
+    one = path_of("forward.pickle.gz")
     result = diff(capsys, file, one)
     assert len(result["devices"]) == 1
     assert any("has device 1, 2" in note for note in result["notes"])

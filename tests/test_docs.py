@@ -24,15 +24,17 @@ _LONG = (
     "A memory budget",
     "What a program",
     "Ask before",
+    "A program that does not fit",
+    "Try it",
 )
 _PYTEST = "import sys, pytest; sys.path.insert(0, ''); sys.exit(pytest.main(sys.argv[1:]))"
 
 
 def with_answers() -> list[object]:
-    """The pages that show what commands answer; each question of troubleshooting.md, which stand alone."""
+    """The pages that show what commands answer; parts of the README and of troubleshooting.md, which stand alone."""
     found = []
     for name, page in PAGES.items():
-        for part in page.split("\n## ")[1:] if name.endswith("troubleshooting.md") else [page]:
+        for part in page.split("\n## ")[1:] if name.endswith(("troubleshooting.md", "README.md")) else [page]:
             title = part.splitlines()[0].lstrip("# ")
             if commands(part):
                 found.append(pytest.param(part, id=title, marks=[pytest.mark.slow] * title.startswith(_LONG)))
@@ -43,6 +45,8 @@ def with_answers() -> list[object]:
 @pytest.mark.parametrize("text", with_answers())
 def test_each_command_answers_what_the_page_shows(text: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "recordings").symlink_to(ROOT / "tests" / "recordings")
     for name, content in files(text).items():
         (tmp_path / name).write_text(content)
     dropped = ("STALLOC", "PYTEST", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC")
@@ -64,7 +68,8 @@ def answer(
     if program == "pytest":
         options = [*test_pytest_plugin.PLUGIN, "-p", "no:cacheprovider", "--rootdir", str(folder), *rest]
         return run_warm(_PYTEST, *options, folder=folder, variables=variables)
-    if program == "stalloc" and not (shows_stacks and rest[0] == "record"):
+    finds_out = rest[:1] == ["run"] and "--device" not in rest  # that there is no GPU, which a fork has already
+    if program == "stalloc" and not finds_out and not (shows_stacks and rest[0] == "record"):
         return run_stalloc(*rest, folder=folder, variables=variables)
     if program == "python" and "STALLOC" not in given:  # which is read at the start of one
         return run_file(folder / rest[0], *rest[1:], folder=folder, variables=variables)

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from recordings import SNAPSHOTS, each
+from recordings import SNAPSHOTS, each, path_of
 
 from stalloc.analysis import explain
 from stalloc.cli import main
@@ -155,9 +155,9 @@ def test_an_out_of_memory_error_with_too_little_in_all_is_capacity(tmp_path, cap
 
 
 @pytest.mark.parametrize("name", each(SNAPSHOTS))
-def test_causes_of_real_snapshots_add_up(shared_traces, name):
+def test_causes_of_real_snapshots_add_up(name):
     rng = np.random.default_rng(4)
-    for trace in load_traces(shared_traces / name):
+    for trace in load_traces(path_of(name)):
         for moment in ("peak", int(rng.integers(trace.num_events))):
             made = explain(trace, moment, advise=False)
             where = f"device {trace.device} at {moment}"
@@ -170,14 +170,19 @@ def test_causes_of_real_snapshots_add_up(shared_traces, name):
             assert min(made.causes.values()) >= 0, where
 
 
-def test_the_llama_run_failed_by_fragmentation_and_says_what_would_have_helped(shared_traces, capsys):
-    file = str(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz")
+#: what was requested, what was free on the device and in partly used segments, in GiB
+RAN_OUT = [("out_of_memory.pickle.gz", 0.34, 0.31, 0.17), ("llama3_8b_fsdp4_oom_rank0.pickle.gz", 3.91, 3.75, 0.79)]
+
+
+@pytest.mark.parametrize(("name", "wanted", "free", "partly_used"), each(RAN_OUT))
+def test_a_run_that_failed_by_fragmentation_says_what_would_have_helped(capsys, name, wanted, free, partly_used):
+    file = str(path_of(name))
     assert main(["explain", file, "--at", "oom", "--json", "-"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["devices"]
     assert said["verdict"] == "fragmentation"
-    assert round(said["wanted_bytes"] / 2**30, 2) == 3.91
-    assert round(said["device_free_bytes"] / 2**30, 2) == 3.75
-    assert round(said["partly_used_bytes"] / 2**30, 2) == 0.79
+    assert round(said["wanted_bytes"] / 2**30, 2) == wanted
+    assert round(said["device_free_bytes"] / 2**30, 2) == free
+    assert round(said["partly_used_bytes"] / 2**30, 2) == partly_used
     capacity = said["reserved_bytes"] + said["device_free_bytes"]
     helped = {(entry["allocator"], entry["settings"]): entry["peak_reserved_bytes"] for entry in said["avoided_by"]}
     assert {("torch", "expandable_segments:True"), ("stalloc", "")} <= helped.keys()
@@ -185,8 +190,8 @@ def test_the_llama_run_failed_by_fragmentation_and_says_what_would_have_helped(s
     assert said["fails_again"]  # the replay runs out of memory at the same event with the settings of the file
 
 
-def test_a_trace_without_segments_is_replayed_and_says_so(shared_traces, capsys):
-    file = str(shared_traces / "somas_resnet50.csv.gz")
+def test_a_trace_without_segments_is_replayed_and_says_so(capsys):
+    file = str(path_of("lifespans.csv.gz"))
     assert main(["explain", file, "--json", "-"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["devices"]
     assert "replayed" in said["source"]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from recordings import path_of
 
 from stalloc.cli import main
 
@@ -67,6 +68,23 @@ def test_a_snapshot_without_history_is_explained(shared_field, capsys):
     assert (device["reserved_bytes"], device["allocated_bytes"]) == (3 * GIB, 624 * MIB)
     assert device["causes"]["cache_never_returned"] == 2 * GIB
     assert "model.py:10 forward" in device["sites"]
+
+
+def test_our_snapshots_without_history_are_read(capsys):
+    """What a program holds that allocated 600, 24, 2048, 8 and 28 MiB and freed the third."""
+    (device,) = result(capsys, "explain", str(path_of("no_history.pickle.gz")))["devices"]
+    assert (device["reserved_bytes"], device["allocated_bytes"]) == ((600 + 24 + 2048 + 20 + 28) * MIB, 660 * MIB)
+    assert device["causes"]["cache_never_returned"] == 2 * GIB
+    said = result(capsys, "advise", str(path_of("one_event.pickle.gz")))  # the last one is freed, which is recorded
+    assert (said["export"], said["ranking"]) == (None, [])
+
+
+def test_our_error_is_read_as_our_snapshot_of_it(capsys):
+    (error,) = result(capsys, "explain", str(path_of("out_of_memory.log")))["errors"]
+    (device,) = result(capsys, "explain", str(path_of("out_of_memory.pickle.gz")))["devices"]
+    for name in ("verdict", "wanted_bytes"):
+        assert error[name] == device[name]
+    assert error["free_bytes"] == device["device_free_bytes"]
 
 
 def test_what_a_profile_does_not_tell_is_unknown(shared_field, capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import OURS, shared_folder
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 KINDS = {"snapshot", "kineto", "timeline", "page", "dtr", "rmm", "csv", "trace", "plan", "fixed"}
@@ -39,5 +40,7 @@ def test_no_damage_to_a_file_does_more_than_one_sentence(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_no_damage_to_recorded_traces_does_more_than_one_sentence(tmp_path: Path, shared_traces: Path) -> None:
-    check_variety(hostile(tmp_path, "--mutations", "800", "--traces", str(shared_traces), "--seed", "6"))
+def test_no_damage_to_recorded_traces_does_more_than_one_sentence(tmp_path: Path) -> None:
+    check_variety(
+        hostile(tmp_path, "--mutations", "800", "--traces", str(shared_folder("traces") or OURS), "--seed", "6")
+    )

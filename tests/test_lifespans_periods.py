@@ -5,11 +5,21 @@ import random
 import numpy as np
 import pytest
 from made_up_programs import MIB, Program
+from recordings import each, path_of
 
 from stalloc.lifespans import Period, find_period, find_step_period, may_repeat, sequence_rows
 from stalloc.trace import MARK_STEP, load_traces
 
-NAMES = ["cnn_counterfactuals", "llm_quantize_sqattn", "resnet50_pytorch_blog"]
+PERIODS = [
+    ("training.pickle.gz", 321),
+    ("cnn_counterfactuals.pickle.gz", 193),
+    ("llm_quantize_sqattn.pickle.gz", 104),
+    ("resnet50_pytorch_blog.pickle.gz", 679),
+]
+SINGLE_STEPS = (
+    *("step.pickle.gz", "forward.pickle.gz", "out_of_memory.pickle.gz"),
+    *("lm27b_ctx128_fullstep.pickle.gz", "llama3_8b_fsdp4_oom_rank0.pickle.gz", "lm_step_steady.pickle.gz"),
+)
 
 
 def naive_period(keys, min_repeats):
@@ -176,17 +186,17 @@ def test_tiny_requests_can_come_and_go():
     assert find_step_period(trace, ignore_tiny=False) != period
 
 
-@pytest.mark.parametrize(("name", "length"), list(zip(NAMES, (193, 104, 679), strict=True)))
-def test_real_programs_repeat_as_published(shared_traces, name, length):
-    (trace,) = load_traces(shared_traces / f"{name}.pickle.gz")
+@pytest.mark.parametrize(("name", "length"), each(PERIODS, always=tuple(name for name, _ in PERIODS)))
+def test_real_programs_repeat_as_published(name, length):
+    (trace,) = load_traces(path_of(name))
     period = find_step_period(trace, ignore_tiny=False)
     assert period is not None
     assert period.length == length
 
 
-@pytest.mark.parametrize("name", ["lm27b_ctx128_fullstep", "llama3_8b_fsdp4_oom_rank0", "lm_step_steady"])
-def test_real_single_steps_are_not_split(shared_traces, name):
-    (trace,) = load_traces(shared_traces / f"{name}.pickle.gz")
+@pytest.mark.parametrize("name", each(SINGLE_STEPS, always=SINGLE_STEPS))
+def test_real_single_steps_are_not_split(name):
+    (trace,) = load_traces(path_of(name))
     assert find_step_period(trace) is None
 
 

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from made_up_programs import MIB, Program
+from recordings import ALL, each, path_of
 
 from stalloc.lifespans import Tape, expand, fold, lower_bound, peak_load
 from stalloc.lifespans.tape import unrolled
@@ -286,8 +287,9 @@ def test_the_load_of_a_tape_is_the_load_of_the_program(seed):
     assert load <= on_tape <= load + early
 
 
-def test_a_real_training_folds_to_its_load(shared_traces):
-    (trace,) = load_traces(shared_traces / "lm_fb_ctx200.pickle.gz")
+@pytest.mark.parametrize("name", each(["training.pickle.gz", "lm_fb_ctx200.pickle.gz"], always=ALL))
+def test_a_real_training_folds_to_its_load(name):
+    (trace,) = load_traces(path_of(name))
     tape = fold(trace)
     assert tape is not None
     assert_well_formed(tape)

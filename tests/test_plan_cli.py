@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from recordings import path_of
 
 from stalloc.cli import main
 from stalloc.planner import load_plans, save_plans
@@ -246,6 +247,6 @@ def test_ctrl_c_ends_with_the_best_plan_so_far(tmp_path):
     assert device["planned_requests"] == 150
 
 
-def test_what_a_loader_had_to_guess_is_said(shared_traces, capsys):
-    assert main(["plan", str(shared_traces / "resnet50_v100_kineto_nw0.json.gz")]) == 0
+def test_what_a_loader_had_to_guess_is_said(capsys):
+    assert main(["plan", str(path_of("memory_timeline.json.gz"))]) == 0
     assert "no addresses in the file: each free is taken to end the newest allocation" in capsys.readouterr().out

@@ -2,13 +2,12 @@
 
 import csv
 import gzip
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import SNAPSHOTS, each
+from recordings import OUR_OTHERS, SNAPSHOTS, each, path_of
 
+from stalloc.lifespans import peak_load
 from stalloc.planner import Plan, plan, plan_arrays, validate
 from stalloc.trace import load_traces
 
@@ -21,30 +20,14 @@ INSTANCES = (
 )
 
 
-def stated_loads(readme: Path) -> dict[tuple[str, int], int]:
-    """The `max live 512` of every snapshot that the README of the traces lists, by file and device."""
-    loads = {}
-    for line in readme.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if match := re.fullmatch(r"`(\S+\.pickle\.gz)`(?: dev(\d+))?", cells[0]):
-            loads[match[1], int(match[2] or 0)] = int(cells[5])
-    return loads
-
-
-def test_the_load_of_every_snapshot_is_stated(shared_traces):
-    assert {file for file, _ in stated_loads(shared_traces / "README.md")} == set(SNAPSHOTS)
-
-
-@pytest.mark.parametrize("name", each(SNAPSHOTS))
-def test_every_snapshot_is_planned_at_its_maximum_load(shared_traces, name):
-    loads = {device: load for (file, device), load in stated_loads(shared_traces / "README.md").items() if file == name}
-    for trace in load_traces(shared_traces / name):
+@pytest.mark.parametrize("name", each((*SNAPSHOTS, *OUR_OTHERS)))
+def test_every_recording_is_planned_at_its_maximum_load(name):
+    for trace in load_traces(path_of(name)):
         made = plan(trace)
         assert validate(made, trace).ok
         assert made.num_planned == trace.num_requests
-        assert made.lower_bound_bytes == loads.pop(trace.device)
+        assert made.lower_bound_bytes == peak_load(trace.start, trace.end, trace.aligned_size(512))
         assert made.peak_bytes == made.lower_bound_bytes
-    assert not loads
 
 
 @pytest.mark.parametrize("name", INSTANCES)

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from recordings import path_of
 from test_timeline import ITERATION
 from test_top import write_leak
 from warm_programs import run_stalloc
@@ -188,9 +189,9 @@ def test_nothing_is_wider_than_a_phone(browser: Any, leak: Path) -> None:
     small.tab.close()
 
 
-def test_several_devices_are_told_apart_the_worst_first(browser: Any, shared_traces: Path, tmp_path: Path) -> None:
+def test_several_devices_are_told_apart_the_worst_first(browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    assert main(["report", str(shared_traces / "gnn_llm_3gpu_expandable_oom.pickle.gz"), "-o", str(file)]) == 0
+    assert main(["report", str(path_of("gpus.pickle.gz")), "-o", str(file)]) == 0
     opened = Page(browser, file)
     buttons = opened.tab.locator("#devices button")
     assert buttons.count() == 3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import path_of
 
 import stalloc
 from stalloc.allocator_conf import VARIABLES, variables_read
@@ -86,8 +87,8 @@ def test_torch_itself_has_them_and_has_the_old_ones_back(run_checks: Callable[..
     assert seen == [before, [128, 0.5, True], before, late, before]
 
 
-def test_advice_is_the_line_to_export(shared_traces: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (file,) = sorted(shared_traces.rglob("*llama*"))[:1]
+def test_advice_is_the_line_to_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = path_of("out_of_memory.pickle.gz")
     assert main(["advise", str(file), "--torch", "2.8", "--json", str(tmp_path / "advice.json")]) == 0
     shown = capsys.readouterr().out
     advice = json.loads((tmp_path / "advice.json").read_text())

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from recordings import each, path_of
 from warm_programs import run_stalloc
 
 from stalloc.analysis import explain, summarize
@@ -55,10 +56,10 @@ def test_the_result_holds_what_each_allocator_would_have_done(csv, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["octree_nca_train.pickle.gz", pytest.param("llm_quantize_sqattn.pickle.gz", marks=pytest.mark.slow)]
+    "name", each(["fragmented.pickle.gz", "octree_nca_train.pickle.gz", "llm_quantize_sqattn.pickle.gz"])
 )
-def test_what_only_fragmentation_stops_completes_with_compaction(name, shared_traces, capsys):
-    file = str(next(shared_traces.rglob(name)))
+def test_what_only_fragmentation_stops_completes_with_compaction(name, capsys):
+    file = str(path_of(name))
     (free,) = simulated(capsys, file, "--allocator", "compacting:move:0")["devices"]
     (planned,) = simulated(capsys, file, "--allocator", "stalloc:mode:plan")["devices"]
     peak = planned["results"][0]["peak_reserved_bytes"]
@@ -146,8 +147,8 @@ def test_claims_beyond_every_gpu_fit_on_no_device_of_ours(tmp_path, capsys, capa
     assert result["device_allocs"] < 1_000
 
 
-def test_a_snapshot_is_replayed_as_its_file_records(shared_traces, capsys):
-    files = [str(shared_traces / f"{name}.pickle.gz") for name in ("tiny_transformer", "lm_fwd_ctx200")]
+def test_a_snapshot_is_replayed_as_its_file_records(capsys):
+    files = [str(path_of(f"{name}.pickle.gz")) for name in ("training", "streams")]
     devices = simulated(capsys, *files)["devices"]
     assert [device["file"] for device in devices] == files
     for device in devices:
@@ -156,23 +157,26 @@ def test_a_snapshot_is_replayed_as_its_file_records(shared_traces, capsys):
         assert (recorded["exact"], recorded["first_difference"]) == (True, None)
 
 
-def test_replaying_again_gives_the_same_figures(shared_traces):
-    (trace,) = load_traces(os.fspath(shared_traces / "octree_nca_train.pickle.gz"))
+def test_replaying_again_gives_the_same_figures():
+    (trace,) = load_traces(path_of("fragmented.pickle.gz"))
     candidates = [Candidate("torch"), Candidate("torch", "garbage_collection_threshold:0.8"), Candidate("stalloc")]
 
     def figures():
-        results = simulate(trace, candidates, capacity_bytes=24 << 30)
+        results = simulate(trace, candidates, capacity_bytes=4 << 30)
         return [(r.allocator, r.settings, r.peak_reserved_bytes, r.device_allocs, r.device_frees) for r in results]
 
     assert figures() == figures()
 
 
-RECORDED = ("octree_nca_train", "resnet50_pytorch_blog", "lm27b_compiled_fwd", "llama_offload_10streams")
+RECORDED = (
+    *("fragmented.pickle.gz", "stale_cache.pickle.gz", "streams.pickle.gz", "octree_nca_train.pickle.gz"),
+    *("resnet50_pytorch_blog.pickle.gz", "lm27b_compiled_fwd.pickle.gz", "llama_offload_10streams.pickle.gz"),
+)
 
 
-@pytest.mark.parametrize("name", [RECORDED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECORDED[1:])])
-def test_stats_explain_and_simulate_say_the_same_of_one_file(shared_traces, capsys, name):
-    file = str(shared_traces / f"{name}.pickle.gz")
+@pytest.mark.parametrize("name", each(RECORDED, always=("octree",)))
+def test_stats_explain_and_simulate_say_the_same_of_one_file(capsys, name):
+    file = str(path_of(name))
     (trace,) = load_traces(file)
     summary, explanation = summarize(trace), explain(trace)
     (device,) = simulated(capsys, file)["devices"]
@@ -188,14 +192,21 @@ def test_stats_explain_and_simulate_say_the_same_of_one_file(shared_traces, caps
         assert result["fragmentation"] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_recording_that_ran_out_of_memory_does_not_fit_its_device(shared_traces, capsys):
-    file = str(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz")
-    (device,) = simulated(capsys, file, "--capacity", "40GB")["devices"]
+RAN_OUT = [
+    ("out_of_memory.pickle.gz", "4000MiB", 5134, "4.2GiB"),
+    ("llama3_8b_fsdp4_oom_rank0.pickle.gz", "40GB", 3273, "80GB"),
+]
+
+
+@pytest.mark.parametrize(("name", "capacity", "event", "enough"), each(RAN_OUT))
+def test_a_recording_that_ran_out_of_memory_does_not_fit_its_device(capsys, name, capacity, event, enough):
+    file = str(path_of(name))
+    (device,) = simulated(capsys, file, "--capacity", capacity)["devices"]
     (of_record,) = [result for result in device["results"] if result["exact"] is not None]
     assert not of_record["fits"]
-    assert of_record["failed_event"] == device["recorded"]["out_of_memory_event"] == 3273
+    assert of_record["failed_event"] == device["recorded"]["out_of_memory_event"] == event
     assert of_record["failed_bytes"] == device["recorded"]["out_of_memory_bytes"]
-    (device,) = simulated(capsys, file, "--capacity", "80GB")["devices"]
+    (device,) = simulated(capsys, file, "--capacity", enough)["devices"]
     assert all(result["fits"] for result in device["results"])
 
 

@@ -6,6 +6,7 @@ import shlex
 
 import networkx as nx
 import pytest
+from recordings import ALL, each, path_of
 
 from stalloc.analysis import summarize
 from stalloc.cli import main
@@ -106,17 +107,22 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "fragmentation", "period", "step"),
-    [
-        ("resnet50_pytorch_blog", 1 - 521831936 / 589299712, 679, 613),
-        ("lm_fwd_ctx200", 1 - 879668224 / 945815552, None, 240),
-        ("lm27b_ctx128_fullstep", 1 - 54802668032 / 61111009280, None, None),
-        ("cnn_counterfactuals", None, 193, None),
-        ("tiny_transformer", None, 42, None),
-        ("llm_quantize_sqattn", None, 104, None),
-    ],
+    each(
+        [
+            ("training.pickle.gz", 0.052278, 321, 318),
+            ("step.pickle.gz", 0.078101, None, None),
+            ("resnet50_pytorch_blog.pickle.gz", 1 - 521831936 / 589299712, 679, 613),
+            ("lm_fwd_ctx200.pickle.gz", 1 - 879668224 / 945815552, None, 240),
+            ("lm27b_ctx128_fullstep.pickle.gz", 1 - 54802668032 / 61111009280, None, None),
+            ("cnn_counterfactuals.pickle.gz", None, 193, None),
+            ("tiny_transformer.pickle.gz", None, 42, None),
+            ("llm_quantize_sqattn.pickle.gz", None, 104, None),
+        ],
+        always=ALL,
+    ),
 )
-def test_real_snapshots(shared_traces, name, fragmentation, period, step):
-    file = str(shared_traces / f"{name}.pickle.gz")
+def test_real_snapshots(name, fragmentation, period, step):
+    file = str(path_of(name))
     (trace,) = load_traces(file)
     summary = summarize(trace)
     if fragmentation is not None:
@@ -126,11 +132,15 @@ def test_real_snapshots(shared_traces, name, fragmentation, period, step):
         assert summary.step_requests == step
 
 
-def test_a_peak_before_the_first_event_is_seen(shared_traces):
-    file = str(shared_traces / "lm27b_compiled_fwd.pickle.gz")
+PEAKS_BEFORE = [("stale_cache.pickle.gz", 1258291200), ("lm27b_compiled_fwd.pickle.gz", 51849986048)]
+
+
+@pytest.mark.parametrize(("name", "peak"), each(PEAKS_BEFORE, always=ALL))
+def test_a_peak_before_the_first_event_is_seen(name, peak):
+    file = str(path_of(name))
     (trace,) = load_traces(file)
     summary = summarize(trace)
-    assert (summary.reserved_peak_bytes, summary.reserved_peak_event) == (51849986048, -1)
+    assert (summary.reserved_peak_bytes, summary.reserved_peak_event) == (peak, -1)
 
 
 def write_two_parts(path):

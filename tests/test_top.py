@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recordings import each, path_of
 
 from stalloc.analysis import holders
 from stalloc.cli import main
@@ -87,10 +88,21 @@ def test_nothing_grows_where_steps_free_what_they_allocate(tmp_path, capsys):
     assert device["growth"] == []
 
 
-def test_a_forward_pass_whose_layers_repeat_is_no_leak(shared_traces, capsys):
-    for name in ("llama3_8b_fsdp4_oom_rank0", "lm_fwd_ctx200", "resnet50_pytorch_blog"):
-        (device,) = top(capsys, str(shared_traces / f"{name}.pickle.gz"))
-        assert device["growth"] == []
+NO_LEAK = (
+    *("forward.pickle.gz", "optimizer_step.pickle.gz", "out_of_memory.pickle.gz", "training.pickle.gz"),
+    *("llama3_8b_fsdp4_oom_rank0.pickle.gz", "lm_fwd_ctx200.pickle.gz", "resnet50_pytorch_blog.pickle.gz"),
+)
+
+
+@pytest.mark.parametrize("name", each(NO_LEAK, always=NO_LEAK))
+def test_a_forward_pass_whose_layers_repeat_is_no_leak(capsys, name):
+    (device,) = top(capsys, str(path_of(name)))
+    assert device["growth"] == []
+
+
+def test_a_mask_that_every_step_keeps_is_told(capsys):
+    (device,) = top(capsys, str(path_of("leak.pickle.gz")))
+    assert [(grows["bytes_per_step"], grows["name"]) for grows in device["growth"]] == [(4 << 20, "blocks.py:39 leak")]
 
 
 @pytest.mark.parametrize("at", ["peak", "end", "5"])
@@ -131,9 +143,15 @@ def test_moments_that_are_not_there_are_one_sentence(tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["llama3_8b_fsdp4_oom_rank0", "octree_nca_train", "lm_step_steady"])
-def test_real_snapshots_add_up(shared_traces, name):
-    (trace,) = load_traces(shared_traces / f"{name}.pickle.gz")
+ADD_UP = (
+    *("out_of_memory.pickle.gz", "fragmented.pickle.gz", "step.pickle.gz"),
+    *("llama3_8b_fsdp4_oom_rank0.pickle.gz", "octree_nca_train.pickle.gz", "lm_step_steady.pickle.gz"),
+)
+
+
+@pytest.mark.parametrize("name", each(ADD_UP))
+def test_real_snapshots_add_up(name):
+    (trace,) = load_traces(path_of(name))
     made = holders(trace, "peak")
     assert made.allocated_bytes > 0
     for found in (made.by_site, made.by_class, made.by_size):

@@ -3,7 +3,9 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
+from recordings import ALL, each, path_of
 
 from stalloc.analysis import summarize
 from stalloc.errors import BadInputError
@@ -36,13 +38,26 @@ def test_real_files_give_the_published_figures(shared_traces, name):
     )
 
 
+def test_our_profile_and_its_timeline_tell_of_one_run():
+    (trace,), (timeline,) = load_traces(path_of("profile.json.gz")), load_traces(path_of("memory_timeline.json.gz"))
+    assert (trace.num_requests, len(timeline.action)) == (875, 1750)  # as many, and what was there before
+    assert find_step_period(trace).repeats == find_step_period(timeline).repeats == 5
+    assert np.count_nonzero(trace.mark_kind == MARK_STEP) == 5
+    # what the model and its optimizer hold was there before: 84 tensors, which the timeline names
+    assert trace.info["unseen_bytes"] > 0
+    assert np.count_nonzero(timeline.start < 0) == 84
+
+
 def test_every_real_file_is_in_the_table(shared_traces):
     assert {path.name.removesuffix(".json.gz") for path in shared_traces.glob("*.json.gz")} == set(FIGURES)
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_real_files_can_be_planned(shared_traces, name):
-    (trace,) = load_traces(shared_traces / f"{name}.json.gz")
+PLANNED = ("profile", "memory_timeline", *FIGURES)
+
+
+@pytest.mark.parametrize("name", each([f"{name}.json.gz" for name in PLANNED], always=ALL))
+def test_real_files_can_be_planned(name):
+    (trace,) = load_traces(path_of(name))
     made = plan(trace, alignment=512)
     assert validate(made, trace).ok
     assert made.peak_bytes == lower_bound(trace, 512)

@@ -5,9 +5,10 @@ import pickle
 
 import numpy as np
 import pytest
+from recordings import path_of
 
 from stalloc.errors import BadInputError
-from stalloc.trace import load_traces, save_traces
+from stalloc.trace import Action, load_traces, save_traces
 from stalloc.trace.sites import Frame, read_sites, site_name, site_names
 
 ADDRESS = 0x7F00_0000_0000
@@ -159,6 +160,16 @@ def test_a_table_that_contradicts_itself_is_refused(tmp_path, change):
     with pytest.raises(BadInputError, match="table of call sites is damaged") as caught:
         site_names(damaged, [0])
     assert "\n" not in str(caught.value)
+
+
+def test_our_snapshots_name_lines_of_their_programs():
+    (trace,) = load_traces(path_of("training.pickle.gz"))
+    names = site_names(trace, range(trace.num_requests))
+    assert {name.split(":")[0] for name in names} >= {"model.py", "train.py"}
+    trace = load_traces(path_of("gpus.pickle.gz"))[1]
+    sites = read_sites(trace)
+    failed = int(sites.event_site[np.flatnonzero(trace.action == Action.OOM)[0]])
+    assert site_name(sites.stack(failed)) == "blocks.py:68 gpus"
 
 
 def test_real_snapshots_name_lines_of_their_programs(shared_traces):

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from recordings import STREAMS, counted, path_of
 
 from stalloc.errors import BadInputError
 from stalloc.lifespans import find_period, load_curve, lower_bound, peak_load, sequence_keys, sequence_rows
@@ -48,6 +49,26 @@ def test_real_snapshots_give_the_published_figures(shared_traces, name, device):
         len(trace.streams),
         period.length if period else None,
     )
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_our_snapshots_give_what_torch_counted(name):
+    traces = {trace.device: trace for trace in load_traces(path_of(f"{name}.pickle.gz"))}
+    told = counted(name)
+    assert traces.keys() == told.keys()
+    for device, trace in traces.items():
+        assert told[device] == {
+            "requests": trace.num_requests,
+            "requested_peak_bytes": peak_load(trace.start, trace.end, trace.size),
+            "reserved_peak_bytes": int(trace.reserved_bytes().max(initial=trace.reserved_start_bytes)),
+        }, device
+        assert len(trace.streams) == STREAMS[name]
+
+
+def test_a_snapshot_without_history_is_no_trace():
+    with pytest.raises(BadInputError, match="history was switched off") as caught:
+        load_traces(path_of("no_history.pickle.gz"))
+    assert "\n" not in str(caught.value)
 
 
 def test_every_real_snapshot_is_in_the_table(shared_traces):

@@ -6,6 +6,7 @@ import os
 import pickle
 
 import pytest
+from recordings import path_of
 
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound, peak_load
@@ -17,6 +18,16 @@ def test_the_real_page_gives_the_published_figures(shared_traces):
     (trace,) = load_traces(shared_traces / "resnet18_zdevito.html.gz")
     figures = (trace.num_events, trace.num_requests, peak_load(trace.start, trace.end, trace.size))
     assert (*figures, lower_bound(trace, 512)) == (664, 458, 303624744, 303644672)
+    made = plan(trace, alignment=512)
+    assert validate(made, trace).ok
+    assert made.peak_bytes == lower_bound(trace, 512)
+
+
+def test_a_page_of_torch_is_the_snapshot_that_it_was_made_of():
+    (trace,), (snapshot,) = load_traces(path_of("page.html.gz")), load_traces(path_of("training.pickle.gz"))
+    assert trace.info["source"] == "memory_viz page"
+    for column in ("start", "end", "size", "address"):
+        assert (getattr(trace, column) == getattr(snapshot, column)).all(), column
     made = plan(trace, alignment=512)
     assert validate(made, trace).ok
     assert made.peak_bytes == lower_bound(trace, 512)

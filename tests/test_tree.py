@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import path_of
 from test_top import top, write_leak
 
 from stalloc.cli import main
@@ -62,9 +63,9 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_lines_of_every_level_add_up(shared_traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_every_level_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Shares of the children of each line, with what is left out, are at most its own: read off the text."""
-    lines = shown(capsys, str(shared_traces / "tiny_transformer.pickle.gz"), "--min", "0")
+    lines = shown(capsys, str(path_of("training.pickle.gz")), "--min", "0")
     open_at: list[tuple[int, float, float]] = []  # depth, share, what its children had so far
     for line in lines:
         found = re.match(r"\s*[\d.]+ \w+\s+([\d.]+)%  ([│ ]*)([├└]?)", line)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recordings import path_of
 
 from stalloc.cli import main
 from stalloc.figures import human_bytes
@@ -87,18 +88,18 @@ def figures_of_text(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def files(shared_traces: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Traces of several kinds, by the names that commands use below."""
     folder = tmp_path_factory.mktemp("traces")
-    plan, csv, oom = folder / "p.plan.npz", folder / "p.csv", folder / "llama3_8b_fsdp4_oom_rank0.trace.npz"
-    save_traces(oom, load_traces(shared_traces / "llama3_8b_fsdp4_oom_rank0.pickle.gz"))  # this is read sooner
+    plan, csv, oom = folder / "p.plan.npz", folder / "p.csv", folder / "out_of_memory.trace.npz"
+    save_traces(oom, load_traces(path_of("out_of_memory.pickle.gz")))  # this is read sooner
     csv.write_text("id,lower,upper,size\n" + "".join(f"{i},{i},{i + 7},{i * 999_999 + 1}\n" for i in range(50)))
-    assert main(["plan", str(shared_traces / "tiny_transformer.pickle.gz"), "-o", str(plan)]) == 0
+    assert main(["plan", str(path_of("training.pickle.gz")), "-o", str(plan)]) == 0
     return {
-        "TINY": str(shared_traces / "tiny_transformer.pickle.gz"),
-        "OTHER": str(shared_traces / "lm_fwd_ctx200.pickle.gz"),
+        "TINY": str(path_of("training.pickle.gz")),
+        "OTHER": str(path_of("forward.pickle.gz")),
         "OOM": str(oom),
-        "UNSEEN": str(shared_traces / "ddp_sgd_v100_kineto.json.gz"),
+        "UNSEEN": str(path_of("profile.json.gz")),
         "PLAN": str(plan),
         "CSV": str(csv),
         "OUT": str(folder / "converted.trace.npz"),
@@ -115,7 +116,7 @@ COMMANDS = (
     "convert --force TINY OUT",
     "diff TINY OTHER",
     "simulate TINY",
-    pytest.param("simulate OOM --capacity 40GB", marks=pytest.mark.slow),
+    pytest.param("simulate OOM --capacity 4000MiB", marks=pytest.mark.slow),
     "explain OOM",
     "explain CSV",
     "info",
@@ -178,7 +179,13 @@ def test_lines_other_than_what_is_copied_fit_the_terminal(
     width: int, render: Render, files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    for command in ("stats OOM", "explain OOM", "simulate OOM --capacity 40GB", "top OOM --no-tree", "diff TINY OTHER"):
+    for command in (
+        "stats OOM",
+        "explain OOM",
+        "simulate OOM --capacity 4000MiB",
+        "top OOM --no-tree",
+        "diff TINY OTHER",
+    ):
         text = _ESCAPE.sub("", render(width, *(files.get(word, word) for word in command.split()))[0])
         for line in text.splitlines():
             is_one_word = len(line.split()) <= 3  # a long name or setting is shown whole
