@@ -19,7 +19,7 @@ PYTHON_SCRIPTS = sorted(
 def check_help(name: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {Path(name).name} ")
-    assert ("--json" in done.stdout) == (name not in ("real_programs", "pictures", "site"))
+    assert ("--json" in done.stdout) == (name not in ("make_recordings", "real_programs", "pictures", "site"))
 
 
 @pytest.mark.parametrize("name", PYTHON_SCRIPTS)
