@@ -58,8 +58,8 @@ for step in range(8):
     ("after", "blocks"),
     [
         ("block.record_stream(side)", 9),
-        ("block.record_stream(side); torch.cuda.synchronize()", 3),
-        ("side.query(); torch.cuda.current_stream().wait_stream(side)", None),
+        pytest.param("block.record_stream(side); torch.cuda.synchronize()", 3, marks=pytest.mark.slow),
+        pytest.param("side.query(); torch.cuda.current_stream().wait_stream(side)", None, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_of_several_streams_may_be_live_until_the_host_waits(
@@ -131,7 +131,9 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    "name", ["cupy", "known", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "number"))]
+)
 def test_the_line_whose_value_no_kernel_computed_is_named_where_a_program_fails(tmp_path: Path, name: str) -> None:
     program = tmp_path / "reads.py"
     program.write_text(UNKNOWN[name])

@@ -56,8 +56,17 @@ ELSEWHERE = {
     "stalloc bench": "takes minutes: test_bench_….py run parts of them",
     "eval": "is argcomplete's own",
 }
-#: those that start several programs, or large ones
-SLOW = ("stalloc dryrun", "stalloc fit", "--budget 24GiB", "--compare-native", "torchrun")
+#: those that start several programs, or large ones, and more of a kind
+SLOW = (
+    "stalloc run -",
+    "--my-options",
+    "STALLOC",
+    "stalloc dryrun",
+    "stalloc fit",
+    "--budget 24GiB",
+    "--compare-native",
+    "torchrun",
+)
 _GUARD = ("--stalloc-baseline", "memory.json", "--stalloc-gpu", "virtual:H100")
 
 
