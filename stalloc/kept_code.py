@@ -37,7 +37,7 @@ from numba.core.serialize import dumps
 from stalloc.errors import BadInputError, SetupError
 from stalloc.files import write_whole
 from stalloc.notices import say
-from stalloc.private import private_folder, read_private, user_cache
+from stalloc.private import is_installed, private_folder, read_private, user_cache
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".compiled"
@@ -66,7 +66,7 @@ def folder_for(sources: Path) -> Path | None:
             return found
         if found:
             _say_once(f"compiled code is kept elsewhere: {_of(Path(config.CACHE_DIR), found)}")
-    if not any(part.endswith("-packages") for part in sources.parts):
+    if not is_installed(sources):
         found = _usable(sources / "__pycache__", mode=0o755)  # other users may read Python's own files in it
         if isinstance(found, Path):
             return found

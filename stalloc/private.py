@@ -26,6 +26,11 @@ _MAX_LINKS = 40  # as Linux has it
 _OLD_SECONDS = 24 * 3600.0
 
 
+def is_installed(sources: Path) -> bool:
+    """Whether a folder of sources is one that a package manager made, and removes."""
+    return any(part.endswith("-packages") for part in sources.parts)
+
+
 def user_cache(name: str) -> Path:
     """Where a cache of ours lies unless the user names another place: $XDG_CACHE_HOME/stalloc, or below ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

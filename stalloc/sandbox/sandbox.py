@@ -183,7 +183,7 @@ class Sandbox:
 def _compiled_folders() -> list[Path]:
     """Where a checkout of stalloc keeps compiled code (kept_code.py), which would be compiled anew by each run."""
     ours = Path(stalloc.__file__).resolve().parent
-    if any(part.endswith("-packages") for part in ours.parts):
+    if private.is_installed(ours):
         return []
     return [file.parent / "__pycache__" for file in ours.rglob("__init__.py")]
 
