@@ -18,7 +18,7 @@ class BadInputError(StallocError, ValueError):
 
 
 class NotATraceError(BadInputError):
-    """What is in a file is none of the kinds of traces; `file` is its name, as it was given."""
+    """A file cannot be read as a trace; `file` is its name, as it was given."""
 
     def __init__(self, sentence: str, file: str) -> None:
         super().__init__(sentence)

@@ -135,9 +135,9 @@ def _main(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()
         return code
     except NotATraceError as error:
-        from stalloc.cli.error_log import is_error_text
+        from stalloc.cli.error_log import no_trace_but_errors
 
-        say(is_error_text(error.file) or str(error))
+        say(no_trace_but_errors(error.file) or str(error))
         return failure
     except StallocError as error:
         say(str(error))

@@ -31,14 +31,15 @@ def errors_of(file: str) -> list[ErrorText] | None:
     return None if text is None else find_errors(text)
 
 
-def is_error_text(file: str) -> str:
+def no_trace_but_errors(file: str) -> str:
     """The sentence for a verb that was given a log with an error instead of a trace; empty if it is none."""
     try:
-        is_one = bool(errors_of(file))
+        if not errors_of(file):
+            return ""
     except BadInputError:
         return ""
     name = shown_name(file)
-    return f"{name}: the text of an out-of-memory error, and not a trace: stalloc explain {name} reads it." * is_one
+    return f"{name}: the text of an out-of-memory error, and not a trace: stalloc explain {name} reads it."
 
 
 def no_errors(file: str) -> str:

@@ -60,16 +60,17 @@ def as_variable(assumptions: Iterable[Assumption]) -> str:
     return json.dumps([f"{one.file}:{one.line}={one.value:f}" for one in assumptions])
 
 
-_last_places: list[str] = []  # at most one, of CuPy's decisions and PyTorch's together
+_last_place: str | None = None  # of CuPy's decisions and PyTorch's together
 
 
 def last_place() -> str | None:
     """Where the program read what no kernel computed last, and nothing is assumed."""
-    return _last_places[0] if _last_places else None
+    return _last_place
 
 
 def _note_last(place: str) -> None:
-    _last_places[:] = [place]
+    global _last_place
+    _last_place = place
 
 
 def short_place(place: str) -> str:
@@ -115,8 +116,8 @@ class Decisions:
         assumed = self._assumed_at(place)
         if assumed is None:
             _note_last(place)
-        if assumed is None and self._numbers >= MOST_NUMBERS:
-            self._end(place)
+            if self._numbers >= MOST_NUMBERS:
+                self._end(place)
         return assumed
 
     def _assumed_at(self, place: str) -> float | None:
@@ -124,10 +125,9 @@ class Decisions:
 
     def _end(self, place: str) -> None:
         self._in_a_row = self._numbers = 0
-        shown = short_place(place)
         raise EndlessLoopError(
             f"{place} reads again and again what the virtual GPU does not compute, so its loop may never end: bound "
-            f"the number of steps, or say what it reads with stalloc dryrun --assume {shown}=1."
+            f"the number of steps, or say what it reads with stalloc dryrun --assume {short_place(place)}=1."
         )
 
     def _place(self) -> str | None:
