@@ -26,7 +26,7 @@ def test_recorded_traces_are_planned_at_their_maximum_load_but_for_a_few():
             assert validate(made, trace).ok, file.name
             assert "annealing" in made.method or made.optimal, file.name
         at_bound += all(made.peak_bytes == made.lower_bound_bytes for made in plans)
-    assert at_bound >= 0.9 * len(files)
+    assert at_bound >= len(files) - 2
 
 
 @pytest.mark.parametrize("second_stream", [False, True])
