@@ -59,6 +59,15 @@ def test_what_fits_is_found_and_the_program_as_it_is_comes_first(fitted: tuple[P
 
 
 @pytest.mark.slow
+def test_what_pytorch_reserves_is_what_a_run_under_its_allocator_does(
+    fitted: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
+    stalloc(tmp_path, "dryrun", "--json", "dryrun.json", TRAIN, *SMALL)
+    native = json.loads((tmp_path / "dryrun.json").read_text())["native"]
+    assert fitted[1]["candidates"][0]["native_bytes"] == native["taken_bytes"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["checkmate", "remat-aware"])
 def test_a_policy_by_name_is_the_only_one_tried(tmp_path: Path, policy: str) -> None:
     if policy == "checkmate":

@@ -205,6 +205,7 @@ def test_the_optimizer_steps_in_backward_unless_gradients_are_read(tmp_path: Pat
     if clipped:
         assert "step-in-backward" not in rows
         assert any("a gradient is read" in note for note in found["notes"])
+        assert found["num_trials"] == 6, "a look, one ahead, two to foresee, and what needs too much twice"
         return
     early, as_is = rows["step-in-backward"], rows["none"]
     assert early["expected_bytes"] == early["allocated_bytes"]

@@ -173,7 +173,7 @@ class Fitting:
         return self.foresight.peak_bytes(proposed.kept) + max([0, *off]) * (0 < len(proposed.choices) < blocks)
 
     def measure(self, proposed: Proposal, what: str, technique: str) -> Candidate:
-        """Run a proposal under torch's allocator, under stalloc, and on its plan; a row of the table."""
+        """Run a proposal under stalloc, and on the plan that this gives; a row of the table."""
         settings = self.settings_with(proposed)
         if settings in self.settings:
             return self.candidates[self.settings.index(settings)]
@@ -188,25 +188,22 @@ class Fitting:
             factor=1 + proposed.seconds / self.step.step_seconds if self.step.step_seconds else 1.0,
         )
         plan = b""
-        native = self.try_once(TrialWork("native", settings))
-        if native.failure:
-            if not self._is_of_base(native):
-                self._leave_out(native)
-            candidate = dataclasses.replace(candidate, refused=native.failure)
+        recorded = self._recorded.pop(settings, None) or self.try_once(TrialWork("recorded", settings))
+        if recorded.failure:
+            if not self._is_of_base(recorded):
+                self._leave_out(recorded)
+            candidate = dataclasses.replace(candidate, refused=recorded.failure)
         else:
-            candidate = with_host(self, candidate, native)
+            candidate = with_host(self, candidate, recorded)
             if not candidate.refused:
-                candidate, plan = self._under_stalloc(candidate, settings)
-        self.note(native.notes)
+                candidate, plan = self._on_its_plan(candidate, settings, recorded)
+        self.note(recorded.notes)
         self.candidates.append(candidate)
         self.settings.append(settings)
         self.plans.append(plan)
         return candidate
 
-    def _under_stalloc(self, candidate: Candidate, settings: Settings) -> tuple[Candidate, bytes]:
-        recorded = self._recorded.pop(settings, None) or self.try_once(TrialWork("recorded", settings))
-        if recorded.failure:
-            return dataclasses.replace(candidate, refused=recorded.failure), b""
+    def _on_its_plan(self, candidate: Candidate, settings: Settings, recorded: Measured) -> tuple[Candidate, bytes]:
         work = TrialWork("planned", settings, plan=recorded.plan)
         within = self._within(work) if 0 < candidate.expected_bytes <= self.budget_bytes else None
         planned = within

@@ -1,8 +1,8 @@
-"""Whether the step of an optimizer could not be made in the backward pass: for what it is, or as parameters are read.
+"""Whether the step of an optimizer could not be made in the backward pass: for what it is, or for what is read before.
 
-Contract: who reads parameters between the backward pass and the step that changes them would see others. Operations
-are looked at, those of the backward passes and of the steps themselves left out; what an optimizer holds is known from
-its first step.
+Contract: who reads parameters or gradients between the backward pass and the step that changes them would see others.
+Operations are looked at, those of the backward passes and of the steps themselves left out; which parameters an
+optimizer holds is known from its first step, which gradients from the step that follows.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ class EarlyReads:
         self._read = ""  # why, for what is read
         self._why_not: dict[int, str] = {}  # why, for each optimizer that was made; empty if it could
         self._held: set[int] = set()  # storages of parameters
+        self._between: set[int] = set()  # storages that were read since the backward pass
         self._is_stepping = self._is_between = False
         when_optimizers_are_made(self._made)
         register_optimizer_step_pre_hook(self._about_to_step)
@@ -37,15 +38,22 @@ class EarlyReads:
         """An operation was made of these."""
         if torch._C._current_graph_task_id() != -1:
             self._is_between = True
-        elif self._is_between and not self._is_stepping and not self._read and self._held & storages_of((args, kwargs)):
-            self._read = "parameters are read between the backward pass and the optimizer's step"
+        elif self._is_between and not self._is_stepping and not self._read:
+            read = storages_of((args, kwargs))
+            self._between |= read
+            if self._held & read:
+                self._read = "parameters are read between the backward pass and the optimizer's step"
 
     def _made(self, optimizer: Any) -> None:
         self._why_not[id(optimizer)] = why_not_one_by_one(optimizer)
 
     def _about_to_step(self, optimizer: Any, *_: Any) -> None:
         self._is_stepping = True
-        self._held |= storages_of([one for group in optimizer.param_groups for one in group["params"]])
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._held |= storages_of(parameters)
+        if self._between & storages_of([one.grad for one in parameters if one.grad is not None]):
+            self._read = "a gradient is read or set between the backward pass and the optimizer's step"
 
     def _stepped(self, *_: Any) -> None:
+        self._between.clear()
         self._is_stepping = self._is_between = False

@@ -146,22 +146,22 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def with_host(fitting: "Fitting", candidate: Candidate, native: "Measured") -> Candidate:
-    """A candidate with what was seen of it under PyTorch's allocator, and what its copies take, estimated."""
+def with_host(fitting: "Fitting", candidate: Candidate, recorded: "Measured") -> Candidate:
+    """A candidate with what a recorded run took of host memory and disk, and what its copies take, estimated."""
     tiers, step, offload = fitting.base.tiers, fitting.step, fitting.offload
     candidate = dataclasses.replace(
-        candidate, native_bytes=native.reserved_bytes, host_bytes=native.host_bytes, disk_bytes=native.disk_bytes
+        candidate, native_bytes=recorded.native_bytes, host_bytes=recorded.host_bytes, disk_bytes=recorded.disk_bytes
     )
     if not tiers and offload is None:
         return candidate
-    if tiers and not native.num_paged:
-        return dataclasses.replace(candidate, refused=next(iter(native.notes), "no optimizer was made"))
-    if tiers.processor_share and not native.processor_bytes:
-        reason = next(iter(native.notes), "there is no room in host memory for what the processor needs")
+    if tiers and not recorded.num_paged:
+        return dataclasses.replace(candidate, refused=next(iter(recorded.notes), "no optimizer was made"))
+    if tiers.processor_share and not recorded.processor_bytes:
+        reason = next(iter(recorded.notes), "there is no room in host memory for what the processor needs")
         return dataclasses.replace(candidate, refused=reason)
     seconds = 0.0 if offload is None else offload.seconds
     if tiers:
-        seconds += tier_seconds(tiers, native, step, fitting.link_bytes_per_second)
+        seconds += tier_seconds(tiers, recorded, step, fitting.link_bytes_per_second)
     added = candidate.added_seconds + seconds
     factor = 1 + added / step.step_seconds if step.step_seconds else 1.0
     said = candidate.technique in (*POLICIES, "offload-ratio")

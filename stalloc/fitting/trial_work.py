@@ -14,6 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from stalloc.allocator_conf import conf_in_force
+from stalloc.errors import BadInputError
 from stalloc.files import write_whole
 from stalloc.techniques.technique_settings import Settings
 
@@ -180,6 +182,7 @@ class _Trial:
             told["seen"] = self._run_seen(self._work.watched)
         if self._work.under == "recorded":
             told["asked"] = self._asked()
+            told["native_bytes"] = _native_bytes(self._runtime)
             plan = _plan_of(self._runtime)
             if plan:
                 write_whole(self._folder / "plan.npz", plan)
@@ -217,6 +220,20 @@ def _install(work: TrialWork) -> Any:
     if work.limit_bytes:
         hold_to_budget(runtime.controllers, work.limit_bytes)
     return runtime
+
+
+def _native_bytes(runtime: Any) -> int:
+    """What PyTorch's allocator, as the user has set it, would have reserved for what was recorded; 0 if unknown."""
+    from stalloc.integrations.memory_figures import served_controllers
+    from stalloc.replay.simulation import Candidate, simulate
+
+    _, conf = conf_in_force(os.environ)
+    allocator = Candidate("torch", ",".join(f"{key}:{value}" for key, value in conf.items() if key != "backend"))
+    try:
+        devices = [simulate(one.recording.trace(), [allocator])[0] for one in served_controllers(runtime)]
+    except BadInputError:
+        return 0
+    return max((one.peak_reserved_bytes for one in devices), default=0)
 
 
 def _plan_of(runtime: Any) -> bytes:

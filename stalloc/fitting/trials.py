@@ -33,6 +33,7 @@ class Measured:
     out_of_memory: bool = False
     allocated_bytes: int = 0  #: the peak of all steps
     reserved_bytes: int = 0  #: the same, of the allocator that the trial ran under
+    native_bytes: int = 0  #: what PyTorch's allocator would have reserved, replayed, of a recorded trial
     num_shortages: int = 0  #: errors that the program caught, and plans given up, of a trial on a plan
     steps: list[tuple[int, int]] = field(default_factory=list)  #: of each, allocated and reserved at the most
     requests: list[tuple[int, int]] = field(default_factory=list)

@@ -7,6 +7,28 @@ from typing import Any
 import torch
 from torch import nn
 
+NAME = sys.argv[1]
+if "timm" in NAME:
+    import timm
+elif "diffusers" in NAME:
+    from diffusers import DiTTransformer2DModel, UNet2DModel
+else:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+        WhisperConfig,
+        WhisperForConditionalGeneration,
+    )
+
+    if "peft" in NAME:
+        from peft import LoraConfig, get_peft_model
+
 FULL, BATCHES = 8, 6  #: rows of a batch, and batches of an epoch, the last of which has fewer rows
 
 
@@ -22,8 +44,6 @@ def images(rows: int, side: int, channels: int = 3) -> Any:
 
 def of_timm(name: str, side: int, **settings: Any) -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """A model that tells pictures apart."""
-    import timm
-
     model = timm.create_model(name, num_classes=100, **settings)
 
     def loss(model: Any, rows: int) -> Any:
@@ -35,8 +55,6 @@ def of_timm(name: str, side: int, **settings: Any) -> tuple[nn.Module, Callable[
 
 def llama() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """In bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=4000, use_cache=False))
 
@@ -49,8 +67,6 @@ def llama() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def t5() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """Encoder and decoder."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes = {"d_model": 512, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 4000}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
     return model, lambda model, rows: model(input_ids=tokens(rows, 256), labels=tokens(rows, 96)).loss
@@ -58,8 +74,6 @@ def t5() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def bert() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """Under autocast, texts as long as the longest of the batch."""
-    from transformers import BertConfig, BertForMaskedLM
-
     sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
     model = BertForMaskedLM(BertConfig(**sizes, vocab_size=4000))
 
@@ -73,8 +87,6 @@ def bert() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def whisper() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """Speech."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
     sizes = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4}
     model = WhisperForConditionalGeneration(
         WhisperConfig(**sizes, decoder_attention_heads=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024, vocab_size=4000,
@@ -88,9 +100,6 @@ def whisper() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def lora() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """A GPT-2 of which adapters alone are trained."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     model = GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=6, n_head=8, vocab_size=4000, use_cache=False))
     model = get_peft_model(model, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))
 
@@ -103,8 +112,6 @@ def lora() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def unet() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """The noise of pictures."""
-    from diffusers import UNet2DModel
-
     model = UNet2DModel(
         sample_size=64,
         block_out_channels=(64, 128, 256),
@@ -121,8 +128,6 @@ def unet() -> tuple[nn.Module, Callable[[Any, int], Any]]:
 
 def dit() -> tuple[nn.Module, Callable[[Any, int], Any]]:
     """A diffusion transformer."""
-    from diffusers import DiTTransformer2DModel
-
     model = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=6, sample_size=32,
                                   in_channels=4, out_channels=4, num_embeds_ada_norm=1000)  # fmt: skip
 
@@ -168,4 +173,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(NAME)
