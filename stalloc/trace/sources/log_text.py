@@ -27,6 +27,9 @@ _VIZ_PAGE = re.compile(rb'alloc_data|"base64"|_memory_viz')
 _PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b", re.IGNORECASE)
 _BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
 _MAX_DEPTH = 8
+_CUT = re.compile(r"(?m)^\S+ std(?:out|err) P ")  # Kubernetes: the line goes on in the next one of that stream
+_CRI = re.compile(r"\S+ (std(?:out|err)) ([PF]) ")
+_DOCKER_CUTS_AT = 16_000  # bytes of a line; the rest is in the next object
 
 
 def unpacked(file: BinaryIO) -> bytes:
@@ -71,6 +74,8 @@ def log_text(data: bytes) -> str | None:
         return "\n".join(_json_lines(text))
     if _PAGE.search(start[:1024]) and start[:1] == b"<":
         return None if _VIZ_PAGE.search(data) else html.unescape(re.sub(r"<[^<>\n]{1,2000}>", "", text))
+    if _CUT.search(text):
+        text = _whole_lines(text)
     if "\\n" in text:  # a message that was written as a quoted string
         text = text.replace("\\n", "\n")
     return "\n".join(_json_lines(text)) if '{"' in text else text
@@ -87,6 +92,26 @@ def _decoded(data: bytes) -> str | None:
     return None if b"\0" in data[:4096] else data.decode("utf-8", "replace")
 
 
+def _whole_lines(text: str) -> str:
+    """The lines of a Kubernetes log, each whole."""
+    lines: list[str] = []
+    open_lines: dict[str, int] = {}  # of each stream, the one that goes on
+    for line in text.splitlines():
+        found = _CRI.match(line)
+        if found is None:
+            lines.append(line)
+            continue
+        at = open_lines.pop(found[1], None)
+        if at is None:
+            at = len(lines)
+            lines.append(line)
+        else:
+            lines[at] += line[found.end() :]
+        if found[2] == "P":
+            open_lines[found[1]] = at
+    return "\n".join(lines)
+
+
 def _json_lines(text: str) -> Iterator[str]:
     """Each line; of one that holds a JSON object the strings in it. A text that is one JSON value is like a line."""
     if text.lstrip()[:1] in ("{", "["):
@@ -95,16 +120,24 @@ def _json_lines(text: str) -> Iterator[str]:
             return
         except (ValueError, RecursionError):
             pass
+    cut = ""
     for line in io.StringIO(text):
         at = line.find('{"')
         if at >= 0:
             try:
                 value, _ = json.JSONDecoder().raw_decode(line[at:])
+                if isinstance(value, dict) and isinstance(part := value.get("log"), str):
+                    value["log"] = cut + part
+                    cut = value["log"] if len(part) >= _DOCKER_CUTS_AT and not part.endswith("\n") else ""
+                    if cut:
+                        continue
                 yield line[:at] + " ".join(_strings(value, 0))
                 continue
             except (ValueError, RecursionError):
                 line = line.replace('\\"', '"').replace("\\n", "\n")
         yield line.rstrip("\n")
+    if cut:
+        yield cut
 
 
 def _strings(value: Any, depth: int) -> Iterator[str]:
