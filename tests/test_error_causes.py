@@ -1,4 +1,6 @@
 """What `stalloc explain` concludes from an error: the cause, what to do in that release, and from which containers."""
+# ruff: noqa: E501
+# the texts stand in one line, as libraries write them
 
 import bz2
 import gzip
@@ -95,6 +97,83 @@ def test_what_cupy_has_allocated_is_what_its_pool_holds(tmp_path, capsys):
     assert error["reserved_bytes"] == 3 * GIB, "before 7 the total has the request in it"
 
 
+def test_what_a_limit_leaves_is_as_exact_as_it_is_written(tmp_path, capsys):
+    """1.05 GiB may be 5 MiB less: that 1,072 of 1,075.2 MiB are held leaves 2 MiB is not certain."""
+    text = new(
+        "HIP", w="2.00 MiB", t="255.00 GiB", f="240.00 GiB. 1.05 GiB allowed; It", a="1017.00 MiB", r="55.00 MiB"
+    )
+    text = text.replace("Including non-PyTorch memory, this process has 22.50 GiB memory in use. ", "")
+    (error,), shown = explained(
+        tmp_path, capsys, text.replace("It is free", "").replace("240.00 GiB.", "240.00 GiB is free.")
+    )
+    assert (error["free_bytes"], error["limit_bytes"]) == (240 * GIB, round(1.05 * GIB))
+    assert error["verdict"] == "fragmentation"
+    assert "within the limit of 1.05 GiB" in shown
+    assert "240.00 GiB was free on the device" in shown
+
+
+def test_the_last_pages_of_a_device_are_not_one_piece(tmp_path, capsys):
+    """So little is free that the driver may have no piece of it: most is in the allocator."""
+    (error,), _ = explained(tmp_path, capsys, new(w="1.12 MiB", f="3.56 MiB", a="21.00 GiB", r="787.74 MiB"))
+    assert error["verdict"] == "fragmentation"
+    (error,), _ = explained(tmp_path, capsys, new(w="1.12 MiB", f="3.56 MiB", a="21.90 GiB", r="0.50 MiB"))
+    assert error["verdict"] == "outside"
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [("500.00 MB", True), ("600.00 MB", False)])
+def test_mps_takes_a_heap_for_a_request(tmp_path, capsys, wanted, limit):
+    text = (
+        "MPS backend out of memory (MPS allocated: 7.00 GB, other allocations: 1.00 GB, max allowed: 8.80 GB). Tried to"
+    )
+    (error,), shown = explained(tmp_path, capsys, f"{text} allocate {wanted} on private pool.")
+    assert (error["verdict"] == "limit") is limit
+    assert ("a heap of 1.00 GiB" in shown) is limit
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA out of memory. Tried to allocate more than 1EB memory.", "requested buffer of size 4585490524328388608"],
+)
+def test_a_size_that_no_device_has_is_the_cause(tmp_path, capsys, text):
+    (error,), shown = explained(tmp_path, capsys, text.replace("requested", "Failed to allocate memory for requested"))
+    assert error["verdict"] == "size"
+    assert "the size itself is wrong" in shown
+
+
+def test_on_windows_a_setting_that_does_nothing_is_not_advised(tmp_path, capsys):
+    _, shown = explained(tmp_path, capsys, f'  File "C:\\Users\\me\\train.py", line 3\n{new()}')
+    assert "max_split_size_mb:128" in shown
+    assert "expandable_segments:True" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "advised", "never"),
+    [
+        ("Capture cuda graph failed: CUDA error: out of memory\n1. set --mem-fraction-static to a smaller value", "lower --mem-fraction-static", "raise --mem"),
+        ("Free memory on device (5.00/24.00 GiB) on startup is less than desired GPU memory utilization (0.9, 21.60 GiB)", "lower gpu_memory_utilization", "raise it"),
+        ("Available memory of 234881024 is smaller than requested bytes of 1073741824", "gpu_mem_limit", "on the device"),
+        ("CUDA Error: out of memory", "The driver had no room", "not for a tensor"),
+        ("cuda runtime error (2) : out of memory at /THC/THCStorage.cu:58", "PyTorch 0.4 or earlier", "not for a tensor"),
+        ("unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)", "ulimit -n", "/dev/shm"),
+        ("XPU out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 16.00 GiB of which 13.00 GiB is free. 5.00 GiB allowed; Of the allocated memory 2.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.", "torch.xpu.set_per_process", "torch.cuda"),
+        (new(w="6.00 GiB", p="20.00 GiB", a="17.00 GiB"), "or the driver use 3.00 GiB", "Other processes use"),
+    ],
+)  # fmt: skip
+def test_what_is_advised_is_of_that_library_and_moment(tmp_path, capsys, text, advised, never):
+    _, shown = explained(tmp_path, capsys, text)
+    shown = " ".join(shown.split())
+    assert advised in shown
+    assert never not in shown
+
+
+def test_an_error_that_is_told_twice_counts_once(tmp_path, capsys):
+    """Cut off by a test's summary, and by the library above the allocator's."""
+    errors, _ = explained(tmp_path, capsys, f"{new()}\nFAILED test_x - {new().partition(' Of the')[0]}\n")
+    assert [error["verdict"] for error in errors] == ["fragmentation"]
+    errors, _ = explained(tmp_path, capsys, f"{new()}\nFAILED test_x - {new(w='4.00 GiB').partition(' Of the')[0]}\n")
+    assert len(errors) == 2
+
+
 LOG = f"epoch 3\n{new()}\nbye\n"
 LINES = LOG.splitlines()
 
@@ -117,6 +196,12 @@ LINES = LOG.splitlines()
         json.dumps([{"textPayload": line} for line in LINES]),
         json.dumps({"cells": [{"outputs": [{"evalue": new(), "traceback": [f"\x1b[31m{new()}\x1b[0m"]}]}]}, indent=1),
         "".join(f"2025-02-07T11:22:33.123456789Z stderr F {line}\n" for line in LINES),
+        f"2025-02-07T11:22:33.1Z stderr P {new()[:150]}\n2025-02-07T11:22:33.1Z stdout F x\n2025-02-07T11:22:33.1Z stderr F {new()[150:]}\n",
+        "".join(
+            json.dumps({"log": part, "stream": "stderr"}) + "\n"
+            for part in (f"{'x' * 16200} {new()[:180]}", f"{new()[180:]}\n")
+        ),
+        "\n".join(new()[at : at + 80] for at in range(0, 400, 80)),
         "".join(f"[pod/train-0/main] {line}\n" for line in LINES),
         "".join(f"{{'rank': 0}} {line}\n" for line in LINES),
         f"2025-02-07 11:22:33 ERROR {json.dumps({'msg': new()})}\n",

@@ -89,7 +89,7 @@ TEXTS = [
     ("XlaRuntimeError: RESOURCE_EXHAUSTED: Failed to allocate request for 4.00GiB (4294967296B) on device ordinal 1", "JAX", "device"),
     ("RESOURCE_EXHAUSTED: Attempting to reserve 9.50G at the bottom of memory. That was not possible. There are 7.21G free, 0B reserved, and 7.21G reservable.", "JAX", "device"),
     ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 16.90G of 15.48G hbm. Exceeded hbm capacity by 1.42G.", "JAX", "device"),
-    ("2024-01-01 W external/tsl/bfc_allocator.cc:497] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB (rounded to 2684354560)requested by op Conv", "TensorFlow", "device"),
+    ("2024-01-01 W external/local_tsl/tsl/framework/bfc_allocator.cc:497] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB (rounded to 2684354560)requested by op Conv", "TensorFlow", "device"),
     ("I tensorflow/stream_executor/cuda/cuda_driver.cc:763] failed to allocate 7.42G (7967145984 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "TensorFlow", "device"),
     ("ResourceExhaustedError: OOM when allocating tensor with shape[64,512,512,32] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Conv2D]", "TensorFlow", "device"),
     ("OOM when allocating tensor with shape[4096,4096] and type double on /job:localhost/replica:0/task:0/device:CPU:0 by allocator cpu", "TensorFlow", "host"),
@@ -134,6 +134,48 @@ TEXTS = [
     ("MXNetError: cudaMalloc retry failed: out of memory", "MXNet", "device"),
     ("thrust::system::system_error: parallel_for failed: out of memory", "Thrust", "device"),
     ("vk::Device::allocateMemory: ErrorOutOfDeviceMemory", "Vulkan", "device"),
+    ("RuntimeError: This GPU can NOT take blocks larger than 4GB! Tried to allocate 6.00 GiB (GPU  0; 15.00 GiB total capacity; 0 bytes already allocated; 0 bytes reserved in total by PyTorch)", "PyTorch", "device"),
+    ("allocate 3.00 GiB. GPU 0 has\nTried to allocate 3.00 GiB (GPU 1; 8.00 GiB total capacity; 5.00 GiB already allocated; 1.00 GiB free; 6.00 GiB reserved in total by PyTorch)", "PyTorch", "device"),
+    ("torch.OutOfMemoryError: Allocation on device \nyou ran out of memory on your GPU", "PyTorch", "device"),
+    ("out of memory to allocate 2147483648 bytes (total 6442450944 bytes, limit set to 6000000000 bytes)", "CuPy", "device"),
+    ("W external/xla/xla/tsl/framework/bfc_allocator.cc:1] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.00GiB (rounded to 2147483904)requested by op\nXlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483904 bytes.", "JAX", "device"),
+    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Scoped allocation with size 20.00M and limit 16.00M exceeded scoped vmem limit by 4.00M.", "JAX", "on chip"),
+    ("W core/common_runtime/bfc_allocator.cc:270] Ran out of memory trying to allocate 4.00MiB.  See logs\nW op_kernel.cc:1] OOM when allocating tensor with shape[1024,1024]", "TensorFlow", "device"),
+    ("errors_impl.ResourceExhaustedError: {{function_node __wrapped__Mul}} failed to allocate memory [Op:Mul]", "TensorFlow", "device"),
+    ("gpu_async_0 cuMemAllocAsync failed to allocate 536870912 bytes: CUDA error: out of memory\n Reported by CUDA: Free memory/Total memory: 131072000/8589934592", "TensorFlow", "device"),
+    ("Out of memory error on GPU 2. Cannot allocate 1.500000GB memory on GPU 2, available memory is only \n        416.500000MB.", "Paddle", "device"),
+    ("Out of memory error on GPU 2. Cannot allocate 145.500000MB GPU memory, available memory is 72.250000MB.", "Paddle", "device"),
+    ("Error: Alloc 262144000 error!\n [Hint: Expected posix_memalign(&p, alignment, size) == 0, but received 12]", "the host's allocator", "host"),
+    ("[enforce fail at CPUAllocator.cpp:56] posix_memalign(&data, gAlignment, nbytes) == 0. 12 vs 0", "the host", "host"),
+    ("[19:00:00] src/storage/./pooled_storage_manager.h:62: Memory allocation failed.", "MXNet", "device"),
+    ("(8.00 GiB KV cach\ne is needed, which is larger than the available KV cache memory (2.50 GiB). Based on", "vLLM", "KV cache"),
+    ("torch.AcceleratorError: CUDA error: out of memory\nException: Capture cuda graph failed: CUDA error: out of memory\n1. set --mem-fraction-static to a smaller value", "SGLang", "device"),
+    ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 2048.00 MiB on device 1: cudaMalloc failed: out of memory\nalloc_tensor_range: failed to allocate CUDA1 buffer of size 2147483648\nunable to allocate CUDA1 buffer", "llama.cpp", "device"),
+    ("ggml_vulkan: Device memory allocation of size 1610612736 failed.\nvk::Device::allocateMemory: ErrorOutOfDeviceMemory", "llama.cpp", "device"),
+    ("ggml_backend_metal_buffer_type_alloc_buffer: error: failed to allocate buffer, size =  8192.00 MiB", "llama.cpp", "device"),
+    ("ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 34359738368", "llama.cpp", "host"),
+    ("WARNING: failed to allocate 1024,00 MiB of pinned memory: invalid argument", "CUDA", "host"),
+    ("Error: model requires more system memory (40.0 GiB) than is available (30.0 GiB)", "Ollama", "host"),
+    ("CUDA error 2 at /go/ggml-cuda.cu:4856: out of memory", "CUDA", "device"),
+    ("CUDA Error: out of memory: Resource temporarily unavailable", "CUDA", "device"),
+    ("F0101 syncedmem.cpp:56] Check failed: error == cudaSuccess (2 vs. 0)  out of memory", "CUDA", "device"),
+    ("Error in MemoryManager: Device out of memory", "CUDA", "device"),
+    ("[TRT] [W] Tactic Device request: 512MB Available: 300MB. Device memory is insufficient to use tactic.", "TensorRT", "device"),
+    ("[TRT]: 2: [virtualMemoryBuffer.cpp::resizePhysical::160] Error Code 2: OutOfMemory (no further information)", "TensorRT", "device"),
+    ("Assertion failed: Can't allocate enough blocks for even one sequence", "TensorRT-LLM", "KV cache"),
+    ("NCCL WARN Error: failed to extend /dev/shm/nccl-x to 33030532 bytes\nNCCL WARN Error while creating shared memory segment /dev/shm/nccl-x (size 33030528)", "NCCL", "shared memory of the host"),
+    ("No valid triton configs. OutOfMemoryError: out of resource: triton_mm Required: 147456 Hardware limit:101376 Reducing", "Triton", "on chip"),
+    ("out of resource: tensor memory, Required: 640, Hardware limit: 512. Reducing block sizes may help.", "Triton", "on chip"),
+    ("in pin_memory\n    return data.pin_memory()\nRuntimeError: CUDA error: out of memory", "CUDA", "host"),
+    ("RuntimeError: Caught RuntimeError in pin memory thread for device 0.\nOriginal Traceback:\nRuntimeError: CUDA error: out of memory", "CUDA", "host"),
+    ("ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).", "the host", "shared memory of the host"),
+    ("1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons", "the host", "host"),
+    ("slurmstepd: error: Exceeded job memory limit", "the host", "host"),
+    ("  exitcode  : -9 (pid: 4321)\n  traceback : Signal 9 (SIGKILL) received by PID 4321", "the host", "host"),
+    ("error code is 207001\nEL0004: Failed to allocate memory.\n Failed to allocate resource[DeviceMemory] with info [size:1073741824].", "Ascend (NPU)", "device"),
+    ("Failed to allocate memory for batch_prefill_tmp_v with size 402653184 and alignment 16 in AlignedAllocator", "FlashInfer", "device"),
+    ("TDRV:dmem_alloc_internal Failed to alloc DEVICE memory: 536870912", "Neuron", "device"),
+    ("MemoryError: Error allocating 411041792 bytes of device memory (out of memory).", "Theano", "device"),
     ("mylib: not enough video memory, could not allocate 3.00 GiB for the frame buffer", "a library that stalloc does not know", "device"),
 ]  # fmt: skip
 
@@ -165,3 +207,40 @@ def test_a_text_is_read_and_its_figures_agree(tmp_path, capsys, text, library, p
         assert "contradict" in shown
         assert "  free" not in shown
     assert len([line for line in shown.splitlines() if line.endswith(".")]) >= 1, "what it is, or what to do"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n1:1:9 [0] NCCL INFO Allocated 9637892 bytes of shared memory in /dev/shm/nccl-x",
+        "server_args=ServerArgs(model_path='m', mem_fraction_static=0.88, max_total_tokens=None)",
+        "cudaHostAlloc   12 calls   3.2 ms",
+        "google.api_core: 429 RESOURCE_EXHAUSTED. Quota exceeded for requests per minute",
+        "[TensorRT] INFO: Some tactics do not have sufficient workspace memory to run.",
+        "aclrtMallocPhysical 12 calls",
+    ],
+)
+def test_what_names_memory_and_no_error_is_none(tmp_path, capsys, text):
+    file = tmp_path / "info.log"
+    file.write_text(f"step 1\n{text}\nstep 2\n")
+    assert main(["explain", str(file)]) == 2
+    assert "a log without an out-of-memory error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("gpu_async_0 failed to allocate 536870912 bytes: CUDA error: out of memory\n Reported: Free memory/Total memory: 1048576/8589934592", (536870912, 1 << 20, 8 << 30)),
+        ("Allocator (GPU_0_bfc) ran out of memory trying to allocate 1.17GiB (rounded to 1258291200)requested by op", (1258291200, None, None)),
+        ("Cannot allocate 145.500000MB GPU memory, available memory is 72.250000MB.", (152567808, None, None)),
+        ("Out of memory error on GPU 0. Cannot allocate 1.500000GB memory on GPU 0, available memory is only\n   416.500000MB.", (3 << 29, 436731904, None)),
+        ("WARNING: failed to allocate 1024,50 MiB of pinned memory", (1074266112, None, None)),
+        ("CuPy: Out of memory allocating 1,024 bytes (allocated so far: 512 bytes).", (1024, None, None)),
+        ("can't allocate 5368709120 Bytes of memory on device", (5 << 30, None, None)),
+        ("Out of GPU memory trying to allocate 12.000 GiB\nEffective GPU memory usage: 97.00% (23.000 GiB/24.000 GiB)\nMemory pool usage: 8.000 GiB (15.000 GiB reserved)", (12 << 30, GIB, 24 << 30)),
+        ("Free memory on device cuda:0 (5.00/24.00 GiB) on startup is less than desired GPU memory utilization (0.9, 21.60 GiB)", (round(21.6 * GIB), 5 << 30, 24 << 30)),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_to_the_byte(tmp_path, capsys, text, figures):
+    (error,), _ = explained(tmp_path, capsys, text)
+    assert (error["wanted_bytes"], error["free_bytes"], error["total_bytes"]) == figures

@@ -68,6 +68,13 @@ def _outside(error: ErrorText) -> Iterator[str]:
     )
 
 
+def _size(error: ErrorText) -> Iterator[str]:
+    yield (
+        f"No device has {human_bytes(error.wanted_bytes or 0)}, so the size itself is wrong: an overflow, a length "
+        "that was never set, or one that came damaged from a file or another rank."
+    )
+
+
 def _limit(error: ErrorText) -> Iterator[str]:
     left, limit, wanted = error.limit_left_bytes, error.limit_bytes, error.wanted_bytes
     if limit is None or left is None:
@@ -75,9 +82,14 @@ def _limit(error: ErrorText) -> Iterator[str]:
         return
     free = f", while {human_bytes(error.free_bytes)} was free on the device" if error.free_bytes else ""
     what = "" if wanted is None else f", and {human_bytes(wanted)} was wanted"
+    if error.taken_bytes != wanted and wanted is not None:
+        what += f", for which a heap of {human_bytes(error.taken_bytes or 0)} is taken"
+    elif wanted is not None and left >= wanted:
+        what += ", as far as the rounded figures tell"
     yield f"The cause is the limit of {human_bytes(limit)}: {human_bytes(left)} of it was left{what}{free}."
     if error.library == "PyTorch" and error.backend != "MPS":
-        yield "torch.cuda.set_per_process_memory_fraction() sets it: raise it, or hold less."
+        module = error.backend.lower() if error.backend in ("XPU", "NPU", "MLU", "MUSA") else "cuda"
+        yield f"torch.{module}.set_per_process_memory_fraction() sets it: raise it, or hold less."
 
 
 def _capacity(error: ErrorText) -> Iterator[str]:
@@ -93,7 +105,11 @@ def _capacity(error: ErrorText) -> Iterator[str]:
     others = error.others_bytes or 0
     if others >= wanted - obtainable and others > (error.total_bytes or 0) // 50:
         known = error.known_process_bytes is not None
-        who = "Other processes use" if known else "Other processes and what this one has outside of the allocator use"
+        who = (
+            "Other processes, a desktop or the driver use"
+            if known
+            else "Other processes and what this one has outside of the allocator use"
+        )
         yield f"{who} {human_bytes(others)} of that device: `{_WHO.get(error.backend, 'nvidia-smi')}` names them."
 
 
@@ -108,6 +124,11 @@ def _fragmentation(error: ErrorText) -> Iterator[str]:
         )
         return
     yield f"The cause is fragmentation: {story}. {_against_fragmentation(error)}"
+    if error.limit_bytes is not None and (error.free_bytes or 0) >= (error.wanted_bytes or 0):
+        yield (
+            f"That is within the limit of {human_bytes(error.limit_bytes)}: {human_bytes(error.free_bytes or 0)} was "
+            "free on the device."
+        )
 
 
 def _against_fragmentation(error: ErrorText) -> str:
@@ -128,6 +149,8 @@ def _against_fragmentation(error: ErrorText) -> str:
     if error.release == "1.4 to 2.0":
         since = "" if error.setting else " (it is there from 1.10 on)"
         return f"This is the wording of PyTorch 2.0 or earlier: try {split}{since}. {newer}."
+    if error.platform:
+        return f"Try {split}: on {error.platform} expandable_segments does nothing."
     if error.backend == "HIP":
         return f"Try {variable}=expandable_segments:True, or {split} where ROCm warns that it cannot; or {_PLAN}."
     return f"Try {variable}=expandable_segments:True, which costs nothing, or {_PLAN}."
@@ -137,6 +160,7 @@ _CAUSES = {
     "unknown": _unknown,
     "contradiction": _contradiction,
     "outside": _outside,
+    "size": _size,
     "limit": _limit,
     "capacity": _capacity,
     "fragmentation": _fragmentation,

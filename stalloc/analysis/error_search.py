@@ -13,11 +13,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
-from stalloc.analysis.error_wording import FIGURES, Wording
+from stalloc.analysis.error_wording import DRIVER, FIGURES, Wording
 from stalloc.analysis.figure_wordings import WITH_FIGURES
-from stalloc.analysis.library_wordings import IN_OTHER_WORDS, OF_DRIVERS, OF_LIBRARIES, UNKNOWN_ADVICE, WANTED
-from stalloc.analysis.size_text import size_bytes
+from stalloc.analysis.library_wordings import (
+    IN_OTHER_WORDS,
+    OF_DRIVERS,
+    OF_GPU,
+    OF_HOST,
+    OF_LAUNCHERS,
+    OF_LIBRARIES,
+    UNKNOWN_ADVICE,
+    WANTED,
+)
+from stalloc.analysis.size_text import ANY_BYTES, size_bytes
 from stalloc.analysis.torch_wordings import torch_errors
+from stalloc.figures import human_bytes
 from stalloc.printable import printable
 
 _MAX_ERRORS = 1000
@@ -34,10 +44,14 @@ _SIGNS = (
     "cuda failure", "resources requested", "shared data", "pt_devmem", "dst tensor", "runtime error (2)", "error=2",
     "not_initialized", "resource allocation", "video memory", "bytes on device", "running low", "oom_kill",
     "killed", "el0004", "aclrt", "rtmalloc", "207001", "207018", "allocation error", "can't alloc", "retryoom",
-    "native mem", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
+    "native mem",
+    "posix_memalign", "system memory", "sigkill", "exitcode", "exit code", "tactic device",
+    "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
+_MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
-_OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
+_ONE_ALLOCATOR = {"JAX", "TensorFlow"}  #: whose errors come with those of the allocator that they share
+_WINDOWS = re.compile(r"\b[A-Za-z]:\\[\w.]")  #: a name of a file there
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -49,6 +63,7 @@ class _Found(NamedTuple):
 
 def find_errors(text: str) -> list[ErrorText]:
     """The out-of-memory errors of a log, each that differs once, in order."""
+    platform = "Windows" if _WINDOWS.search(text) else ""
     text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
     found: dict[ErrorText, Counter[Wording | None]] = {}
     for one in _errors(text):
@@ -56,7 +71,41 @@ def find_errors(text: str) -> list[ErrorText]:
         if len(found) >= _MAX_ERRORS:
             break
     # a library that logs an error before it raises it tells the same one in two ways
-    return [dataclasses.replace(error, times=max(told.values())) for error, told in found.items()]
+    times = {error: max(told.values()) for error, told in found.items()}
+    return [dataclasses.replace(error, times=count, platform=platform) for error, count in _told_once(times).items()]
+
+
+def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
+    """Without those of which another one says all that they say: cut off, or of a part of the library below."""
+    written = {error: _as_written(error) for error in times}
+    kept: dict[ErrorText, int] = {}
+    for error, count in times.items():
+        fuller = next((one for one in kept if _says_all_of(one, error, written)), None)
+        if fuller is not None:
+            kept[fuller] = max(kept[fuller], count)
+            continue
+        for one in [one for one in kept if _says_all_of(error, one, written)]:
+            count = max(count, kept.pop(one))
+        kept[error] = count
+    return kept
+
+
+def _as_written(error: ErrorText) -> list[str | None]:
+    """The figures of an error, to the two decimals that most of them are written with."""
+    sizes = [getattr(error, f"{name}_bytes") for name in (*FIGURES, "process")]
+    return [None if size is None else human_bytes(size) for size in sizes]
+
+
+def _says_all_of(fuller: ErrorText, error: ErrorText, written: dict[ErrorText, list[str | None]]) -> bool:
+    """Whether each figure of an error is one of a fuller one too."""
+    if any(less not in (None, more) for more, less in zip(written[fuller], written[error], strict=True)):
+        return False
+    libraries = {fuller.library, error.library}
+    if (len(libraries) > 1 and libraries != _ONE_ALLOCATOR) or fuller.library == "TensorFlow" != error.library:
+        return False
+    if (fuller.place, fuller.backend, fuller.line) != (error.place, error.backend, error.line):
+        return False
+    return error.device in (None, fuller.device)
 
 
 def _near_signs(text: str) -> str:
@@ -83,13 +132,28 @@ def _near_signs(text: str) -> str:
 
 def _errors(text: str) -> Iterable[_Found]:
     """Those of the first kind that there are any of, in order."""
-    of_torch = [_Found(position, error) for position, error in torch_errors(text)]
-    placed = [one for one in of_torch if one.error.wanted_bytes is not None]
-    placed += _worded(text, WITH_FIGURES)
-    for found in (placed, of_torch, *(_worded(text, wordings) for wordings in (OF_LIBRARIES, OF_DRIVERS))):
+    placed, of_torch = _with_figures(text)
+    if len(text) <= _MOST_WRAPPED and (not placed or any(one.error.verdict == "unknown" for one in placed)):
+        # a terminal's lines, which end wherever it does, as often within a word
+        joined, _ = _with_figures(re.sub(r"(?<=\S)\r?\n(?=\S)", "", text))
+        placed = max(placed, joined, key=_num_figures)
+    without = (_worded(text, wordings) for wordings in (OF_LIBRARIES, OF_DRIVERS, OF_LAUNCHERS))
+    for found in (placed, of_torch, *without):
         if ordered := sorted(found, key=lambda one: one.position):
             return ordered
     return [_Found(0, error) for error in _in_other_words(text)]
+
+
+def _num_figures(found: list[_Found]) -> int:
+    names = (*FIGURES, "process")
+    return sum(getattr(one.error, f"{name}_bytes") is not None for one in found for name in names)
+
+
+def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:
+    """The errors that say how much was wanted, and all of PyTorch."""
+    of_torch = [_Found(position, error) for position, error in torch_errors(text)]
+    placed = [one for one in of_torch if one.error.wanted_bytes is not None]
+    return placed + list(_worded(text, WITH_FIGURES)), of_torch
 
 
 def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[_Found]:
@@ -105,10 +169,15 @@ def _worded(text: str, wordings: Iterable[Wording]) -> Iterator[_Found]:
 def _of_wording(wording: Wording, match: re.Match[str]) -> ErrorText:
     groups = match.groupdict()
     told: dict[str, Any] = {f"{name}_bytes": size_bytes(groups.get(name)) for name in FIGURES}
-    if groups.get("shape") is not None:
+    told["wanted_bytes"] = size_bytes(groups.get("wanted"), ANY_BYTES)
+    if groups.get("shape") is not None and groups["type"] is not None:
         told["wanted_bytes"] = _tensor_bytes(groups["shape"], groups["type"])
     if groups.get("sum") is not None:  # CuPy before 7: what was asked for and what the pool holds, together
         told["reserved_bytes"] = max(0, (size_bytes(groups["sum"]) or 0) - (told["wanted_bytes"] or 0))
+    if groups.get("used") is not None and told["total_bytes"] is not None:
+        told["free_bytes"] = max(0, told["total_bytes"] - (size_bytes(groups["used"]) or 0))
+    if wording.at_start:
+        told |= {"allocated_bytes": 0, "reserved_bytes": 0}
     if groups.get("free") and groups.get("total") and not re.search("[A-Za-z]", groups["free"]):
         told["free_bytes"] = size_bytes(groups["free"] + re.sub(r"[\d.,]", "", groups["total"]))  # `5.01/23.6 GiB`
     device = groups.get("device")
@@ -139,8 +208,8 @@ def _in_other_words(text: str) -> Iterator[ErrorText]:
         wanted = WANTED.search(line)
         yield ErrorText(
             library="a library that stalloc does not know",
-            place=HOST if _OF_HOST.search(line) else DEVICE,
+            place=HOST if OF_HOST.search(line) and not OF_GPU.search(line) else DEVICE,
             wanted_bytes=size_bytes(wanted[1]) if wanted else None,
-            advice=UNKNOWN_ADVICE,
+            advice=DRIVER if OF_GPU.search(line) else UNKNOWN_ADVICE,
             line=printable(line, 200),
         )

@@ -6,10 +6,13 @@ and so is what its other figures rule out. Nothing is derived from figures that 
 
 from dataclasses import dataclass
 
+from stalloc.analysis.size_text import MOST_BYTES
 from stalloc.figures import human_bytes
 
 #: how far figures may be apart that were rounded, each by up to half a hundredth of a GiB
 _ROUNDED_BYTES = 24 << 20
+#: requests up to here, and the heap that PyTorch takes for them on MPS
+_MPS_HEAPS = ((1 << 20, 8 << 20), ((10 << 20) - 1, 32 << 20), ((512 << 20) - 1, 1 << 30))
 
 DEVICE, HOST, SHARED, ON_CHIP, KV_CACHE = "device", "host", "shared memory of the host", "on chip", "KV cache"
 
@@ -49,6 +52,8 @@ class ErrorText:
     """The verdict, where it is the wording that gives it and not the figures."""
     advice: str = ""
     """What to do about an error of this library."""
+    platform: str = ""
+    """`Windows` where names of files in the log say so."""
     line: str = ""
     """The line itself, where its wording is not known."""
     times: int = 1
@@ -122,6 +127,12 @@ class ErrorText:
         return max(0, self.limit_bytes - held)
 
     @property
+    def _limit_rounding_bytes(self) -> int:
+        """How far the limit may be from what is written, which has two decimals where it is in GiB."""
+        rounded = self.library == "PyTorch" and (self.limit_bytes or 0) >= 1 << 30
+        return (1 << 30) // 200 if rounded else 0
+
+    @property
     def obtainable_bytes(self) -> int | None:
         """All that an allocator without losses could have handed out."""
         free, inside = self.free_bytes, self.unallocated_bytes
@@ -146,21 +157,34 @@ class ErrorText:
         return max(0, min(bounds)) if bounds else None
 
     @property
+    def taken_bytes(self) -> int | None:
+        """What the allocator takes from the device for the request: PyTorch names that, but for MPS."""
+        wanted = self.wanted_bytes
+        if self.backend != "MPS" or wanted is None:
+            return wanted
+        return next((heap for most, heap in _MPS_HEAPS if wanted <= most), wanted)
+
+    @property
     def verdict(self) -> str:
         """What ran out.
 
         "outside": the device had room, so that the allocator is not the cause. "limit": what the process may have.
-        "fragmentation" if so much was free together, "capacity" if not. "contradiction": of the figures. "unknown".
+        "fragmentation" if so much was free together, "capacity" if not. "size": no device has what was asked for.
+        "contradiction": of the figures. "unknown".
         """
-        wanted, free, left = self.wanted_bytes, self.free_bytes, self.limit_left_bytes
+        wanted, free, left = self.taken_bytes, self.free_bytes, self.limit_left_bytes
+        if wanted is not None and wanted > MOST_BYTES and self.place == DEVICE:
+            return "size"
         if self.told or self.contradiction or wanted is None:
             return self.told or ("contradiction" if self.contradiction else "unknown")
-        if free is not None and free >= wanted and (left is None or left >= wanted):
-            return "outside"
         obtainable, at_most = self.obtainable_bytes, self.at_most_bytes
+        inside = self.unallocated_bytes or 0
+        if free is not None and free >= wanted and (left is None or left >= wanted + self._limit_rounding_bytes):
+            # the last pages of a device are in more pieces than one
+            return "outside" if inside < wanted or free >= wanted + _ROUNDED_BYTES else "fragmentation"
         if obtainable is not None and obtainable >= wanted:
             return "fragmentation"
-        has_room = free is None or free + (self.unallocated_bytes or 0) >= wanted
-        if left is not None and left < wanted and has_room:
+        has_room = free is None or free + inside >= wanted
+        if left is not None and left < wanted + self._limit_rounding_bytes and has_room:
             return "limit"
         return "capacity" if at_most is not None and at_most < wanted else "unknown"

@@ -1,6 +1,7 @@
 """One wording in which a library says that memory ran out, and what to do about it in each library.
 
-Contract: the named groups of a pattern are the figures that it has, and `device`, `shape` with `type`, and `sum`.
+Contract: the named groups of a pattern are the figures that it has, and `device`, `shape` with `type`, and `sum`. A
+space in a pattern is any space, as a log may be wrapped.
 """
 
 import re
@@ -22,12 +23,17 @@ class Wording:
     place: str = DEVICE
     told: str = ""
     """The verdict that the words themselves give."""
+    at_start: bool = False
+    """Whether it is said before the process holds anything."""
 
 
-def worded(library: str, pattern: str, advice: str, place: str = DEVICE, told: str = "") -> Wording:
+def worded(
+    library: str, pattern: str, advice: str, place: str = DEVICE, told: str = "", *, at_start: bool = False
+) -> Wording:
     """A wording; `<wanted>` and so on in the pattern stand for a size."""
-    sized = re.sub(rf"<({'|'.join(FIGURES)})>", lambda name: f"(?P<{name[1]}>{SIZE})", pattern)
-    return Wording(library, re.compile(sized), advice, place, told)
+    spaced = re.sub(r"\[[^\]]*\]| (?![?*+{])", lambda part: r"\s{1,80}" if part[0] == " " else part[0], pattern)
+    sized = re.sub(rf"<({'|'.join(FIGURES)})>", lambda name: f"(?P<{name[1]}>{SIZE})", spaced)
+    return Wording(library, re.compile(sized), advice, place, told, at_start)
 
 
 NVIDIA_SMI = "`nvidia-smi` names the processes that hold the device."
@@ -46,9 +52,19 @@ VLLM = (
     "vLLM divides gpu_memory_utilization of the device among weights, activations and KV cache: raise it, or lower "
     "max_model_len or max_num_seqs, or use more GPUs (tensor_parallel_size)."
 )
+VLLM_AT_START = (
+    "Others hold that much of the device when vLLM starts: end them, or lower gpu_memory_utilization; "
+    "`nvidia-smi` names them."
+)
 SGLANG = "SGLang: raise --mem-fraction-static for a larger KV cache, or lower --context-length."
+SGLANG_GRAPHS = (
+    "SGLang captures its CUDA graphs in what the static share leaves: lower --mem-fraction-static or "
+    "--cuda-graph-max-bs."
+)
 TGI = "Text Generation Inference: lower --max-batch-prefill-tokens or --max-total-tokens."
+TRT_LLM = "TensorRT-LLM: a larger free_gpu_memory_fraction for the KV cache, or a smaller max_seq_len."
 LLAMA = "llama.cpp: fewer layers on the GPU (-ngl), a shorter context (-c), or a smaller quantization."
+ORT_LIMIT = "It is what gpu_mem_limit of ONNX Runtime's CUDA provider leaves: raise it, or hold less."
 ORT = "ONNX Runtime: gpu_mem_limit and arena_extend_strategy=kSameAsRequested of its CUDA provider bound the arena."
 XGB = "XGBoost: a smaller max_bin, external memory, or fewer rows a GPU."
 TRT = "TensorRT: a smaller workspace (the memory pool limit of the builder), or a smaller batch or shape."
@@ -57,6 +73,13 @@ PINNED = (
     "at `free -h`, `ulimit -l` and the limit of the container."
 )
 HOST_MEMORY = "This is memory of the host, not of the GPU: look at `free -h` and at the limit of the container or job."
+KILLED = (
+    "A process was ended by signal 9, which is mostly what the kernel does when the host's memory runs out: "
+    "`dmesg -T | grep -i oom` tells, and so does the log of the container or job."
+)
+OPEN_FILES = (
+    "These are open files, not memory: `ulimit -n 65536`, or torch.multiprocessing.set_sharing_strategy('file_system')."
+)
 SHM = (
     "This is /dev/shm, memory that processes of the host share, not memory of the GPU: docker run --shm-size=16g or "
     "--ipc=host, an emptyDir of medium Memory in Kubernetes, or fewer workers."
@@ -73,6 +96,13 @@ BNB = "bitsandbytes: hold less, or use its paged optimizers, which take memory o
 OUTSIDE = (
     "It is not for a tensor, but for a context, a kernel or a library's workspace, which lie outside PyTorch's and "
     f"CuPy's allocators. Either those hold nearly all of the device, or other processes do: {NVIDIA_SMI}"
+)
+DRIVER = f"The driver had no room for what the program asked it for: hold less; {NVIDIA_SMI}"
+FLASHINFER = "It is the workspace that FlashInfer was given that is full, not the device: give it a larger one."
+NPU = "Hold less; `npu-smi info` names who holds the device."
+THC = (
+    "This is the wording of PyTorch 0.4 or earlier, whose errors have no figures: hold less (a smaller batch, no graph "
+    f"kept of the losses); {NVIDIA_SMI}"
 )
 ROCM = OUTSIDE.replace("nvidia-smi", "rocm-smi")
 METAL = "Metal refuses one buffer above its maximum, whatever is free: split that tensor, or use a smaller batch."

@@ -7,13 +7,17 @@ from stalloc.analysis.error_text import HOST, KV_CACHE, ON_CHIP, SHARED
 from stalloc.analysis.error_wording import (
     CHIP,
     CUPY,
+    DRIVER,
+    FLASHINFER,
     HOST_MEMORY,
     JAX,
     LLAMA,
     METAL,
     NCCL,
+    NPU,
     NVIDIA_SMI,
     ORT,
+    ORT_LIMIT,
     PADDLE,
     PINNED,
     RMM,
@@ -21,6 +25,7 @@ from stalloc.analysis.error_wording import (
     TF,
     TRT,
     VLLM,
+    VLLM_AT_START,
     XGB,
     worded,
 )
@@ -31,7 +36,7 @@ WITH_FIGURES = (
         r"[Oo]ut of memory allocating <wanted> \(allocated so far: <reserved>(?:, limit set to: <limit>)?",
         CUPY,
     ),
-    worded("CuPy", r"out of memory to allocate <wanted> \(total (?P<sum>\d+) bytes", CUPY),
+    worded("CuPy", r"out of memory to allocate <wanted> \(total (?P<sum>\d+) bytes(?:, limit set to <limit>)?", CUPY),
     worded(  # of RMM's logger, before the exception
         "RMM",
         r"\[FAILURE[^=\n]{0,200}current/max/try size = <reserved>, <limit>, <wanted>",
@@ -63,8 +68,26 @@ WITH_FIGURES = (
     ),
     worded("CUDA", r"failed to alloc(?:ate)? <wanted> on host", PINNED, HOST),
     worded("CUDA", r"allocate pinned host memory of size:? <wanted>", PINNED, HOST),
+    worded("CUDA", r"failed to allocate <wanted> of pinned memory", PINNED, HOST),
+    worded(
+        "TensorFlow",
+        r"failed to allocate <wanted>: CUDA error: out of memory[^\n]*(?:\n[^\n]{0,80}Free memory/Total memory: "
+        r"<free>/<total>)?",
+        TF,
+    ),
     worded("TensorFlow", r"failed to allocate [\d.]+[KMGT]?i?B? \(<wanted>\) from device", TF),
-    worded("TensorFlow", r"[Aa]llocator \((?:GPU|gpu|xla)\w*\) ran out of memory trying to allocate <wanted>", TF),
+    worded(
+        "JAX",
+        r"external/(?:xla|tsl|org_tensorflow)/[^\n]{0,120}[Aa]llocator \((?:GPU|gpu)\w*\) ran out of memory trying to "
+        r"allocate (?:[\d.]+\w+ \(rounded to )?<wanted>",
+        JAX,
+    ),
+    worded(
+        "TensorFlow",
+        r"(?:[Aa]llocator \((?:GPU|gpu|xla)\w*\) r|bfc_allocator[^\n]{0,20}R)an out of memory trying to allocate "
+        r"(?:[\d.]+\w+ \(rounded to )?<wanted>",
+        TF,
+    ),
     worded(
         "TensorFlow",
         r"[Aa]llocator \((?:cuda_host|gpu_host)\w*\) ran out of memory trying to allocate <wanted>",
@@ -79,9 +102,16 @@ WITH_FIGURES = (
     ),
     worded(
         "TensorFlow",
-        r"OOM when allocating tensor with shape\s?\[(?P<shape>[\d,]*)\] and type (?P<type>\w+)(?: on "
+        r"OOM when allocating tensor with shape\s?\[(?P<shape>[\d,]*)\](?: and type (?P<type>\w+))?(?: on "
         r"\S*GPU:(?P<device>\d+))?",
         TF,
+    ),
+    worded(
+        "JAX",
+        r"Scoped allocation with size <wanted> and limit <limit> exceeded scoped vmem limit",
+        "This is memory on the chip that one kernel asks for, not memory of the device: smaller blocks in that kernel.",
+        ON_CHIP,
+        "limit",
     ),
     worded("JAX", r"Ran out of memory in memory space hbm[^\n]{0,40}Used <wanted> of <total> hbm", JAX),
     worded(
@@ -98,8 +128,8 @@ WITH_FIGURES = (
     ),
     worded(
         "Paddle",
-        r"Out of memory error on \w+ (?P<device>\d+)\. Cannot allocate <wanted> memory on \w+ \d+,(?: <reserved> "
-        r"memory has been allocated and)? available memory is only <free>",
+        r"Out of memory error on \w+ (?P<device>\d+)\. Cannot allocate <wanted> (?:memory on \w+ \d+|GPU memory),"
+        r"(?: <reserved> memory has been allocated and)? available memory is (?:only )?<free>",
         PADDLE,
     ),
     worded("Paddle", r"Cannot (?:m?alloc|allocate) <wanted> (?:of )?GPU memory", PADDLE),
@@ -115,11 +145,26 @@ WITH_FIGURES = (
         "vLLM",
         r"Free memory on device(?: \S+)? \(<free>/<total>\)(?: on startup)? is less than desired GPU memory "
         r"utilization \([\d.]+, <wanted>\)",
-        VLLM,
+        VLLM_AT_START,
+        at_start=True,
     ),
     worded("llama.cpp", r"allocating <wanted> on device (?P<device>\d+): \w+ failed: out of memory", LLAMA),
-    worded("llama.cpp", r"failed to allocate (?:CUDA|ROCm|Vulkan|SYCL|Metal)\w* buffer of size <wanted>", LLAMA),
-    worded("ONNX Runtime", r"Available memory of <free> is smaller than requested bytes of <wanted>", ORT),
+    worded(
+        "llama.cpp",
+        r"failed to allocate (?:CUDA|ROCm|Vulkan|SYCL|Metal)(?P<device>\d*)\w* buffer of size <wanted>",
+        LLAMA,
+    ),
+    worded("llama.cpp", r"Device memory allocation of size <wanted> failed", LLAMA),
+    worded("llama.cpp", r"metal_\w+: error: failed to allocate buffer, size = <wanted>", LLAMA),
+    worded("llama.cpp", r"can't allocate <wanted> of memory on device", LLAMA),
+    worded("llama.cpp", r"cpu_buffer\w*: failed to allocate buffer of size <wanted>", HOST_MEMORY, HOST),
+    worded("Ollama", r"more system memory \(<wanted>\) than is available \(<free>\)", HOST_MEMORY, HOST, "capacity"),
+    worded(
+        "ONNX Runtime",
+        r"Available memory of <free> is smaller than requested bytes of <wanted>",
+        ORT_LIMIT,
+        told="limit",
+    ),
     worded("ONNX Runtime", r"Failed to allocate memory for requested buffer of size <wanted>", ORT),
     worded(
         "XGBoost",
@@ -128,6 +173,7 @@ WITH_FIGURES = (
         XGB,
     ),
     worded("TensorRT", r"Requested amount of GPU memory \(<wanted>\) could not be allocated", TRT),
+    worded("TensorRT", r"Tactic Device request: <wanted> Available: <free>", TRT),
     worded("TensorRT", r"OutOfMemory[^\n]{0,40}Requested size was <wanted>", TRT),
     worded(
         "the host's allocator",
@@ -135,7 +181,14 @@ WITH_FIGURES = (
         HOST_MEMORY,
         HOST,
     ),
+    worded(
+        "the host's allocator",
+        r"Alloc <wanted> error![\s\S]{0,80}posix_memalign",
+        HOST_MEMORY,
+        HOST,
+    ),
     worded("NumPy", r"Unable to allocate <wanted> for an array with shape", HOST_MEMORY, HOST),
+    worded("NCCL", r"failed to extend \S*shm/\S+ to <wanted>", SHM, SHARED),
     worded("NCCL", r"creating shared memory segment[^\n]{0,120}size <wanted>", SHM, SHARED),
     worded(
         "the host",
@@ -147,7 +200,8 @@ WITH_FIGURES = (
     worded("NCCL", r"Failed to (?:CUDA|cuda) \w+(?: \w+)? <wanted>", NCCL),
     worded(
         "Triton",
-        r"out of resources?: shared memory,? Required: <wanted>,? Hardware limit: <limit>",
+        r"out of resources?: (?!tensor memory|registers|threads)[\w ]{3,80},? ?Required: <wanted>,? Hardware "
+        r"limit(?:ation)?: ?<limit>",
         CHIP,
         ON_CHIP,
         "limit",
@@ -176,7 +230,8 @@ WITH_FIGURES = (
     ),
     worded(
         "CUDA.jl",
-        r"Out of GPU memory trying to allocate <wanted>(?:\s[^\n]{0,80}\(<allocated>/<total>\))?",
+        r"Out of GPU memory trying to allocate <wanted>(?:\s[^\n]{0,80}\((?P<used>[\d.]+ \w+)/<total>\))?"
+        r"(?: Memory pool usage: <allocated> \(<reserved> reserved\))?",
         "CUDA.reclaim() after GC.gc(true), or hold less.",
     ),
     worded(
@@ -184,6 +239,10 @@ WITH_FIGURES = (
         r"alloc fail[\s\S]{0,160}?size <wanted>",
         "Faiss: a smaller StandardGpuResources temporary memory, or a sharded or quantized index.",
     ),
+    worded("FlashInfer", r"allocate memory for \w+ with size <wanted> and alignment", FLASHINFER, told="limit"),
+    worded("Ascend (NPU)", r"allocate resource\[DeviceMemory\] with info \[size:<wanted>\]", NPU),
+    worded("Neuron", r"Failed to alloc DEVICE memory: <wanted>", "Hold less; `neuron-top` shows who holds the core."),
+    worded("Theano", r"allocating <wanted> of device memory \(out of memory\)", DRIVER),
     worded("Warp", r"Failed to allocate <wanted> on device '?cuda:(?P<device>\d+)", f"Hold less; {NVIDIA_SMI}"),
     worded(
         "DALI",

@@ -10,18 +10,27 @@ from stalloc.analysis.error_wording import (
     BNB,
     CHIP,
     CUPY,
+    DRIVER,
     HOST_MEMORY,
     JAX,
+    KILLED,
     NCCL,
+    NPU,
     NVIDIA_SMI,
+    OPEN_FILES,
     ORT,
     OUTSIDE,
     PINNED,
     RMM,
     ROCM,
     SGLANG,
+    SGLANG_GRAPHS,
     SHM,
+    TF,
     TGI,
+    THC,
+    TRT,
+    TRT_LLM,
     VLLM,
     worded,
 )
@@ -30,8 +39,7 @@ OF_LIBRARIES = (
     worded("CuPy", r"[Oo]ut of memory allocating <wanted> \(allo", CUPY),
     worded(
         "RMM",
-        r"RMM[_ ](?:failure|ERROR)[^\n]{0,300}(?:[Mm]aximum pool size|memory limit|MEMORY)|aximum pool size "
-        r"exceeded",
+        r"RMM failure[^\n]{0,300}(?:[Mm]aximum pool size|memory limit)|aximum pool size exceeded",
         RMM,
         told="limit",
     ),
@@ -43,7 +51,10 @@ OF_LIBRARIES = (
     worded(
         "CUDA",
         r"(?:cudaMallocHost|cudaHostAlloc|cudaHostRegister|cuMemHostAlloc|cuMemAllocHost|hipHostMalloc|"
-        r"hipHostRegister)\b|pinned host memory|in pin_memory\b(?=[\s\S]{0,400}out of memory)",
+        r"hipHostRegister)\b(?=[\s\S]{0,120}(?:fail|error|out of memory|OUT_OF_MEMORY))|(?:allocat|out "
+        r"of|lack)[^\n]{0,40}pinned (?:host )?memory|in pin memory thread[\s\S]{0,1500}?out of memory|in "
+        r"_?pin_memory\w*\b"
+        r"[\s\S]{0,400}?out of memory|out of memory[^\n]*\n(?:[^\n]*\n){0,6}?[^\n]*in _?pin_memory\w*\b",
         PINNED,
         HOST,
     ),
@@ -58,7 +69,15 @@ OF_LIBRARIES = (
         r"Dst tensor is not initialized",
         f"A copy to the GPU found no room: a smaller batch; {NVIDIA_SMI}",
     ),
-    worded("JAX", r"(?:RESOURCE_EXHAUSTED|XlaRuntimeError)[^\n]{0,200}[Mm]emory|RESOURCE_EXHAUSTED", JAX),
+    worded("TensorFlow", r"ResourceExhaustedError[^\n]{0,300}failed to allocate memory", TF),
+    worded(
+        "JAX",
+        r"RESOURCE_EXHAUSTED[^\n]{0,200}memory space (?:vmem|smem|sflag)",
+        "This is memory on the chip that one kernel asks for, not memory of the device: smaller blocks in that kernel.",
+        ON_CHIP,
+        "limit",
+    ),
+    worded("JAX", r"(?:RESOURCE_EXHAUSTED|XlaRuntimeError)[^\n]{0,200}(?:[Mm]emory|[Aa]llocat|\bOOM\b|hbm|HBM)", JAX),
     worded(
         "vLLM",
         r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored "
@@ -67,12 +86,21 @@ OF_LIBRARIES = (
         VLLM,
         KV_CACHE,
     ),
-    worded("SGLang", r"mem[-_]fraction[-_]static|KV cache pool is full", SGLANG, KV_CACHE),
+    worded("SGLang", r"[Cc]apture (?:\w+ )?cuda graph failed", SGLANG_GRAPHS),
+    worded("SGLang", r"increase --mem-fraction-static|KV cache pool is full", SGLANG, KV_CACHE),
+    worded("TensorRT-LLM", r"[Cc]an't allocate enough blocks", TRT_LLM, KV_CACHE),
+    worded(
+        "TensorRT",
+        r"TRT[^\n]{0,200}OutOfMemory|insuff?icient memory on requested size|nvinfer1::\S*[Aa]llocat\S*[^\n]{0,40}out "
+        r"of memory|Error Code 2: OutOfMemory",
+        TRT,
+    ),
     worded("Text Generation Inference", r"Not enough memory to handle", TGI, KV_CACHE),
     worded("ONNX Runtime", r"CUDA failure 2: out of memory|BFCArena::AllocateRawInternal", ORT),
     worded(
         "Triton",
-        r"out of resources?: \w|OutOfResources|too many resources requested for launch|uses too much shared data",
+        r"(?:OutOfResources(?:: )?)?out of resources?: \w|OutOfResources|too many resources requested for launch|"
+        r"uses too much shared data",
         CHIP,
         ON_CHIP,
         "limit",
@@ -91,19 +119,33 @@ OF_LIBRARIES = (
     worded("bitsandbytes", r"Error out of memory at line \d+ in file", BNB),
     worded(
         "the host",
-        r"DataLoader worker[^\n]{0,200}(?:Bus error|shared memory)|out of shared memory|shared memory limit|"
-        r"/dev/shm|shared memory object|No space left on device[^\n]{0,80}shm",
+        r"(?:shared memory object|/torch_|received 0 items of ancdata)[^\n]{0,120}Too many open files|received 0 "
+        r"items of "
+        r"ancdata",
+        OPEN_FILES,
+        HOST,
+    ),
+    worded(
+        "the host",
+        r"DataLoader worker[^\n]{0,200}(?:Bus error|shared memory)|insufficient shared memory|out of shared memory|"
+        r"shared "
+        r"memory limit|(?:[Ee]rror|[Ff]ail|[Uu]nable|[Cc]annot|WARN)[^\n]{0,120}(?:/dev/shm|shared memory object)|"
+        r"/dev/shm"
+        r"[^\n]{0,80}(?:[Nn]o space|too small|[Ff]ull\b)|No space left on device[^\n]{0,80}shm",
         SHM,
         SHARED,
     ),
     worded(
         "the host",
-        r"[Oo]ut of memory: Killed process|oom-kill|oom_kill|OOMKilled|Memory cgroup out of memory|DataLoader "
-        r"worker[^\n]{0,80}signal: Killed|node running low on memory|Cannot allocate memory|"
+        r"[Oo]ut of memory: Kill(?:ed)? process|oom_kill|OOMKilled|Memory cgroup out of memory|DataLoader "
+        r"worker[^\n]{0,80}signal: Killed|node running low on memory|killed due to memory pressure|Cannot allocate "
+        r"memory|"
+        r"Exceeded (?:step|job) memory limit|posix_memalign\(&data, \w+, nbytes\) == 0|"
         r"java\.lang\.OutOfMemoryError: Java heap",
         HOST_MEMORY,
         HOST,
     ),
+    worded("the host", r"oom-kill", HOST_MEMORY, HOST),
     worded(
         "Spark RAPIDS",
         r"Gpu(?:Split[Aa]nd)?RetryOOM|Could not allocate native memory",
@@ -116,8 +158,8 @@ OF_LIBRARIES = (
     ),
     worded(
         "Ascend (NPU)",
-        r"EL0004|aclrtMalloc\w*|error code is 2070(?:01|18)|rtMalloc",
-        "Hold less; `npu-smi info` names who holds the device.",
+        r"EL0004|aclrtMalloc\w*[^\n]{0,80}(?:fail|error)|error code is 2070(?:01|18)|rtMalloc[^\n]{0,80}fail",
+        NPU,
     ),
     worded(
         "Metal",
@@ -130,7 +172,11 @@ OF_LIBRARIES = (
         r"CL_(?:MEM_OBJECT_ALLOCATION_FAILURE|OUT_OF_RESOURCES|OUT_OF_HOST_MEMORY)",
         "Hold less, or smaller buffers.",
     ),
-    worded("MXNet", r"cudaMalloc(?: retry)? failed: out of memory", f"A smaller batch; {NVIDIA_SMI}"),
+    worded(
+        "MXNet",
+        r"cudaMalloc(?: retry)? failed: out of memory|storage_manager\.h\S{0,9} Memory allocation failed",
+        f"A smaller batch; {NVIDIA_SMI}",
+    ),
     worded("Thrust", r"thrust::\S{0,60}bad_alloc|parallel_for failed: out of memory", f"Hold less; {NVIDIA_SMI}"),
 )
 
@@ -138,27 +184,43 @@ OF_LIBRARIES = (
 OF_DRIVERS = (
     worded(
         "HIP",
-        r"HIP error: out of memory|hipErrorOutOfMemory|hipErrorMemoryAllocation|HIPBLAS_STATUS_ALLOC_FAILED|"
+        r"(?:HIP|ROCm) error: out of memory|hipErrorOutOfMemory|hipErrorMemoryAllocation|HIPBLAS_STATUS_ALLOC_FAILED|"
         r"rocblas_status_memory_error|miopenStatusAllocFailed|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
         ROCM,
     ),
+    worded("CUDA", r"cuda runtime error \(2\)", THC),
+    worded("CUDA", r"error=2 : out of memory", THC),
     worded(
         "CUDA",
-        r"CUDA (?:driver )?error:? (?:\d+: )?(?:\w+: )?out of memory|(?:CUDA_|NVRTC_)ERROR_OUT_OF_MEMORY|"
-        r"cudaError(?:MemoryAllocation|OutOfMemory)|CU(?:BLAS|DNN|SOLVER|SPARSE|RAND|"
-        r"TENSOR)_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUFFT_ALLOC_FAILED|"
-        r"CUDA_OUT_OF_MEMORY|cuda runtime error \(2\)|error=2 : out of memory|CUBLAS_STATUS_NOT_INITIALIZED|CUDA "
-        r"failed with error out of memory|cudaMalloc\w* failed",
+        r"RuntimeError: (?:CUDA|cuDNN|cuFFT|cusolver)(?: driver)? error: (?:out of memory|\w+_ALLOC(?:ATION)?_FAILED|"
+        r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|AcceleratorError: CUDA "
+        r"error: out of memory|CUDA(?:Driver|Runtime)Error: (?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation)",
         OUTSIDE,
+    ),
+    worded(
+        "CUDA",
+        r"(?:CUDA_|NVRTC_)ERROR_OUT_OF_MEMORY|cudaError(?:MemoryAllocation|OutOfMemory)|CU(?:BLAS|DNN|SOLVER|SPARSE|"
+        r"RAND|"
+        r"TENSOR)_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUFFT_ALLOC_FAILED|"
+        r"CUDA_OUT_OF_MEMORY|CUBLAS_STATUS_NOT_INITIALIZED|cudaMalloc\w* failed|CUresult error[^\n]{0,20}result=2\b|"
+        r"(?:CUDA|[Cc]uda|\bcu[A-Z]\w+|\bGPU\b|\bGpu\b|\.cu\b)[^\n]{0,200}[Oo]ut of (?:device )?memory|"
+        r"[Oo]ut of (?:GPU|device|CUDA|video) memory|\b[Dd]evice out of memory",
+        DRIVER,
     ),
 )
 
+#: what a launcher says of a process that the kernel has ended
+OF_LAUNCHERS = (worded("the host", r"Signal 9 \(SIGKILL\)|exitcode +: -9\b|exit code:? 137\b", KILLED, HOST),)
+
 UNKNOWN_ADVICE = f"Whether this is memory of the GPU cannot be told from it: {NVIDIA_SMI}"
+#: words by which a line tells which memory it is about
+OF_GPU = re.compile(r"GPU|[Dd]evice memory|CUDA|[Cc]uda|V?RAM on device|VRAM|vram|HIP|[Vv]ideo memory|on device")
+OF_HOST = re.compile(r"\b(?:host|CPU|RAM|numpy|MemoryError|bad_alloc)\b")
 _ALLOCATES = r"(?:[Aa]lloc(?:at\w+)?|request\w*)"
 #: what is left: a line that says so in words of its own
 IN_OTHER_WORDS = re.compile(
     r"(?:[Oo]ut[ _-]?[Oo]f[ _-]?[Mm]em|OUT[ _]OF[ _]\w*MEMORY|OutOfMemory|\bOOM\b|bad_alloc|\bMemoryError\b"
-    r"|(?:[Nn]ot enough|[Ii]nsufficient|[Rr]an out of)(?: \w+){0,3} (?:memory|VRAM|vram)|RESOURCE_EXHAUSTED"
+    r"|(?:[Nn]ot enough|[Ii]nsufficient|[Rr]an out of)(?: \w+){0,3} (?:memory|VRAM|vram)"
     r"|(?:[Ff]ailed|[Uu]nable|[Cc]annot|[Cc]ould not|[Cc]an't|[Cc]ouldn't)(?: to)? (?:re)?allocat|ALLOC(?:ATION)?_FAIL"
     r"|[Aa]llocation (?:of \S+ \w+ )?(?:failed|failure|error)|[Mm]emory limit exceeded"
     r"|exceed\w* [^\n]{0,9}(?:available|GPU|device|video) memory)"

@@ -3,20 +3,23 @@
 Contract: a text may be cut off anywhere, and be wrapped by whatever wrote the log; what is missing is None.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from stalloc.analysis.error_text import ErrorText
-from stalloc.analysis.size_text import SIZE, size_bytes
+from stalloc.analysis.size_text import ANY_BYTES, SIZE, size_bytes
 
 _SIZE = f"({SIZE})"
 _BEGIN = re.compile(
     r"\b(?:(?P<backend>CUDA|HIP|XPU|NPU|MLU|MUSA|GCU|PrivateUse1|[A-Z]{3,5})\s+)?out of memory[.,]\s+"
     rf"(?:\w+\s+)?[Tt]ried\s+to\s+allocate(?:\s+(more than 1EB memory|{SIZE}))?"
     r"|\b(?P<bare>CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory\b(?! occurred)"
+    rf"|(?:larger\s+than\s+(?P<most>{SIZE})!\s+)?\bTried\s+to\s+allocate\s+(?P<beheaded>{SIZE})"
+    r"(?=\s+\((?:[A-Z]\w+)\s+\d+;|\.\s+(?:GPU|[A-Z]{3,5})\s+\d+\s+has)"
 )
-_OLD = re.compile(rf"\((?:[A-Z]\w+) (\d+); {_SIZE} total capacity(?:;([^)]*))?")
+_OLD = re.compile(rf"\((?:[A-Z]\w+)\s+(\d+); {_SIZE} total capacity(?:;([^)]*))?")
 _NEW = re.compile(
     rf"(?:GPU|[A-Z]{{3,5}})\s+(\d+)\s+has\s+a\s+total\s+capac(?:i)?ty\s+of\s+{_SIZE}(?:\s+of\s+which\s+{_SIZE}\s+is\s+free)?"
 )
@@ -29,7 +32,9 @@ _MPS = re.compile(
     rf"(?:,\s+max allowed:\s+{_SIZE})?\))?"
     rf"(?:\.\s+Tried\s+to\s+allocate\s+{_SIZE})?"
 )
-_ASYNC = re.compile(r"Allocation on device (?:(\d+) )?would exceed allowed memory")
+_ASYNC = re.compile(
+    r"Allocation on device (?:(\d+) )?would exceed allowed memory|OutOfMemoryError: Allocation on device\b"
+)
 _ASYNC_FIGURES = {
     "allocated_bytes": r"Currently allocated\s*:",
     "wanted_bytes": r"Requested\s*:",
@@ -45,6 +50,7 @@ _MPS_ADVICE = (
     "Hold less, or let go first (torch.mps.empty_cache()); PYTORCH_MPS_HIGH_WATERMARK_RATIO sets how much of the "
     "machine's memory PyTorch may take: 0.0 lifts it, and then the whole machine may run out."
 )
+_ONE_BLOCK = "It is more than that platform gives in one piece, whatever is free: make that tensor in parts."
 
 
 def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
@@ -54,7 +60,10 @@ def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
     for match, end in zip(matches, ends, strict=True):
         rest = " ".join(text[match.end() : min(end, match.end() + _REACH)].split())
         backend = match["backend"] or match["bare"] or "CUDA"
-        yield match.start(), _error(match[2], backend, rest)
+        one = _error(match[2] or match["beheaded"], backend, rest)
+        if match["most"]:
+            one = dataclasses.replace(one, backend="XPU", told="limit", advice=_ONE_BLOCK)
+        yield match.start(), one
     for match in _MPS.finditer(text):
         allocated, others, limit, wanted = (size_bytes(group) for group in match.groups())
         yield match.start(), ErrorText(
@@ -67,7 +76,7 @@ def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
 
 def _error(wanted: str | None, backend: str, rest: str) -> ErrorText:
     """An error of PyTorch, or of stalloc in its place, from what follows the size that it asked for."""
-    size = 1 << 60 if (wanted or "").startswith("more") else size_bytes(wanted, 1 << 60)
+    size = 1 << 60 if (wanted or "").startswith("more") else size_bytes(wanted, ANY_BYTES)
     if ours := _STALLOC.search(rest):
         names = "limit_bytes", "allocated_bytes", "reserved_bytes", "free_bytes"
         figures: dict[str, Any] = dict(zip(names, map(size_bytes, ours.groups()[1:]), strict=True))

@@ -101,10 +101,16 @@ def _parts(error: ErrorText) -> Iterator[tuple[str, int | None, str]]:
     yield "outside", error.outside_bytes, "used by this process outside the allocator: the CUDA context, libraries"
     known = error.known_process_bytes is not None
     anyone = "by anything else on the device: other processes, and this one outside the allocator"
-    yield "others", error.others_bytes, "by other processes" if known else anyone
+    yield "others", error.others_bytes, "by other processes, a desktop, or the driver" if known else anyone
     yield "rest", error.rest_bytes, "at most, free or used outside the allocator: the text does not say which"
-    yield "free", error.free_bytes, _FREE.get(error.place, "on the device")
+    yield (
+        "free",
+        error.free_bytes,
+        "of the limit"
+        if error.limit_bytes is None and error.told == "limit"
+        else _FREE.get(error.place, "on the device"),
+    )
 
 
 _LIMITS = {"on chip": "that the hardware has"}
-_FREE = {"KV cache": "for the KV cache"}
+_FREE = {"KV cache": "for the KV cache", "host": "on the host"}
