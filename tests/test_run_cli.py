@@ -432,6 +432,26 @@ def test_launchers_are_told_what_to_type(tmp_path: Path) -> None:
         assert f"type STALLOC=1 {typed}" in said
         assert f" {command[command[0] == '-m']} starts the program" in said
     assert "type stalloc run train.py" in sentence(tmp_path, "run", "python", "train.py")
+    assert "type stalloc dryrun train.py" in stalloc(tmp_path, "dryrun", "python", "train.py", code=2).stderr
+
+
+def test_a_dry_run_of_a_launcher_is_told_as_ranks(tmp_path: Path) -> None:
+    for ranks, typed in (
+        ("2", "torchrun --nproc-per-node 2 train.py --lr 1"),
+        ("16", "-m torch.distributed.run --nnodes=2 --nproc_per_node=8 train.py --lr 1"),
+        ("4", "accelerate launch --num_processes 4 --num_machines 2 train.py --lr 1"),
+        ("8", "deepspeed --num_gpus=8 train.py --lr 1"),
+        ("6", "mpirun -np 6 python train.py --lr 1"),
+        ("N", "torchrun --nproc-per-node gpu train.py --lr 1"),
+    ):
+        assert (
+            f"type stalloc dryrun --ranks {ranks} train.py --lr 1"
+            in stalloc(tmp_path, "dryrun", *typed.split(), code=2).stderr
+        )
+    typed = "torchrun --nproc-per-node=2 -m pack.train --lr 1"
+    said = stalloc(tmp_path, "dryrun", *typed.split(), code=2).stderr
+    assert "type stalloc dryrun --ranks 2 -m pack.train --lr 1" in said
+    assert "type STALLOC=1 srun ./train" in stalloc(tmp_path, "dryrun", "srun", "./train", code=2).stderr
 
 
 def test_without_cupy_one_sentence_names_the_extra(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import runpy
-import shlex
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from stalloc import device as devices
+from stalloc.cli.launchers import LAUNCHER_MODULES, LAUNCHERS, instead_of
 from stalloc.device import VirtualGPU, find_gpu
 from stalloc.device.decisions import last_place, short_place
 from stalloc.device.known_gpus import memory_option
@@ -25,8 +25,6 @@ from stalloc.garbage import collect_for_program
 from stalloc.notices import say
 
 _STAND_INS = os.path.dirname(os.path.abspath(devices.__file__)) + os.sep
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "python", "python3")
-_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _OF_VALUES = (ArithmeticError, AssertionError, LookupError, ValueError)  # errors that follow from a value
 _USAGE = "give a script and its arguments, or -m MODULE and its arguments"
 
@@ -60,13 +58,14 @@ def add_program_arguments(
 
 def program_command(args: argparse.Namespace) -> list[str]:
     """What Python would be given: [SCRIPT, ARGS…] or [-m, MODULE, ARGS…]. Raises BadInputError if there is none."""
+    verb = getattr(args, "verb", "run")
     if args.module is not None:
         if args.program:
             raise BadInputError(f"both a script and -m were given: {_USAGE}.")
         if not args.module:
             raise BadInputError(f"-m needs a module: {_USAGE}.")
-        if args.module[0] in _LAUNCHER_MODULES:
-            raise BadInputError(_launcher(["python", "-m", *args.module]))
+        if args.module[0] in LAUNCHER_MODULES:
+            raise BadInputError(instead_of(["python", "-m", *args.module], verb))
         return ["-m", *args.module]
     if args.program[:1] == ["--"]:  # what comes after it is no option
         del args.program[0]
@@ -75,21 +74,13 @@ def program_command(args: argparse.Namespace) -> list[str]:
     script = args.program[0]
     if script.startswith("-"):
         raise BadInputError(f"{script} is not an option of this verb: options of stalloc go before SCRIPT, see --help.")
-    if Path(script).name in _LAUNCHERS and not script.endswith(".py"):
-        raise BadInputError(_launcher(args.program))
+    if Path(script).name in LAUNCHERS and not script.endswith(".py"):
+        raise BadInputError(instead_of(args.program, verb))
     if not Path(script).exists():
         raise BadInputError(f"there is no file {script}: {_USAGE}.")
     if Path(script).is_dir():
         raise BadInputError(f"{script} is a folder, not a script: {_USAGE}.")
     return list(args.program)
-
-
-def _launcher(command: list[str]) -> str:
-    """What to type for a program that starts others: those are served, not it."""
-    if command[0] in ("python", "python3") and "-m" not in command[:2]:
-        return f"{command[0]} is what stalloc runs anyway: type stalloc run {shlex.join(command[1:])}"
-    launcher = command[2] if command[1:2] == ["-m"] else command[0]
-    return f"{launcher} starts the program in processes of its own: type STALLOC=1 {shlex.join(command)}"
 
 
 def device_options(args: argparse.Namespace) -> list[str]:
