@@ -218,3 +218,24 @@ def test_objects_of_ranks_that_are_not_there_are_one_sentence(pieces: Path) -> N
     done = run_stalloc("dryrun", "--ranks", 2, "--rank", 1, "--", pieces)
     assert done.returncode == 2
     assert "MissingRankError: rank 1 waits in broadcast_object_list for objects of rank 0, which is not" in done.stderr
+
+
+SHARED = """
+import sys, torch
+side, n = torch.cuda.Stream(), int(sys.argv[1])
+for step in range(8):
+    block = torch.empty(n << 20, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(side):
+        made = block + 1
+    block.record_stream(side)
+    del block, made
+"""
+
+
+def test_blocks_of_several_streams_have_their_bound_in_a_search_too(tmp_path: Path) -> None:
+    program = tmp_path / "shared.py"
+    program.write_text(SHARED)
+    result, shown, _, _ = find(program, "n=32..32", "--memory", "1GiB")
+    bound = result["uncertain"]["shared_blocks"]
+    assert (bound["live_peak_bytes"], bound["of"]) == (9 * 32 << 20, "n=32")
+    assert "at n=32 288.00 MiB are live" in " ".join(shown.split())

@@ -48,6 +48,7 @@ _SIGNS = (
     "posix_memalign", "system memory", "sigkill", "exitcode", "exit code", "tactic device",
     "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
+_MOST_COMPARED = 100  #: of more than these each is shown as it is
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
 _ONE_ALLOCATOR = {"JAX", "TensorFlow"}  #: whose errors come with those of the allocator that they share
@@ -77,6 +78,8 @@ def find_errors(text: str) -> list[ErrorText]:
 
 def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
     """Without those of which another one says all that they say: cut off, or of a part of the library below."""
+    if len(times) > _MOST_COMPARED:
+        return times
     written = {error: _as_written(error) for error in times}
     kept: dict[ErrorText, int] = {}
     for error, count in times.items():

@@ -222,10 +222,9 @@ def _shared_blocks(
     """The most that blocks of several streams (record_stream) may take, if none is done with before the host waits."""
     if not uncertain.pop("shares_blocks", False):
         return None
-    late = measure(late_events=True)
-    names = {"active_peak_bytes": "live_peak_bytes", "reserved_peak_bytes": "taken_bytes"}
-    before, most = ({key: max(one[key] for one in run["devices"]) for key in names} for run in (tried, late))
-    return {shown: most[key] for key, shown in names.items()} if before != most else None
+    from stalloc.sizing.delayed_events import shared_blocks
+
+    return shared_blocks(tried["devices"], measure(late_events=True)["devices"])
 
 
 def _try(name: str, offered: int, measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def _result(offer: Offer, parameter: Parameter, tries: Tries, found: Largest) ->
         "step": values.step,
         "needed": None if needed is None else dataclasses.asdict(needed_figures(tries, needed)),
         **{name: dataclasses.asdict(answer(tries, name, index)) for name, index in found.by_allocator.items()},
-        "num_runs": tries.num_runs,
         "notes": found.notes,
         "uncertain": tries.findings(),
+        "num_runs": tries.num_runs,
     }
 
 

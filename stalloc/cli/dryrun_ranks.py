@@ -41,8 +41,8 @@ def try_ranks(args: argparse.Namespace) -> int:
         **offer.as_json(),
         "num_ranks": ranks[0].num_ranks,
         "ranks": [_entry(tries, at) for at in everything],
-        "num_runs": tries.num_runs,
         "uncertain": tries.findings(),
+        "num_runs": tries.num_runs,
         "files": runs.files.all().as_json(),
     }
     if wants_text(args):

@@ -104,10 +104,11 @@ def doubts(uncertain: dict[str, Any]) -> list[str]:
             "work spaces of these trials, up to 4 GiB each, are not in these figures"
         )
     if shared := uncertain.get("shared_blocks"):
+        of = f"at {shared['of']} " if "of" in shared else ""  # of a search, that of one value
         lines.append(
             "several streams use blocks that are freed (record_stream), which a GPU gives back once all of them are "
-            f"done: {human_bytes(shared['live_peak_bytes'])} are live and {human_bytes(shared['taken_bytes'])} taken "
-            "given plenty if none is before the host waits, at the most"
+            f"done: {of}{human_bytes(shared['live_peak_bytes'])} are live and {human_bytes(shared['taken_bytes'])} "
+            "taken given plenty if none is before the host waits, at the most"
         )
     if decisions:
         shown = ", ".join(f"{printable(one['place'])} ({one['num_reads']})" for one in decisions[:_MOST_PLACES])

@@ -38,6 +38,7 @@ class RunWork:
     keep_history: bool = False
     name_holders: bool = False  #: note lines, so that an out-of-memory error is told with who holds memory
     is_rank: bool = False  #: one of several, as the variables say
+    delays_events: bool = False  #: nothing is done before the host waits for it
     num_steps: int = 0  #: of an optimizer, after which the run ends; 0: none
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -60,6 +61,8 @@ def perform(folder: Path, program: Callable[[], int], work: RunWork) -> None:
     from stalloc.device import virtual
 
     virtual.become(work.gpu)
+    if work.delays_events:
+        virtual.delay_events()
     _Run(folder, work).perform(program)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from stalloc.device import VirtualGPU
 from stalloc.device.known_gpus import PLENTY
 from stalloc.lifespans import lower_bound
+from stalloc.sizing.delayed_events import findings_of
 from stalloc.sizing.side_by_side import Asked, RunSeen
 from stalloc.sizing.tries import Contender, Runner
 
@@ -37,8 +38,10 @@ def find_smallest(
     """Try cards, of which `total_bytes` is what the program may have; `cards` has the smallest first."""
     largest = dataclasses.replace(cards[-1], total_bytes=PLENTY)
     work = dataclasses.replace(contenders[0].work, gpu=largest, keep_history=True)
-    (plenty,) = run([Asked(command=command, work=work, name="without a limit")])
-    num_runs = 1
+    without_limit = Asked(command=command, work=work, name="without a limit")
+    (plenty,) = run([without_limit])
+    findings, more_runs = findings_of(without_limit, plenty, run)
+    num_runs = 1 + more_runs
     needed = max((lower_bound(trace) for trace in plenty.traces), default=0) or None
     first = next((at for at, card in enumerate(cards) if card.total_bytes >= (needed or 0) * _CLOSE), len(cards))
     seen: dict[tuple[str, int], RunSeen] = {}
@@ -56,7 +59,7 @@ def find_smallest(
         num_runs += len(asked)
         for (one, at), result in zip(wanted, run(asked), strict=True):
             seen[one.name, at] = result
-    return Smallest(by_allocator=answers, seen=seen, needed_bytes=needed, findings=plenty.findings, num_runs=num_runs)
+    return Smallest(by_allocator=answers, seen=seen, needed_bytes=needed, findings=findings, num_runs=num_runs)
 
 
 def _guess(one: Contender, cards: Sequence[VirtualGPU], plenty: RunSeen, first: int) -> int:

@@ -15,6 +15,7 @@ from stalloc.device.known_gpus import PLENTY
 from stalloc.errors import BadInputError
 from stalloc.lifespans import lower_bound
 from stalloc.replay.simulation import Candidate, run_one
+from stalloc.sizing.delayed_events import findings_of
 from stalloc.sizing.run_work import RunWork
 from stalloc.sizing.scaled_traces import ScaledTraces
 from stalloc.sizing.side_by_side import Asked, RunSeen
@@ -180,7 +181,16 @@ class Tries:
 
     def findings(self) -> dict[str, Any]:
         """What the runs could not know, of the largest value that was run without a limit."""
-        return self.observed[max(self.observed)].findings if self.observed else {}
+        if not self.observed:
+            return {}
+        at = max(self.observed)
+        found, num_runs = findings_of(
+            self._asked(self._observing(), at, "without a limit"), self.observed[at], self._run
+        )
+        self.num_runs += num_runs
+        if shared := found.get("shared_blocks"):
+            shared["of"] = self.label(at)
+        return found
 
 
 def known_to_replay(candidate: Candidate) -> bool:
