@@ -11,11 +11,11 @@ MIB = 1 << 20
 SCRATCH = [{"filename": "train.py", "line": 3, "name": "forward"}]
 
 
-def snapshot(tmp_path, repeats, site, *, leaks=True, annotated=(), scratch=SCRATCH):
+def snapshot(tmp_path, repeats, site, *, leaks=True, keeps=None, annotated=(), scratch=SCRATCH):
     """A program that does the same `repeats` times: scratch memory, and something that it keeps."""
     events, live, at = [], [], 1 << 30
-    for _ in range(repeats):
-        for size, is_kept in ((3, False), (2, leaks), (5, False)):
+    for number in range(repeats):
+        for size, is_kept in ((3, False), (2, leaks and (keeps is None or number < keeps)), (5, False)):
             kept = {"addr": at, "size": size * MIB, "stream": 0, "frames": site if is_kept else scratch}
             at += size * MIB
             events.append({"action": "alloc", "time_us": len(events) + 1, **kept})
@@ -61,6 +61,12 @@ OWN_OPTIMIZER = [{"filename": "my_optimizer.py", "line": 7, "name": "step"}, *OU
 def test_what_each_step_keeps_grows(tmp_path, capsys):
     path, _ = snapshot(tmp_path, 20, OURS)
     assert growth(capsys, path) == [("train.py:9 keep", 2 * MIB)]
+
+
+@pytest.mark.parametrize(("keeps", "grows"), [(34, False), (40, True)])
+def test_what_is_full_by_the_end_does_not_grow(tmp_path, capsys, keeps, grows):
+    path, _ = snapshot(tmp_path, 40, OURS, keeps=keeps)
+    assert bool(growth(capsys, path)) is grows
 
 
 def test_the_layers_of_one_annotated_step_are_no_steps(tmp_path, capsys):

@@ -57,7 +57,7 @@ class Growth:
     name: str
     bytes_per_step: int
     steps: int  #: over which it was seen
-    held_bytes: int  #: at the end of the last of them
+    held_bytes: int  #: more at the end of the last of them than before the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,7 @@ def find_growth(trace: Trace) -> list[Growth]:
     born = np.searchsorted(bounds, trace.start)  # the first boundary that sees it
     lasts = trace.end >= trace.num_events  # beyond a mark that stands at the very end, too
     died = np.where(lasts, len(bounds), np.searchsorted(bounds, trace.end))
-    # made after the first boundary and there at one
-    rows = np.flatnonzero((born < died) & (born > 0) & ~_made_once(trace, are_steps))
+    rows = np.flatnonzero((born < died) & ~_made_once(trace, are_steps))
     held: dict[str, Column] = {}
     for row, key in zip(rows.tolist(), site_keys(trace, rows), strict=True):
         levels = held.setdefault(site_text(key), np.zeros(len(bounds), np.int64))
@@ -185,9 +184,12 @@ def find_growth(trace: Trace) -> list[Growth]:
 
 def _growth(name: str, levels: Column) -> Growth | None:
     steps = np.diff(levels)
+    last = steps[-max(1, len(steps) // 4) :]  # what was filled by then, as a cache is, grows no more
     if steps.min() < 0 or np.count_nonzero(steps > 0) < max(_MIN_STEPS, _MIN_SHARE * len(steps)):
         return None
-    return Growth(name, round(int(levels[-1]) / len(steps)), len(steps), int(levels[-1]))
+    if np.count_nonzero(last > 0) < _MIN_SHARE * len(last):
+        return None
+    return Growth(name, round(int(steps.sum()) / len(steps)), len(steps), int(steps.sum()))
 
 
 def _step_ends(trace: Trace) -> tuple[Column, bool]:
