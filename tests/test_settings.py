@@ -109,6 +109,25 @@ def test_where_nothing_is_better_nothing_is_exported(tmp_path: Path, capsys: pyt
     assert "nothing that was tried is better than what was recorded" in shown
 
 
+def test_what_a_program_returns_by_itself_is_no_gain_of_a_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It calls empty_cache() between two requests: a replay keeps the first one's segment, the file does not."""
+    events, at = [], 1 << 30
+    for size in (30 << 20, 40 << 20):
+        actions = ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free"]
+        events += [{"action": action, "addr": at, "size": size, "stream": 0} for action in actions]
+        at += 64 << 20
+    timed = [event | {"time_us": number} for number, event in enumerate(events, start=1)]
+    file = tmp_path / "returns.pickle"
+    file.write_bytes(pickle.dumps({"segments": [], "device_traces": [timed]}))
+    assert main(["advise", str(file), "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["export"], said["recorded_reserved_peak_bytes"]) == (None, 40 << 20)
+    assert main(["advise", str(file)]) == 0
+    assert "without what the program returned by itself" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_history_too_short_to_tell_gives_no_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is held was there before: the only event is a free."""
     blocks = [{"address": 1 << 30, "size": 20 << 20, "requested_size": 20 << 20, "state": "active_allocated"}]

@@ -87,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
             _print_too_short(args, too_short[0], recorded)
         return 0
     best, usual = ranking[0], next(one for one in ranking if one.settings == recorded)
-    is_better = best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual.reserved_peak_bytes)
+    # a program that returns its cache itself reserves less than a replay, which does not know when
+    usual_bytes = min([usual.reserved_peak_bytes, *([max(peaks)] if peaks else [])])
+    is_better = best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual_bytes)
     line = f"export {variable}={command_text(best.settings)}" if is_better and best.settings else None
     if is_better and not best.settings:
         line = f"unset {variable}"
@@ -164,10 +166,12 @@ def _print(
 ) -> None:
     console = table_console()
     if reserved is not None and reserved != usual.reserved_peak_bytes:
+        returned = reserved < usual.reserved_peak_bytes
+        without = ", but without what the program returned by itself (empty_cache)" if returned else ""
         print_prose(
             console,
             f"The file records a reserved peak of {human_bytes(reserved)}; below its requests are replayed from an "
-            "empty device, with the recorded settings too.",
+            f"empty device, with the recorded settings too{without}.",
         )
     again = "recorded settings" if reserved is not None and reserved != usual.reserved_peak_bytes else "recorded"
     shown = list(dict.fromkeys([*ranking[: args.top], usual]))
