@@ -1,7 +1,13 @@
 """Snapshots without history: what there was at that moment is told, and what needs history says so."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import pickle
+import tarfile
+import zipfile
 
 import pytest
 
@@ -93,3 +99,73 @@ def test_what_needs_history_says_so(file, capsys, verb):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "history was switched off" in said
+
+
+def zipped(*members):
+    """A zip archive as trackers take it, of (name, bytes)."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def tarred(data):
+    """A tar archive of one file."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        entry = tarfile.TarInfo("state")
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+WHOLE = {"segments": SEGMENTS, "device_traces": [[]]}
+PICKLE = pickle.dumps(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("state.json", json.dumps(WHOLE).encode()),
+        ("list.json", json.dumps(SEGMENTS, indent=1).encode()),
+        ("state.pickle", pickle.dumps(WHOLE, 0)),
+        ("state.pickle.bz2", bz2.compress(PICKLE)),
+        ("state.pickle.xz", lzma.compress(PICKLE)),
+        ("state.zip", zipped(("state.pickle", PICKLE), ("__MACOSX/._state.pickle", b"x"))),
+        ("twice.zip", zipped(("state.pickle.gz", gzip.compress(PICKLE)))),
+        ("state.pt", zipped(("state/data.pkl", pickle.dumps(WHOLE, 2)), ("state/version", b"3"))),
+    ],
+)
+def test_a_snapshot_is_read_from_what_it_was_packed_in(tmp_path, capsys, name, data):
+    (tmp_path / name).write_bytes(data)
+    device, _ = told(capsys, "explain", str(tmp_path / name))
+    assert (device["reserved_bytes"], device["allocated_bytes"]) == (428 * MIB, 88 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (zipped(("rank0.pickle", PICKLE), ("rank1.pickle", PICKLE)), "an archive of 2 files"),
+        (zipped(("state.pickle", PICKLE))[:-40], "the zip data is damaged or cut short"),
+        (bz2.compress(PICKLE)[:-9], "the bzip2 data is damaged or cut short"),
+        (tarred(PICKLE), "a tar archive"),
+        (gzip.compress(tarred(b"CUDA out of memory")), "a tar archive"),
+        (json.dumps(WHOLE).encode()[:-9], "damaged or cut short"),
+    ],
+)
+def test_what_cannot_be_unpacked_is_named(tmp_path, capsys, data, said):
+    (tmp_path / "state").write_bytes(data)
+    for verb in ("explain", "stats"):
+        assert main([verb, str(tmp_path / "state")]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_log_in_a_zip_archive_is_a_log(tmp_path, capsys):
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 1; 8.00 GiB total capacity; 7.50 GiB already allocated; "
+    )
+    text += "0.25 GiB free; 7.60 GiB reserved in total by PyTorch)"
+    (tmp_path / "log.zip").write_bytes(zipped(("train.log", text.encode())))
+    assert main(["explain", str(tmp_path / "log.zip")]) == 0
+    assert "The cause is capacity" in capsys.readouterr().out

@@ -3,10 +3,8 @@
 Whatever is wrong with a file ends in a BadInputError of one sentence; nothing from the file is ever executed.
 """
 
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any, BinaryIO, TypeVar
 
 from stalloc.errors import BadInputError, NotATraceError
 from stalloc.inputs import memory_limit_bytes, open_input, read_bounded, shown_name
-from stalloc.npz import unpacked_limit_bytes
 from stalloc.trace.activity import Activity, read_activity
 from stalloc.trace.check import check_read
 from stalloc.trace.record import Trace
@@ -25,14 +22,17 @@ from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read
 from stalloc.trace.sources.kineto_activity import read_kineto_activity
 from stalloc.trace.sources.log_text import log_text, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
+from stalloc.trace.sources.packed import is_tar, unpack
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
 from stalloc.trace.sources.rmm_log import looks_like_rmm_log, read_rmm_log
-from stalloc.trace.sources.torch_snapshot import read_torch_snapshot, refuse_without_history
+from stalloc.trace.sources.torch_snapshot import read_json_snapshot, read_torch_snapshot, refuse_without_history
 from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
 
 _PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
-_DAMAGED_GZIP = "the gzip data is damaged or cut short: copy the file again"
+_SNAPSHOT_JSON = re.compile(
+    rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def record_of(trace: Trace) -> DeviceRecord:
 def load_traces(path: str | os.PathLike[str], *, history: bool = True) -> list[Trace]:
     """The traces of a file, one for each device that has events, ordered by device.
 
-    Reads `.trace.npz` and, plain or gzip: snapshots of torch as pickles and as HTML pages; traces (JSON with `[memory]`
-    events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
+    Reads `.trace.npz` and, plain or packed: snapshots of torch as pickles, JSON and HTML pages; traces (JSON with
+    `[memory]` events) and raw memory timelines of torch.profiler; logs of RMM and of the DTR simulator; planning CSV
     `id,lower,upper,size[,offset][,stream]`. The name `-` is standard input. Raises BadInputError for everything else,
     and, unless `history` is false, for a snapshot of one moment.
     """
@@ -82,7 +82,7 @@ def load_devices(path: str | os.PathLike[str], *, history: bool = True) -> list[
             return [DeviceRecord(0, None, read_activity_csv(name, data), {})]
         if looks_like_deepspeed_log(data):
             return [DeviceRecord(rank, None, activity, {}) for rank, activity in read_deepspeed_log(name, data).items()]
-        if not _is_kineto(head):
+        if not _is_kineto(head) or _SNAPSHOT_JSON.match(head):
             return [record_of(trace) for trace in _read_content(name, data)]
         activity = read_kineto_activity(name, data)
         try:
@@ -111,6 +111,8 @@ def read_log(path: str | os.PathLike[str]) -> str | None:
     except MemoryError as error:
         raise BadInputError(f"{shown_name(path)}: too large for this machine's memory: give a part of it.") from error
     head = data[:4096].lstrip()
+    if {".pickle", ".pkl"} & set(Path(path).suffixes):  # of protocol 0, which looks like text
+        return None
     if not head or looks_like_rmm_log(head) or looks_like_planning_csv(head) or looks_like_activity_csv(head):
         return None
     return log_text(data)
@@ -128,12 +130,15 @@ def _load(
     name = shown_name(path)
     try:
         with open_input(path, "a trace file") as file:
-            magic = file.read(4)
-            file.seek(0)
-            if magic.startswith(b"PK"):
+            content = unpack(name, file)
+            if content is None and file.read(2) == b"PK":
+                file.seek(0)
                 found = of_archive(name, file)
             else:
-                found = of_content(name, _read(name, file, compressed=magic.startswith(b"\x1f\x8b")))
+                file.seek(0)
+                found = of_content(
+                    name, read_bounded(file, str(name), memory_limit_bytes()) if content is None else content
+                )
             for one in found:
                 trace = one.trace if isinstance(one, DeviceRecord) else one
                 if trace is not None:
@@ -142,28 +147,16 @@ def _load(
     except BadInputError as error:  # what a trace says of itself does not know the file
         sentence = str(error) if str(name) in str(error) else f"{name}: {error}"
         raise NotATraceError(sentence, os.fspath(path)) from error
-    except (EOFError, zlib.error) as error:
-        raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
     except MemoryError as error:
         raise BadInputError(f"{name}: too large for this machine's memory: record fewer steps.") from error
-
-
-def _read(name: Path, file: BinaryIO, *, compressed: bool) -> bytes:
-    if not compressed:
-        return read_bounded(file, str(name), memory_limit_bytes())
-    packed_bytes = file.seek(0, 2)
-    file.seek(0)
-    try:
-        with gzip.GzipFile(fileobj=file) as unpacked:
-            return read_bounded(unpacked, str(name), unpacked_limit_bytes(packed_bytes))
-    except gzip.BadGzipFile as error:
-        raise BadInputError(f"{name}: {_DAMAGED_GZIP}.") from error
 
 
 def _read_content(path: Path, data: bytes) -> list[Trace]:
     head = data[:4096].lstrip()
     if not head:
         raise BadInputError(f"{path} is empty: record it again.")
+    if is_tar(data):
+        raise BadInputError(f"{path}: a tar archive: unpack it, and give one of its files.")
     if data[0] == 0x80 or {".pickle", ".pkl"} & set(path.suffixes):
         return read_torch_snapshot(path, data)
     if looks_like_planning_csv(head):
@@ -176,6 +169,8 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         return [read_dtr_log(path, data)]
     if head.startswith(b"[") and head[1:].lstrip().startswith(b"["):
         return [read_memory_timeline(path, data)]
+    if _SNAPSHOT_JSON.match(head):
+        return read_json_snapshot(path, data)
     if _is_kineto(head):
         return read_kineto(path, data)
     if looks_like_activity_csv(head):

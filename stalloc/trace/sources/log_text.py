@@ -4,8 +4,6 @@ Contract: what looks like any kind of trace is no log. The text of a log in JSON
 that of an HTML page is what a reader sees. What is damaged or cut short gives the text up to there.
 """
 
-import bz2
-import gzip
 import html
 import io
 import json
@@ -13,15 +11,16 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from stalloc.inputs import memory_limit_bytes, read_bounded
 from stalloc.npz import unpacked_limit_bytes
+from stalloc.trace.sources.packed import ARCHIVE, PACKED, is_tar, unpack
 
 _CHUNK = 1 << 20
-_PACKED = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _BINARY = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # pickles, archives
-_TRACE_JSON = re.compile(rb'"(?:traceEvents|ph|INSTRUCTION|device_traces|segments|schemaVersion)"\s*:')
+_TRACE_JSON = re.compile(rb'"(?:traceEvents|ph|INSTRUCTION|device_traces|segments|schemaVersion|total_size)"\s*:')
 _TIMELINE = re.compile(rb"\s*\[\s*\[\s*(?:-?\d+\s*[,\].]|[\[\]\"])")
 _VIZ_PAGE = re.compile(rb'alloc_data|"base64"|_memory_viz')
 _PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b", re.IGNORECASE)
@@ -37,7 +36,10 @@ def unpacked(file: BinaryIO) -> bytes:
     head = file.read(8)
     packed_bytes = file.seek(0, 2)
     file.seek(0)
-    opened = next((opener for magic, opener in _PACKED if head.startswith(magic)), None)
+    if head.startswith(ARCHIVE):
+        data = unpack(Path("the archive"), file) or b""
+        return b"" if _BINARY.match(data) else data
+    opened = next((opener for magic, _, opener in PACKED if head.startswith(magic)), None)
     if opened is not None:
         head = _up_to(opened(file), 8, chunk=8)
         file.seek(0)
@@ -62,7 +64,7 @@ def _up_to(file: Any, limit: int, chunk: int = _CHUNK) -> bytes:
 def log_text(data: bytes) -> str | None:
     """The text of a log; None for a trace, or for what is no text at all."""
     head = data[:4096]
-    if _BINARY.match(head) or not head.strip():
+    if _BINARY.match(head) or is_tar(data) or not head.strip():
         return None
     text = _decoded(data)
     if text is None:

@@ -6,6 +6,7 @@ are active at the end without an alloc event, and frees of unknown addresses. Re
 backwards from the segments at the end.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from stalloc.columns import Column
 from stalloc.errors import BadInputError
+from stalloc.inputs import memory_limit_bytes
 from stalloc.trace.header import MAX_DEVICE
 from stalloc.trace.pairing import Pairs, pair_events
 from stalloc.trace.record import Action, Trace
@@ -27,6 +29,7 @@ _IGNORED_ACTIONS = {"workspace_snapshot", "user_defined"}
 _ASKING_ACTIONS = {"alloc", "segment_alloc", "segment_map", "oom"}
 _RECORD = "call torch.cuda.memory._record_memory_history() before the step you want to see"
 _USUAL_POOL = (0, 0)
+_DECODED_JSON = 20  #: times its text
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +57,29 @@ def read_torch_snapshot(path: Path, data: bytes) -> list[Trace]:
     Without history on any device they hold one event, the snapshot, and what lives then: see `has_history`. Raises
     BadInputError when it is no snapshot, or it contradicts itself.
     """
-    snapshot = load_plain_pickle(path, data)
+    return _traces(path, load_plain_pickle(path, data), len(data))
+
+
+@without_collection()
+def read_json_snapshot(path: Path, data: bytes) -> list[Trace]:
+    """The traces of a snapshot that was written as JSON; as `read_torch_snapshot`."""
+    if len(data) > memory_limit_bytes() // _DECODED_JSON:
+        raise BadInputError(f"{path}: as JSON too large for this machine's memory: pickle it, or record less.")
+    try:
+        snapshot = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{path}: the JSON of the snapshot is damaged or cut short: write it again.") from error
+    return _traces(path, snapshot, len(data))
+
+
+def _traces(path: Path, snapshot: Any, num_bytes: int) -> list[Trace]:
     if (
         isinstance(snapshot, list) and snapshot and isinstance(snapshot[0], dict) and "blocks" in snapshot[0]
     ):  # what torch.cuda.memory_snapshot() returns
         snapshot = {"segments": snapshot}
     if not isinstance(snapshot, dict) or "segments" not in snapshot:
         raise BadInputError(f"{path}: a pickle, but not a torch.cuda.memory snapshot: give what _snapshot() returned.")
-    budget = Budget(path, len(data))
+    budget = Budget(path, num_bytes)
     try:
         histories = [budget.spend(history) for history in budget.spend(snapshot.get("device_traces", []))]
         if len(histories) > MAX_DEVICE + 1:
