@@ -82,7 +82,7 @@ def test_the_device_of_a_log_of_rmm_is_in_its_name(tmp_path):
     [
         ("", "no allocations and no frees"),
         ("1,10:00:00.000000,allocate,0x10,8\n", "line 2 is not"),
-        ("1,x,allocate,0x10,8,0\n1,x,allo", "line 3 is not"),
+        ("1,x,allocate,0x10,8,0\n1,x,allo\n", "line 3 is not"),
         ("1,x,reallocate,0x10,8,0\n", "line 2 is not"),
         ("1,x,allocate,zz,8,0\n", "line 2 is not"),
         ("1,x,allocate,0x10,-8,0\n", "line 2 is not"),
@@ -95,6 +95,36 @@ def test_what_rmm_does_not_write_is_refused(tmp_path, rows, said):
     with pytest.raises(BadInputError, match=said) as caught:
         load(tmp_path, RMM.splitlines()[0] + "\n" + rows, "rmm.csv")
     assert "\n" not in str(caught.value)
+
+
+def test_a_last_line_of_rmm_that_is_cut_short_is_left_out(tmp_path):
+    trace = load(tmp_path, f"{RMM}4243,11:00:01.000000,allo", "rmm.csv")
+    assert trace.num_events == 6
+    assert any("cut short" in note for note in trace.info["notes"])
+
+
+def test_rows_of_rmm_without_columns_are_found_among_other_lines(tmp_path):
+    rows = RMM.splitlines(keepends=True)[1:]
+    trace = load(tmp_path, "24/01/01 INFO RapidsPluginUtils: starting\n" + "INFO other\n".join(rows), "stderr.log")
+    assert lifespans(trace) == [(-1, 4, 300), (0, 3, 1000), (1, 6, 256), (5, 6, 500)]
+
+
+OLD_RMM = """Event Type,Device ID,Address,Stream,Size (bytes),Free Memory,Total Memory,Current Allocs,Start,End,Elapsed
+Alloc,0,0x7fae06600000,0,80,0,0,1,1.5,1.6,0.1
+Alloc,1,0x7fae06600000,(nil),4096,0,0,1,2.25,2.5,0.25
+Realloc,0,0x7fae06600000,0,160,0,0,1,3,3.1,0.1
+Free,0,0x7fae06600000,0,0,0,0,0,4.1e0,4.2,0.1
+"""
+
+
+def test_the_log_of_an_old_rmm_has_a_column_for_the_device(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text(OLD_RMM)
+    first, second = load_traces(path)
+    assert (first.device, second.device) == (0, 1)
+    assert lifespans(first) == [(0, 1, 80), (2, 3, 160)]
+    assert lifespans(second) == [(0, 1, 4096)]
+    assert first.time_us.tolist() == [1_500_000, 3_000_000, 3_000_000, 4_100_000]
 
 
 DTR = """{"ANNOTATION":"START","INSTRUCTION":"ANNOTATE"}

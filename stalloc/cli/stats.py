@@ -2,7 +2,8 @@
 
 FILE is a trace of any kind that stalloc reads: a recording of `stalloc record` (.trace.npz), a memory snapshot of torch
 (a pickle, JSON or its HTML page), a trace or raw memory timeline of torch.profiler (JSON), a log of RMM or of the DTR
-simulator, a planning CSV; all but the first may be packed (gzip, bzip2, xz, a zip archive of one file). The name - is standard input.
+simulator, a planning CSV; all but the first may be packed (gzip, bzip2, xz, a zip archive of one file). The name - is
+standard input.
 
 Allocated counts every request from alloc to free_completed, with sizes rounded up to the alignment; its peak is the
 lower bound of every plan. Fragmentation is 1 - allocated peak / reserved peak; for it allocated includes what a

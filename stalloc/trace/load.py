@@ -162,7 +162,7 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
     if looks_like_planning_csv(head):
         return [read_planning_csv(path, data)]
     if looks_like_rmm_log(head):
-        return [read_rmm_log(path, data)]
+        return read_rmm_log(path, data)
     if head.startswith(b"<") and not _PRIORITY.match(head):
         return read_viz_page(path, data)
     if head.startswith(b"{") and b'"INSTRUCTION"' in head.splitlines()[0]:
