@@ -20,7 +20,7 @@ from stalloc.trace.sources.deepspeed_log import looks_like_deepspeed_log, read_d
 from stalloc.trace.sources.dtr_log import read_dtr_log
 from stalloc.trace.sources.kineto import NoMemoryEvents, device_properties, read_kineto
 from stalloc.trace.sources.kineto_activity import read_kineto_activity
-from stalloc.trace.sources.log_text import log_text, unpacked
+from stalloc.trace.sources.log_text import BOMS, log_text, unpacked
 from stalloc.trace.sources.memory_timeline import read_memory_timeline
 from stalloc.trace.sources.packed import is_tar, unpack
 from stalloc.trace.sources.planning_csv import looks_like_planning_csv, read_planning_csv
@@ -136,9 +136,9 @@ def _load(
                 found = of_archive(name, file)
             else:
                 file.seek(0)
-                found = of_content(
-                    name, read_bounded(file, str(name), memory_limit_bytes()) if content is None else content
-                )
+                if content is None:
+                    content = read_bounded(file, str(name), memory_limit_bytes())
+                found = of_content(name, _without_mark(content))
             for one in found:
                 trace = one.trace if isinstance(one, DeviceRecord) else one
                 if trace is not None:
@@ -149,6 +149,13 @@ def _load(
         raise NotATraceError(sentence, os.fspath(path)) from error
     except MemoryError as error:
         raise BadInputError(f"{name}: too large for this machine's memory: record fewer steps.") from error
+
+
+def _without_mark(data: bytes) -> bytes:
+    """Text as UTF-8 without a mark: programs of Windows write one, and PowerShell's `>` writes UTF-16."""
+    mark, encoding = next(((mark, name) for mark, name in BOMS if data.startswith(mark)), (b"", ""))
+    text = data[len(mark) :]
+    return text if encoding in ("", "utf-8") else text.decode(encoding, "replace").encode()
 
 
 def _read_content(path: Path, data: bytes) -> list[Trace]:

@@ -24,7 +24,8 @@ _TRACE_JSON = re.compile(rb'"(?:traceEvents|ph|INSTRUCTION|device_traces|segment
 _TIMELINE = re.compile(rb"\s*\[\s*\[\s*(?:-?\d+\s*[,\].]|[\[\]\"])")
 _VIZ_PAGE = re.compile(rb'alloc_data|"base64"|_memory_viz')
 _PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b", re.IGNORECASE)
-_BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
+#: marks before text, and how it is encoded then
+BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
 _MAX_DEPTH = 8
 _CUT = re.compile(r"(?m)^\S+ std(?:out|err) P ")  # Kubernetes: the line goes on in the next one of that stream
 _CRI = re.compile(r"\S+ (std(?:out|err)) ([PF]) ")
@@ -84,7 +85,7 @@ def log_text(data: bytes) -> str | None:
 
 
 def _decoded(data: bytes) -> str | None:
-    for mark, encoding in _BOMS:
+    for mark, encoding in BOMS:
         if data.startswith(mark):
             return data[len(mark) :].decode(encoding, "replace")
     zeros_even, zeros_odd = data[:4096:2].count(0), data[1:4096:2].count(0)
