@@ -22,6 +22,11 @@ def variables_read(release: str) -> tuple[str, ...]:
     return VARIABLES[1:] if is_older else VARIABLES
 
 
+def variable_to_set(release: str) -> str:
+    """The variable to name to somebody who runs a release of torch: of an unknown one the one that all of them read."""
+    return variables_read(release)[0] if release else VARIABLES[1]
+
+
 def has_expandable_segments(release: str) -> bool:
     """Whether a release of torch knows the setting, which those until 2.0 stop at; so does an unknown one."""
     number = re.match(r"(\d{1,4})\.(\d{1,4})", release)

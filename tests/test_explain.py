@@ -10,6 +10,7 @@ from recordings import SNAPSHOTS, each, path_of
 from stalloc.analysis import explain
 from stalloc.cli import main
 from stalloc.errors import BadInputError
+from stalloc.figures import human_bytes
 from stalloc.replay.simulation import Candidate, run_one, simulate
 from stalloc.trace import Action, load_traces
 
@@ -219,3 +220,22 @@ def test_an_oom_event_is_asked_for_where_there_is_none(every_cause):
     assert not np.any(trace.action == Action.OOM)
     with pytest.raises(BadInputError, match="no out-of-memory event"):
         explain(trace, "oom")
+
+
+def test_a_profile_tells_how_much_was_reserved_and_not_where(capsys):
+    file = str(path_of("profile.json.gz"))
+    assert main(["explain", file]) == 0
+    shown = capsys.readouterr().out
+    assert "the file does not say where what was reserved lies" in shown
+    assert "MiB in a model, allocated" in shown
+    assert main(["stats", file, "--json", "-"]) == 0
+    recorded = json.loads(capsys.readouterr().out)["devices"][0]["reserved_peak_bytes"]
+    assert f"reserved peak {human_bytes(recorded)}" in shown
+
+
+def test_a_setting_of_an_unknown_release_goes_by_the_name_that_all_of_them_read(capsys):
+    file = str(path_of("out_of_memory.pickle.gz"))
+    assert main(["explain", file]) == 0
+    assert " PYTORCH_ALLOC_CONF=" not in capsys.readouterr().out
+    assert main(["simulate", "--sweep", file]) == 0
+    assert " PYTORCH_ALLOC_CONF=" not in capsys.readouterr().out

@@ -1,9 +1,11 @@
 """Logs of RMM and of the DTR simulator: real ones give the published figures, tiny ones show each rule."""
 
 import gzip
+import json
 
 import pytest
 
+from stalloc.cli import main
 from stalloc.errors import BadInputError
 from stalloc.lifespans import find_period, lower_bound, peak_load, sequence_keys, sequence_rows
 from stalloc.planner import plan, validate
@@ -95,6 +97,27 @@ def test_what_rmm_does_not_write_is_refused(tmp_path, rows, said):
     with pytest.raises(BadInputError, match=said) as caught:
         load(tmp_path, RMM.splitlines()[0] + "\n" + rows, "rmm.csv")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_log_of_rmm_with_a_mark_before_its_text(tmp_path, encoding):
+    trace = load(tmp_path, RMM.encode(encoding), "rmm.csv")
+    assert lifespans(trace) == [(-1, 4, 300), (0, 3, 1000), (1, 6, 256), (5, 6, 500)]
+
+
+def test_a_failure_in_a_log_of_rmm_has_no_cause_where_nothing_tells_it(tmp_path, capsys):
+    """The log does not say what was free on the device."""
+    path = tmp_path / "rmm.csv"
+    path.write_text("".join(RMM.splitlines(keepends=True)[:4]))
+    assert main(["explain", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not say how much was free on the device" in shown
+    assert "0 B on the device" not in shown
+    assert main(["explain", str(path), "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert (device["verdict"], device["device_free_bytes"], device["avoided_by"]) == ("unknown", None, [])
+    assert main(["advise", str(path), "--json", "-"]) == 0
+    assert all(one["fits"] for one in json.loads(capsys.readouterr().out)["ranking"])
 
 
 def test_a_last_line_of_rmm_that_is_cut_short_is_left_out(tmp_path):

@@ -66,8 +66,19 @@ class Explanation:
     record_allocated_peak_bytes: int  #: of the whole record, rounded up to 512 bytes a request
     record_unseen_bytes: int  #: live throughout, told only as a total
     record_reserved_peak_bytes: int
+    is_reserved_told: bool  #: whether that is of the file, and not of the model
     record_fragmentation: float  #: 1 - allocated peak / reserved peak of the whole record
     out_of_memory: OutOfMemory | None = None
+
+    @property
+    def source_text(self) -> str:
+        """Where the blocks come from, if not from the file, in a sentence; empty if from there."""
+        if self.source == "record":
+            return ""
+        missing = (
+            "does not say where what was reserved lies" if self.is_reserved_told else "does not say what was reserved"
+        )
+        return f"the file {missing}: blocks are those of a model, {self.source}"
 
     def _repr_html_(self) -> str:
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
@@ -113,6 +124,7 @@ def explain(trace: Trace, at: int | str = "peak", *, top: int = 10, advise: bool
         record_allocated_peak_bytes=told.allocated_peak_bytes,
         record_unseen_bytes=told.unseen_bytes if told.fragmentation is not None else 0,
         record_reserved_peak_bytes=peak_bytes if told.reserved_peak_bytes is None else told.reserved_peak_bytes,
+        is_reserved_told=told.reserved_peak_bytes is not None,
         record_fragmentation=(
             fragmentation(told.allocated_peak_bytes, peak_bytes) if told.fragmentation is None else told.fragmentation
         ),

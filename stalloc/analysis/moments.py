@@ -6,6 +6,8 @@ from stalloc.errors import BadInputError
 from stalloc.trace import Action, Trace
 from stalloc.trace.sites import UNKNOWN, read_sites, site_name
 
+_NO_DEVICE_FREE = ("kineto", "rmm log")  # sources of traces
+
 
 def moment_text(event: int) -> str:
     """The moment after an event as people read it; -1: before the first."""
@@ -21,6 +23,11 @@ def last_oom(trace: Trace) -> int | None:
     """The last out-of-memory error of a trace."""
     found = np.flatnonzero(trace.action == Action.OOM)
     return int(found[-1]) if len(found) else None
+
+
+def device_free(trace: Trace, event: int) -> int | None:
+    """What was free on the device at an out-of-memory error; None where such files do not say."""
+    return None if trace.info.get("source") in _NO_DEVICE_FREE else int(trace.address[event])
 
 
 def event_at(trace: Trace, at: int | str, others: str) -> int:

@@ -1,14 +1,15 @@
 """What an out-of-memory error in a trace was about: too little memory, or too little of it in one piece.
 
 Contract: the verdict is "capacity" if the request is larger than all that was free together, on the device and in the
-allocator, else "fragmentation"; what would have served it was replayed, each from an empty device of the same size.
+allocator, else "fragmentation", and "unknown" where the file does not say what was free on the device; what would have
+served it was replayed, each from an empty device of the same size.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from stalloc.analysis.moments import asked_by
+from stalloc.analysis.moments import asked_by, device_free
 from stalloc.columns import Column
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.protocol import BlockMap, Events, Kind
@@ -21,10 +22,10 @@ from stalloc.trace.sites import UNKNOWN
 class OutOfMemory:
     """An out-of-memory event: whether there was too little memory, or too little of it in one piece."""
 
-    verdict: str  #: "capacity" or "fragmentation"
+    verdict: str  #: "capacity", "fragmentation" or "unknown"
     wanted_bytes: int
     stream: int
-    device_free_bytes: int
+    device_free_bytes: int | None  #: None: the file does not say
     partly_used_bytes: int  #: free in segments that also hold live blocks, all streams
     whole_segments_bytes: int  #: free segments that the allocator still held
     largest_free_bytes: int  #: in one piece inside a segment of the stream
@@ -37,21 +38,22 @@ class OutOfMemory:
 def out_of_memory(trace: Trace, blocks: BlockMap, live_of: Column, event: int, advise: bool) -> OutOfMemory:
     """What an out-of-memory event was about, given the blocks then and the live bytes of each segment."""
     wanted, stream = int(trace.event_size[event]), int(trace.event_stream[event])
-    device_free = int(trace.address[event])
+    on_device = device_free(trace, event)
     free = blocks.request < 0
     whole = free & (live_of[blocks.segment] == 0)
     partly = free & ~whole
     own = free & (blocks.stream == stream)
-    in_all = device_free + int(blocks.size_bytes[free].sum())
-    capacity = int(blocks.segment_size.sum()) + device_free
+    in_all = (on_device or 0) + int(blocks.size_bytes[free].sum())
+    capacity = int(blocks.segment_size.sum()) + (on_device or 0)
+    advise = advise and on_device is not None
     fitted = what_would_have_fitted(trace, event, capacity) if advise else []
     usual = ("torch", recorded_conf(trace))
     others = [result for result in fitted if (result.allocator, result.settings) != usual]
     return OutOfMemory(
-        verdict="fragmentation" if in_all >= wanted else "capacity",
+        verdict="unknown" if on_device is None else "fragmentation" if in_all >= wanted else "capacity",
         wanted_bytes=wanted,
         stream=stream,
-        device_free_bytes=device_free,
+        device_free_bytes=on_device,
         partly_used_bytes=int(blocks.size_bytes[partly].sum()),
         whole_segments_bytes=int(blocks.size_bytes[whole].sum()),
         largest_free_bytes=int(blocks.size_bytes[own].max(initial=0)),

@@ -22,8 +22,10 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stalloc.allocator_conf import has_expandable_segments, variables_read
-from stalloc.analysis.moments import last_oom
+import numpy as np
+
+from stalloc.allocator_conf import has_expandable_segments, variable_to_set
+from stalloc.analysis.moments import device_free, last_oom
 from stalloc.analysis.peaks import recorded as recorded_peaks
 from stalloc.cli.output import (
     add_json_argument,
@@ -41,7 +43,7 @@ from stalloc.figures import human_bytes
 from stalloc.printable import printable
 from stalloc.replay.model_events import recorded_conf
 from stalloc.replay.simulation import SWEEP, SWEEP_UNDER_PRESSURE, Candidate, simulate
-from stalloc.trace import Trace, load_traces
+from stalloc.trace import Action, Trace, load_traces
 
 _WORTH_IT = 0.99  # of what the recorded settings reserve
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     recorded = recorded_conf(traces[0])
     peaks = [peak for peak in (recorded_peaks(trace).reserved_peak_bytes for trace in traces) if peak is not None]
     release = _release(args, traces[0])
-    variable = variables_read(release)[0] if release else "PYTORCH_CUDA_ALLOC_CONF"  # which all releases read
+    variable = variable_to_set(release)
     result: dict[str, Any] = {"file": args.file, "variable": variable, "recorded_settings": recorded}
     result |= {"recorded_reserved_peak_bytes": max(peaks, default=None), "too_short": bool(too_short)}
     if too_short:
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         args, result | {"best_settings": best.settings, "export": line, "ranking": [asdict(one) for one in ranking]}
     )
     if wants_text(args):
-        _print(args, ranking, usual, line, max(peaks, default=None))
+        _print(args, ranking, usual, line, max(peaks, default=None), any(map(_returns_cache, traces)))
     return 0
 
 
@@ -154,19 +156,27 @@ def _rank(traces: list[Trace], capacity: int | None, release: str) -> list[Ranke
 
 
 def _device_bytes(trace: Trace) -> int:
-    """What the process could have had when it ran out of memory; 0: it did not."""
+    """What the process could have had when it ran out of memory; 0: it did not, or the file does not say."""
     error = last_oom(trace)
-    if error is None:
-        return 0
-    return int(trace.address[error]) + int(trace.reserved_bytes()[error])
+    free = device_free(trace, error) if error is not None else None
+    return 0 if error is None or free is None else free + int(trace.reserved_bytes()[error])
+
+
+def _returns_cache(trace: Trace) -> bool:
+    return bool(np.isin(trace.action, (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)).any())
 
 
 def _print(
-    args: argparse.Namespace, ranking: list[Ranked], usual: Ranked, line: str | None, reserved: int | None
+    args: argparse.Namespace,
+    ranking: list[Ranked],
+    usual: Ranked,
+    line: str | None,
+    reserved: int | None,
+    returns_cache: bool,
 ) -> None:
     console = table_console()
     if reserved is not None and reserved != usual.reserved_peak_bytes:
-        returned = reserved < usual.reserved_peak_bytes
+        returned = reserved < usual.reserved_peak_bytes and returns_cache
         without = ", but without what the program returned by itself (empty_cache)" if returned else ""
         print_prose(
             console,

@@ -15,7 +15,8 @@ range), other streams (cached for another stream than the one of the last reques
 recording).
 
 For an out-of-memory error the verdict is "capacity" if the request is larger than all free memory together, on the
-device and in the allocator, else "fragmentation". Then the report lists settings and allocators that would have served
+device and in the allocator, else "fragmentation", and "unknown" where the file does not say what was free on the device,
+as traces of profilers and logs of RMM do not. Then the report lists settings and allocators that would have served
 the request, each replayed from an empty device of the same size.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from stalloc.allocator_conf import variable_to_set
 from stalloc.analysis import CAUSES, Explanation, OutOfMemory, explain
 from stalloc.analysis.error_text import ErrorText
 from stalloc.analysis.holders import find_growth
@@ -128,22 +130,21 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, Explanation
 def _print_device(console: Console, name: str, trace: Trace, made: Explanation) -> None:
     history, notes = has_history(trace), trace.info.get("notes", [])
     reserved, allocated = made.reserved_bytes, made.allocated_bytes
+    in_a_model = " in a model" if made.source_text else ""
     moment = moment_text(made.event) if history else "when the snapshot was taken"
     print_prose(
         console,
         Text.assemble(
             (name, "bold"),
             f", device {made.device}, {moment}: "
-            f"reserved {human_bytes(reserved)}, allocated {human_bytes(allocated)}, "
+            f"reserved {human_bytes(reserved)}{in_a_model}, allocated {human_bytes(allocated)}, "
             f"{human_bytes(reserved - allocated)} reserved but not allocated",
         ),
     )
     if history:
         _print_peaks(console, made)
-    if made.source != "record":
-        print_prose(
-            console, f"the file does not say what was reserved; modelled: {printable(made.source)}", indent="  "
-        )
+    if made.source_text:
+        print_prose(console, printable(made.source_text, 300), indent="  ")
     for note in note_texts(notes):
         print_prose(console, f"note: {note}", indent="  ")
     causes = sorted(made.causes.items(), key=lambda item: -item[1])
@@ -153,7 +154,7 @@ def _print_device(console: Console, name: str, trace: Trace, made: Explanation) 
         held = ", ".join(f"{role} {human_bytes(size)}" for role, size in made.roles.items())
         print_prose(console, f"allocated: {held}", indent="  ")
     if made.out_of_memory:
-        _print_verdict(console, made.out_of_memory)
+        _print_verdict(console, made.out_of_memory, variable_to_set(str(trace.info.get("torch", ""))))
     for segment in made.segments:
         blocks = f"{plural(segment.num_blocks, 'live block')} ({human_bytes(segment.live_bytes)})"
         print_prose(
@@ -176,8 +177,15 @@ def _print_peaks(console: Console, made: Explanation) -> None:
     )
 
 
-def _print_verdict(console: Console, memory: OutOfMemory) -> None:
+def _print_verdict(console: Console, memory: OutOfMemory, variable: str) -> None:
     whole = memory.whole_segments_bytes
+    if memory.device_free_bytes is None:
+        print_prose(
+            console,
+            f"Out of memory: {printable(memory.asked_by)} requested {human_bytes(memory.wanted_bytes)}. The file does "
+            "not say how much was free on the device, so the reason cannot be told from it.",
+        )
+        return
     story = (
         f": {printable(memory.asked_by)} requested {human_bytes(memory.wanted_bytes)}. "
         f"Free: {human_bytes(memory.device_free_bytes)} on the device, "
@@ -201,5 +209,5 @@ def _print_verdict(console: Console, memory: OutOfMemory) -> None:
     )
     for result in memory.avoided_by[:5]:
         conf = result.settings
-        how = f"PYTORCH_ALLOC_CONF={command_text(conf)}" if conf else printable(result.allocator)
+        how = f"{variable}={command_text(conf)}" if conf else printable(result.allocator)
         console.print(f"  {how}: reserves {human_bytes(result.peak_reserved_bytes)}")

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from stalloc.allocator_conf import variable_to_set
 from stalloc.analysis import Recorded, count_events, recorded
 from stalloc.cli.allocator_options import add_candidate_arguments, named_candidates
 from stalloc.cli.output import (
@@ -142,8 +143,9 @@ def _print(args: argparse.Namespace, devices: list[tuple[str, Trace, list[Simula
             print_prose(console, remark, indent="  ")
         if args.sweep:
             settings = _best_of_torch(found).settings
+            variable = variable_to_set(str(trace.info.get("torch", "")))
             console.print(
-                f"Best of torch's settings: PYTORCH_ALLOC_CONF={command_text(settings)}"
+                f"Best of torch's settings: {variable}={command_text(settings)}"
                 if settings
                 else "Best of torch's settings: the defaults."
             )

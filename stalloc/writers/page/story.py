@@ -19,6 +19,9 @@ def headline(told: Explanation, held: Holders, summary: Summary) -> list[str]:
             f"Out of memory by {error.verdict}: {printable(error.asked_by)} requested "
             f"{human_bytes(error.wanted_bytes)}, {human_bytes(error.device_free_bytes)} was free on the device and "
             f"{human_bytes(error.partly_used_bytes + error.whole_segments_bytes)} in the allocator."
+            if error.device_free_bytes is not None
+            else f"Out of memory: {printable(error.asked_by)} requested {human_bytes(error.wanted_bytes)}; the file "
+            "does not say what was free on the device."
         )
     found += [
         f"Memory grows {human_bytes(growth.bytes_per_step)} a step at {printable(growth.name)}."
@@ -43,8 +46,8 @@ def headline(told: Explanation, held: Holders, summary: Summary) -> list[str]:
 def remarks(trace: Trace, told: Explanation) -> list[str]:
     """What limits these figures."""
     notes = [printable(str(note)) for note in trace.info.get("notes", [])]
-    if told.source != "record":
-        notes.append(f"the file does not say what was reserved; modelled: {printable(told.source)}")
+    if told.source_text:
+        notes.append(printable(told.source_text, 300))
     if told.record_unseen_bytes:
         notes.append(f"{human_bytes(told.record_unseen_bytes)} live throughout, told only as a total")
     counts = f"{plural(trace.num_requests, 'request')} in {plural(trace.num_events, 'event')}"
