@@ -10,6 +10,7 @@ import lzma
 import pytest
 from test_error_wordings import GIB, explained, new, old
 
+from stalloc.analysis.error_search import find_errors
 from stalloc.cli import main
 
 
@@ -75,6 +76,16 @@ def test_a_text_without_free_bounds_it(tmp_path, capsys):
     (error,), shown = explained(tmp_path, capsys, text.replace("4.10 GiB", "6.00 GiB"))
     assert error["verdict"] == "capacity", "5.00 GiB are all that is not allocated"
     assert "at most 5.00 GiB" in shown
+
+
+@pytest.mark.parametrize("text", [new(), old()])
+def test_a_text_that_is_cut_off_anywhere_has_no_wrong_figure(tmp_path, capsys, text):
+    """Before its unit a size is none, and what was wanted is not the bytes of a number alone."""
+    known = {3 * GIB, 24 * GIB, GIB, 19 * GIB, round(22.5 * GIB), round(21.75 * GIB), None}
+    for length in range(len("torch.OutOfMemoryError: CUDA out of memory"), len(text), 3):
+        for error in find_errors(text[:length]):
+            figures = (error.wanted_bytes, error.total_bytes, error.free_bytes, error.allocated_bytes)
+            assert {*figures, error.reserved_bytes, error.process_bytes} <= known, text[:length]
 
 
 def test_a_text_that_is_cut_off_says_what_is_missing(tmp_path, capsys):
@@ -202,6 +213,9 @@ LINES = LOG.splitlines()
             for part in (f"{'x' * 16200} {new()[:180]}", f"{new()[180:]}\n")
         ),
         "\n".join(new()[at : at + 80] for at in range(0, 400, 80)),
+        new().replace(" of which ", " of which\n> ").replace("torch", "> torch", 1),
+        new().replace(" of which ", " of which\n[rank3]: ").replace("torch", "[rank3]: torch", 1),
+        new().replace(" GiB", "\xa0GiB"),
         "".join(f"[pod/train-0/main] {line}\n" for line in LINES),
         "".join(f"{{'rank': 0}} {line}\n" for line in LINES),
         f"2025-02-07 11:22:33 ERROR {json.dumps({'msg': new()})}\n",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from stalloc.analysis.error_text import DEVICE, HOST, ErrorText
-from stalloc.analysis.error_wording import DRIVER, FIGURES, Wording
+from stalloc.analysis.error_wording import DRIVER, FIGURES, HOST_MEMORY, Wording
 from stalloc.analysis.figure_wordings import WITH_FIGURES
 from stalloc.analysis.library_wordings import (
     IN_OTHER_WORDS,
@@ -44,9 +44,8 @@ _SIGNS = (
     "cuda failure", "resources requested", "shared data", "pt_devmem", "dst tensor", "runtime error (2)", "error=2",
     "not_initialized", "resource allocation", "video memory", "bytes on device", "running low", "oom_kill",
     "killed", "el0004", "aclrt", "rtmalloc", "207001", "207018", "allocation error", "can't alloc", "retryoom",
-    "native mem",
-    "posix_memalign", "system memory", "sigkill", "exitcode", "exit code", "tactic device",
-    "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
+    "native mem", "posix_memalign", "system memory", "isn't enough", "memory budget", "sigkill", "exitcode",
+    "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
 _MOST_COMPARED = 100  #: of more than these each is shown as it is
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
@@ -65,6 +64,7 @@ class _Found(NamedTuple):
 def find_errors(text: str) -> list[ErrorText]:
     """The out-of-memory errors of a log, each that differs once, in order."""
     platform = "Windows" if _WINDOWS.search(text) else ""
+    text = text.replace("\xa0", " ").replace("\u202f", " ")  # spaces that do not break
     text = _near_signs(_ESCAPES.sub("", text) if "\x1b" in text else text)
     found: dict[ErrorText, Counter[Wording | None]] = {}
     for one in _errors(text):
@@ -208,11 +208,12 @@ def _in_other_words(text: str) -> Iterator[ErrorText]:
         begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
         end = len(text) if end < 0 else end
         line = text[max(begin, match.start() - 200) : min(end, match.end() + 200)].strip()
-        wanted = WANTED.search(line)
+        wanted, of_gpu = WANTED.search(line), OF_GPU.search(line)
+        place = HOST if OF_HOST.search(line) and not of_gpu else DEVICE
         yield ErrorText(
             library="a library that stalloc does not know",
-            place=HOST if OF_HOST.search(line) and not OF_GPU.search(line) else DEVICE,
+            place=place,
             wanted_bytes=size_bytes(wanted[1]) if wanted else None,
-            advice=DRIVER if OF_GPU.search(line) else UNKNOWN_ADVICE,
+            advice=DRIVER if of_gpu else HOST_MEMORY if place == HOST and "bad_alloc" not in line else UNKNOWN_ADVICE,
             line=printable(line, 200),
         )

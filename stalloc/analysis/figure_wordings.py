@@ -242,6 +242,7 @@ WITH_FIGURES = (
     worded("FlashInfer", r"allocate memory for \w+ with size <wanted> and alignment", FLASHINFER, told="limit"),
     worded("Ascend (NPU)", r"allocate resource\[DeviceMemory\] with info \[size:<wanted>\]", NPU),
     worded("Neuron", r"Failed to alloc DEVICE memory: <wanted>", "Hold less; `neuron-top` shows who holds the core."),
+    worded("MindSpore", r"memory isn't enough and alloc failed[^\n]{0,200}alloc size: ?<wanted>", DRIVER),
     worded("Theano", r"allocating <wanted> of device memory \(out of memory\)", DRIVER),
     worded("Warp", r"Failed to allocate <wanted> on device '?cuda:(?P<device>\d+)", f"Hold less; {NVIDIA_SMI}"),
     worded(

@@ -36,6 +36,7 @@ from stalloc.analysis.error_wording import (
 )
 
 OF_LIBRARIES = (
+    worded("PyTorch", r"torch\.(?:cuda\.)?OutOfMemoryError", ""),
     worded("CuPy", r"[Oo]ut of memory allocating <wanted> \(allo", CUPY),
     worded(
         "RMM",
@@ -138,7 +139,8 @@ OF_LIBRARIES = (
     worded(
         "the host",
         r"[Oo]ut of memory: Kill(?:ed)? process|oom_kill|OOMKilled|Memory cgroup out of memory|DataLoader "
-        r"worker[^\n]{0,80}signal: Killed|node running low on memory|killed due to memory pressure|Cannot allocate "
+        r"worker[^\n]{0,80}signal: Killed|node running low on memory|killed due to memory pressure|exceeded \d+% "
+        r"memory budget|Cannot allocate "
         r"memory|"
         r"Exceeded (?:step|job) memory limit|posix_memalign\(&data, \w+, nbytes\) == 0|"
         r"java\.lang\.OutOfMemoryError: Java heap",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stalloc.analysis.error_text import ErrorText
-from stalloc.analysis.size_text import ANY_BYTES, SIZE, size_bytes
+from stalloc.analysis.size_text import ANY_BYTES, MOST_BYTES, SIZE, size_bytes
 
 _SIZE = f"({SIZE})"
 _BEGIN = re.compile(
@@ -44,6 +44,8 @@ _ASYNC_FIGURES = {
 }
 _VARIABLE = re.compile(r"PYTORCH_(?:[A-Z]+_)?ALLOC_CONF")
 _SETTING = re.compile(r"expandable_segments|max_split_size_mb")
+#: what a logger puts before each line: a quote, a rank, a worker, a container
+_PREFIX = re.compile(r"\s*(>+|\[[^\]\n]{1,40}\]:?|\([^)\n]{1,60}\)|[\w.-]{1,40} *\|)(?=\s)")
 _REACH = 2000  # characters that one error takes at most
 
 _MPS_ADVICE = (
@@ -58,14 +60,17 @@ def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
     matches = list(_BEGIN.finditer(text))
     ends = [match.start() for match in matches[1:]] + [len(text)] * bool(matches)
     for match, end in zip(matches, ends, strict=True):
-        rest = " ".join(text[match.end() : min(end, match.end() + _REACH)].split())
+        rest = text[match.end() : min(end, match.end() + _REACH)]
+        if prefix := _PREFIX.match(text, text.rfind("\n", 0, match.start()) + 1, match.start()):
+            rest = rest.replace(f"\n{prefix[1]}", "\n")  # where a logger has wrapped the error
+        rest = " ".join(rest.split())
         backend = match["backend"] or match["bare"] or "CUDA"
         one = _error(match[2] or match["beheaded"], backend, rest)
         if match["most"]:
             one = dataclasses.replace(one, backend="XPU", told="limit", advice=_ONE_BLOCK)
         yield match.start(), one
     for match in _MPS.finditer(text):
-        allocated, others, limit, wanted = (size_bytes(group) for group in match.groups())
+        allocated, others, limit, wanted = (_bytes(group) for group in match.groups())
         yield match.start(), ErrorText(
             library="PyTorch", backend="MPS", wanted_bytes=wanted, allocated_bytes=allocated, limit_bytes=limit,
             process_bytes=None if allocated is None or others is None else allocated + others, advice=_MPS_ADVICE,
@@ -76,10 +81,10 @@ def torch_errors(text: str) -> Iterator[tuple[int, ErrorText]]:
 
 def _error(wanted: str | None, backend: str, rest: str) -> ErrorText:
     """An error of PyTorch, or of stalloc in its place, from what follows the size that it asked for."""
-    size = 1 << 60 if (wanted or "").startswith("more") else size_bytes(wanted, ANY_BYTES)
+    size = 1 << 60 if (wanted or "").startswith("more") else _bytes(wanted, ANY_BYTES)
     if ours := _STALLOC.search(rest):
         names = "limit_bytes", "allocated_bytes", "reserved_bytes", "free_bytes"
-        figures: dict[str, Any] = dict(zip(names, map(size_bytes, ours.groups()[1:]), strict=True))
+        figures: dict[str, Any] = dict(zip(names, map(_bytes, ours.groups()[1:]), strict=True))
         return ErrorText(library="stalloc", wanted_bytes=size, device=int(ours[1]), **figures)
     variable, setting = _VARIABLE.search(rest), _SETTING.search(rest)
     told: dict[str, Any] = {"variable": variable[0] if variable else None, "setting": setting[0] if setting else ""}
@@ -97,7 +102,7 @@ def _old_figures(old: re.Match[str]) -> dict[str, Any]:
         reserved = allocated + cached
     return {
         "device": int(old[1]),
-        "total_bytes": size_bytes(old[2]),
+        "total_bytes": _bytes(old[2]),
         "free_bytes": _named("free", inside),
         "allocated_bytes": allocated,
         "reserved_bytes": reserved,
@@ -114,11 +119,11 @@ def _new_figures(rest: str) -> dict[str, Any]:
     process = re.search(rf"this process has\s+{_SIZE} memory", rest)
     return {
         "device": int(new[1]) if new else None,
-        "total_bytes": size_bytes(new[2]) if new else None,
-        "free_bytes": size_bytes(new[3]) if new else None,
+        "total_bytes": _bytes(new[2]) if new else None,
+        "free_bytes": _bytes(new[3]) if new else None,
         "allocated_bytes": allocated,
         "reserved_bytes": allocated + inside if allocated is not None and inside is not None else None,
-        "process_bytes": size_bytes(process[1]) if process else None,
+        "process_bytes": _bytes(process[1]) if process else None,
         "limit_bytes": _named("allowed", rest),
         "private_bytes": _named("allocated in private pools", rest),
         "release": "from 2.1" if new else "",
@@ -130,7 +135,7 @@ def _of_async(match: re.Match[str], rest: str) -> ErrorText:
     figures: dict[str, Any] = {}
     for name, words in _ASYNC_FIGURES.items():
         found = re.search(rf"{words}\s*{_SIZE}", rest)
-        figures[name] = size_bytes(found[1]) if found else None
+        figures[name] = _bytes(found[1]) if found else None
     if figures["limit_bytes"] is not None and figures["limit_bytes"] >= (figures["total_bytes"] or 0):
         figures["limit_bytes"] = None
     return ErrorText(library="PyTorch", device=int(match[1]) if match[1] else None, **figures)
@@ -139,4 +144,9 @@ def _of_async(match: re.Match[str], rest: str) -> ErrorText:
 def _named(words: str, text: str) -> int | None:
     """The size before these words."""
     match = re.search(rf"{_SIZE}\s+{words}", text)
-    return size_bytes(match[1]) if match else None
+    return _bytes(match[1]) if match else None
+
+
+def _bytes(text: str | None, most_bytes: int = MOST_BYTES) -> int | None:
+    """One size; None where it is cut off before its unit, without which PyTorch writes none."""
+    return size_bytes(text, most_bytes) if text and text[-1].isalpha() else None

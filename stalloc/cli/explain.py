@@ -15,9 +15,9 @@ range), other streams (cached for another stream than the one of the last reques
 recording).
 
 For an out-of-memory error the verdict is "capacity" if the request is larger than all free memory together, on the
-device and in the allocator, else "fragmentation", and "unknown" where the file does not say what was free on the device,
-as traces of profilers and logs of RMM do not. Then the report lists settings and allocators that would have served
-the request, each replayed from an empty device of the same size.
+device and in the allocator, else "fragmentation", and "unknown" where the file does not say what was free on the
+device, as traces of profilers and logs of RMM do not. Then the report lists settings and allocators that would have
+served the request, each replayed from an empty device of the same size.
 """
 
 import argparse
