@@ -151,6 +151,11 @@ def test_a_snapshot_is_read_from_what_it_was_packed_in(tmp_path, capsys, name, d
         (bz2.compress(PICKLE)[:-9], "the bzip2 data is damaged or cut short"),
         (tarred(PICKLE), "a tar archive"),
         (gzip.compress(tarred(b"CUDA out of memory")), "a tar archive"),
+        (
+            gzip.compress(b"\x0a\x04\x08\x01\x10\x02\x12\x08" * 90 + b"2\x0ballocations2\x05count2\x05space2\x05bytes"),
+            "a profile of pprof",
+        ),
+        (b"SQLite format 3\0" + bytes(range(200)) * 9, "not a trace: expected"),
         (json.dumps(WHOLE).encode()[:-9], "damaged or cut short"),
     ],
 )

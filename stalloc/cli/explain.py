@@ -167,11 +167,12 @@ def _print_device(console: Console, name: str, trace: Trace, made: Explanation) 
 
 
 def _print_peaks(console: Console, made: Explanation) -> None:
+    in_a_model = " in a model" if made.source_text and not made.is_reserved_told else ""
     unseen = f" and {human_bytes(made.record_unseen_bytes)} live throughout" if made.record_unseen_bytes else ""
     print_prose(
         console,
         f"over the whole {'recording' if made.source == 'record' else 'program'}: reserved peak "
-        f"{human_bytes(made.record_reserved_peak_bytes)}, allocated peak "
+        f"{human_bytes(made.record_reserved_peak_bytes)}{in_a_model}, allocated peak "
         f"{human_bytes(made.record_allocated_peak_bytes)}{unseen}, fragmentation {made.record_fragmentation:.2%}",
         indent="  ",
     )

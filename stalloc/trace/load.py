@@ -30,6 +30,7 @@ from stalloc.trace.sources.viz_page import read_viz_page
 from stalloc.trace.storage import read_npz
 
 _PRIORITY = re.compile(rb"<\d{1,3}>")  # with which lines of syslog begin
+_PPROF = re.compile(rb"\n[\x02-\x08]\x08")  # begins with the kind of its first column
 _SNAPSHOT_JSON = re.compile(
     rb'\{\s*"(?:segments|device_traces|allocator_settings|external_annotations)"\s*:|\[\s*\{[^{}\[\]]{0,1000}"total_size"\s*:'
 )
@@ -164,6 +165,8 @@ def _read_content(path: Path, data: bytes) -> list[Trace]:
         raise BadInputError(f"{path} is empty: record it again.")
     if is_tar(data):
         raise BadInputError(f"{path}: a tar archive: unpack it, and give one of its files.")
+    if _PPROF.match(data):
+        raise BadInputError(f"{path}: a profile of pprof, as JAX writes: see `pprof -top`, stalloc does not read it.")
     if data[0] == 0x80 or {".pickle", ".pkl"} & set(path.suffixes):
         return read_torch_snapshot(path, data)
     if looks_like_planning_csv(head):

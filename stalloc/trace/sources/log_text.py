@@ -27,6 +27,8 @@ _PAGE = re.compile(rb"<(?:!doctype|html|head|body|script|\?xml|div|pre|span)\b",
 #: marks before text, and how it is encoded then
 BOMS = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"), (b"\xef\xbb\xbf", "utf-8"))
 _MAX_DEPTH = 8
+_HEAD = 4096
+_CONTROL = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f]")  # which no text has
 _CUT = re.compile(r"(?m)^\S+ std(?:out|err) P ")  # Kubernetes: the line goes on in the next one of that stream
 _CRI = re.compile(r"\S+ (std(?:out|err)) ([PF]) ")
 _DOCKER_CUTS_AT = 16_000  # bytes of a line; the rest is in the next object
@@ -68,7 +70,7 @@ def log_text(data: bytes) -> str | None:
     if _BINARY.match(head) or is_tar(data) or not head.strip():
         return None
     text = _decoded(data)
-    if text is None:
+    if text is None or len(_CONTROL.findall(text, 0, _HEAD)) > _HEAD // 100:
         return None
     start = text[:4096].lstrip().encode("utf-8", "replace")
     if start[:1] in (b"{", b"["):
