@@ -136,6 +136,7 @@ PICKLE = pickle.dumps(WHOLE)
         ("twice.zip", zipped(("state.pickle.gz", gzip.compress(PICKLE)))),
         ("state.pt", zipped(("state/data.pkl", pickle.dumps(WHOLE, 2)), ("state/version", b"3"))),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_snapshot_is_read_from_what_it_was_packed_in(tmp_path, capsys, name, data):
     (tmp_path / name).write_bytes(data)
@@ -158,6 +159,7 @@ def test_a_snapshot_is_read_from_what_it_was_packed_in(tmp_path, capsys, name, d
         (b"SQLite format 3\0" + bytes(range(200)) * 9, "not a trace: expected"),
         (json.dumps(WHOLE).encode()[:-9], "damaged or cut short"),
     ],
+    ids=["archive of two", "cut zip", "cut bzip2", "tar", "packed tar", "pprof", "SQLite", "cut JSON"],
 )
 def test_what_cannot_be_unpacked_is_named(tmp_path, capsys, data, said):
     (tmp_path / "state").write_bytes(data)
