@@ -102,6 +102,7 @@ TEXTS = [
     ("The model's max seq len (32768) is larger than the maximum number of tokens that can be stored in KV cache (9328).", "vLLM", "KV cache"),
     ("ValueError: Free memory on device (5.0/24.0 GiB) on startup is less than desired GPU memory utilization (0.9, 21.6 GiB).", "vLLM", "device"),
     ("RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests.", "vLLM", "KV cache"),
+    ("AssertionError: Error in memory profiling. Initial free memory 21.1 GiB, current free memory 22.4 GiB.", "vLLM", "device"),
     ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", "SGLang", "KV cache"),
     ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 6144.00 MiB on device 0: cudaMalloc failed: out of memory", "llama.cpp", "device"),
     ("ggml_gallocr_reserve_n_impl: failed to allocate CUDA0 buffer of size 1073741824", "llama.cpp", "device"),

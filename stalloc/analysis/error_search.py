@@ -44,8 +44,8 @@ _SIGNS = (
     "cuda failure", "resources requested", "shared data", "pt_devmem", "dst tensor", "runtime error (2)", "error=2",
     "not_initialized", "resource allocation", "video memory", "bytes on device", "running low", "oom_kill",
     "killed", "el0004", "aclrt", "rtmalloc", "207001", "207018", "allocation error", "can't alloc", "retryoom",
-    "native mem", "posix_memalign", "system memory", "isn't enough", "memory budget", "sigkill", "exitcode",
-    "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
+    "native mem", "memory profiling", "posix_memalign", "system memory", "isn't enough", "memory budget", "sigkill",
+    "exitcode", "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
 _MOST_COMPARED = 100  #: of more than these each is shown as it is
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal

@@ -87,6 +87,11 @@ OF_LIBRARIES = (
         VLLM,
         KV_CACHE,
     ),
+    worded(
+        "vLLM",
+        r"Error in memory profiling",
+        "Another process gave memory back or took it while vLLM measured its own: start one instance after the other.",
+    ),
     worded("SGLang", r"[Cc]apture (?:\w+ )?cuda graph failed", SGLANG_GRAPHS),
     worded("SGLang", r"increase --mem-fraction-static|KV cache pool is full", SGLANG, KV_CACHE),
     worded("TensorRT-LLM", r"[Cc]an't allocate enough blocks", TRT_LLM, KV_CACHE),
