@@ -20,6 +20,7 @@ Configuration gpu = {
     .minor = 0,
     .num_multiprocessors = 132,
     .num_devices = 1,
+    .num_machine_devices = 1,
     .cuda_version = 13000,
     .copy_limit_bytes = (size_t)1 << 20,
 };
@@ -37,7 +38,8 @@ int stalloc_virtual_configure(const char *name, size_t total_bytes, int major, i
     gpu.major = major;
     gpu.minor = minor;
     gpu.num_multiprocessors = num_multiprocessors;
-    gpu.num_devices = num_devices;
+    gpu.num_devices = gpu.num_machine_devices = num_devices;
+    devices_configured();
     gpu.cuda_version = cuda_version;
     gpu.copy_limit_bytes = copy_limit_bytes;
     return SUCCESS;

@@ -3,7 +3,9 @@
 #include "virtual_gpu.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 typedef int Result;
 typedef void *Handle;
@@ -13,7 +15,7 @@ typedef uintptr_t Address;
 // their device until they are both released and unmapped, as the driver does it.
 typedef struct Physical {
     size_t size_bytes;
-    int device, num_mapped;
+    int device, num_mapped, handle_types;
     bool released;
 } Physical;
 
@@ -30,6 +32,8 @@ static Mapping *mappings[NUM_BUCKETS]; // by slot of the address; under mapping_
 
 typedef struct {
     int type, handle_types, location_type, location_id;
+    void *win32;
+    unsigned char compression, direct_access;
 } PhysicalProperties; // the head that matters
 
 static void forget_if_unused(Physical *physical) {
@@ -43,6 +47,7 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
     return SUCCESS;
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
+    MAY_FAIL(cuMemAddressReserve);
     return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
 }
 Result cuMemAddressFree(Address address, size_t size) { return memory_free((void *)address); }
@@ -50,27 +55,34 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
     int device = properties->location_id;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     if (size == 0 || size % SLOT_BYTES) return INVALID_VALUE;
+    MAY_FAIL(cuMemCreate);
+    if (properties->direct_access) MAY_FAIL(rdma);
+    if (properties->handle_types) MAY_FAIL(export);
     if (!memory_charge(device, size)) return OUT_OF_MEMORY;
     Physical *physical = malloc(sizeof *physical);
     if (!physical) {
         memory_refund(device, size);
         return OUT_OF_MEMORY;
     }
-    *physical = (Physical){size, device, 0, false};
+    *physical = (Physical){size, device, 0, properties->handle_types, false};
     *made = physical;
     count(COUNT_MALLOC);
+    count(COUNT_CREATE);
     return SUCCESS;
 }
 Result cuMemRelease(Handle handle) {
+    MAY_FAIL(cuMemRelease);
     if (!handle) return INVALID_VALUE;
     pthread_mutex_lock(&mapping_lock);
     ((Physical *)handle)->released = true;
     forget_if_unused(handle);
     pthread_mutex_unlock(&mapping_lock);
     count(COUNT_FREE);
+    count(COUNT_RELEASE);
     return SUCCESS;
 }
 Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
+    MAY_FAIL(cuMemMap);
     Mapping *mapping = malloc(sizeof *mapping);
     if (!mapping || !handle) {
         free(mapping);
@@ -86,6 +98,7 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     return SUCCESS;
 }
 Result cuMemUnmap(Address address, size_t size) {
+    MAY_FAIL(cuMemUnmap);
     pthread_mutex_lock(&mapping_lock);
     for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
         for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {
@@ -105,8 +118,38 @@ Result cuMemUnmap(Address address, size_t size) {
     count(COUNT_UNMAP);
     return SUCCESS;
 }
-Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num) { return SUCCESS; }
-Result cuMemExportToShareableHandle(void) { return NOT_SUPPORTED; }
+static int device_mapped_at(Address address) {
+    int device = -1;
+    pthread_mutex_lock(&mapping_lock);
+    for (Mapping *mapping = mappings[address / SLOT_BYTES % NUM_BUCKETS]; mapping && device < 0; mapping = mapping->next)
+        if (mapping->address == address) device = mapping->physical->device;
+    pthread_mutex_unlock(&mapping_lock);
+    return device;
+}
+
+typedef struct {
+    int location_type, location_id, flags;
+} Access;
+
+Result cuMemSetAccess(Address address, size_t size, const Access *list, size_t num) {
+    MAY_FAIL(cuMemSetAccess);
+    count(COUNT_ACCESS);
+    int device = device_mapped_at(address);
+    for (size_t i = 0; i < num; i++) {
+        char peer[16];
+        snprintf(peer, sizeof peer, "peer%d", device_on_machine(list[i].location_id));
+        int refused = list[i].location_id != device ? fault_of(peer) : SUCCESS;
+        if (refused != SUCCESS) return refused;
+    }
+    return SUCCESS;
+}
+enum { FILE_DESCRIPTOR = 1 };
+Result cuMemExportToShareableHandle(void *handle, Handle physical, int type, unsigned long long flags) {
+    if (type != FILE_DESCRIPTOR) return NOT_SUPPORTED;
+    if (!(((Physical *)physical)->handle_types & FILE_DESCRIPTOR)) return INVALID_VALUE;
+    *(int *)handle = memfd_create("stalloc-virtual-memory", MFD_CLOEXEC); // names the memory, and holds none of it
+    return *(int *)handle < 0 ? 304 : SUCCESS;
+}
 Result cuMemImportFromShareableHandle(void) { return NOT_SUPPORTED; }
 Result cuMulticastCreate(void) { return NOT_SUPPORTED; }
 Result cuMulticastAddDevice(void) { return NOT_SUPPORTED; }
