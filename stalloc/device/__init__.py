@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from stalloc.device.current_device import AtDevice
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.mapped_pages import PageEntries, Pages
 from stalloc.device.nvidia_driver import gpus
@@ -86,7 +87,7 @@ class CupyDevice:
         """Free and total bytes of the device, as the driver reports them."""
         import cupy
 
-        with cupy.cuda.Device(self.index):
+        with AtDevice(self.index):
             free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
         return int(free_bytes), int(total_bytes)
 

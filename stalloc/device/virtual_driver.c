@@ -106,7 +106,8 @@ Result cuCtxGetCurrent(Handle *context) {
 }
 Result cuCtxSetCurrent(Handle context) {
     uintptr_t device = (uintptr_t)context - 0x1000;
-    if (device < (uintptr_t)gpu.num_devices) current_device = (int)device;
+    if (!context) current_device = 0; // where a thread is that has none
+    else if (device < (uintptr_t)gpu.num_devices) current_device = (int)device;
     return SUCCESS;
 }
 Result cuCtxGetDevice(int *device) {

@@ -5,6 +5,7 @@ Contract: what serves requests is the code that serves torch and CuPy; only the 
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +114,14 @@ class NumbersDevice:
 
     def wait(self) -> None:
         """Nothing is queued."""
+
+    @property
+    def is_used(self) -> bool:
+        """There is nothing to touch."""
+        return True
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Nobody served it before."""
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -24,7 +24,7 @@ from stalloc.printable import printable
 from stalloc.runtime.call_sites import CallSites
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.entries import checked_entries
-from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
 from stalloc.runtime.statistics import Report, report
@@ -151,7 +151,9 @@ class Runtime:
             controller = self.controllers[plan.device]
             try:
                 controller.serving.use(plan)
-            except PlanError as error:
+            except Exception as error:
+                if not isinstance(error, PlanError) and not driver_status(error):  # this run may not use that device
+                    raise
                 controller.watch_anew()
                 controller.status.note = f"the plan of the last run was not used: {error}"
 

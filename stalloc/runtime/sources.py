@@ -5,12 +5,13 @@ any more; that of a range, when it is closed. Nothing here knows what the memory
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from stalloc.core.entry import page_entries
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
+from stalloc.device.current_device import AtDevice
 from stalloc.device.mapped_pages import Pages
 from stalloc.notices import say
 
@@ -20,7 +21,14 @@ class Source(Protocol):
 
     @property
     def paged(self) -> bool:
-        """Whether memory comes by pages."""
+        """Whether memory comes by pages; whoever asks has a request for this device."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was asked of it so far: until then the device is not touched."""
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Have a function be called at the device before the first request, or now."""
 
     def reserve(self, size_bytes: int) -> Any:
         """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
@@ -67,12 +75,27 @@ class PoolSource:
         self._limit_bytes = 0
         self.ranges: list[Any] = []  #: all that were reserved and are not closed
         self._inherited: list[Any] = []
+        self._before_use: Callable[[], None] | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was asked of it so far: until then the device is not touched."""
+        return self._pool is not None or bool(self._inherited)
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Have a function be called at the device before the first request, or now."""
+        self._before_use = function
+        if self._pool is not None:
+            with self.at_device(capturing=False):
+                function()
 
     @property
     def pool(self) -> Any:
         """The `cupy.cuda.MemoryPool` that has the memory: as blocks, or as pages whose pointers are handles."""
         if self._pool is None:
             with self.at_device(capturing=False):
+                if self._before_use is not None:
+                    self._before_use()
                 pages = self._device.new_pages(page_entries) if self._wants_pages else ""
                 if isinstance(pages, str):
                     self._pool = self._device.new_pool()
@@ -91,7 +114,7 @@ class PoolSource:
 
     @property
     def paged(self) -> bool:
-        """Whether memory comes by pages."""
+        """Whether memory comes by pages; whoever asks has a request for this device."""
         return self.pool is not None and self._pages is not None
 
     def reserve(self, size_bytes: int) -> Any:
@@ -141,9 +164,7 @@ class PoolSource:
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
         """With this device as the current one and, while a graph is captured, with calls that it would forbid."""
-        import cupy
-
-        at_device = cupy.cuda.Device(self._device.index)
+        at_device = AtDevice(self._device.index)
         return _relaxed(at_device) if capturing else at_device
 
     def collect(self) -> None:
