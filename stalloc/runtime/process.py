@@ -16,6 +16,7 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
+from stalloc import first_use
 from stalloc.core import constants, entry
 from stalloc.core.snapshot import live_addresses
 from stalloc.errors import PlanError
@@ -299,4 +300,11 @@ def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner
 
 def current() -> Runtime | None:
     """The runtime of this process, None before it was started."""
+    return _runtime
+
+
+def needed() -> Runtime | None:
+    """The same, started now if it was to start at the program's first use of CUDA."""
+    if _runtime is None:
+        first_use.begin()
     return _runtime
