@@ -1,4 +1,4 @@
-"""`stalloc run` and `record` leave the environment, and processes that are forked, to the program until it uses CUDA."""
+"""`stalloc run` and `record` leave the environment and forked processes to the program until it uses CUDA."""
 
 import json
 from pathlib import Path

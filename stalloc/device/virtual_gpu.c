@@ -120,7 +120,8 @@ int device_attribute(int *value, int attribute, int device) {
     case 95: *value = 1; break; // cooperative launch
     case 97: *value = shared_optin; break;
     case 99: *value = 1; break;                     // host registration
-    case 102: *value = 1; break;                    // virtual memory management
+    case 102:
+    case 103: *value = 1; break;                    // virtual memory management, exported as file descriptors
     case 106: *value = num_blocks; break; // blocks of a multiprocessor
     case 111: *value = reserved_shared; break;      // reserved shared memory of a block
     case 115: *value = 1; break;                    // memory pools

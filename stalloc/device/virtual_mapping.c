@@ -15,13 +15,13 @@ typedef uintptr_t Address;
 // their device until they are both released and unmapped, as the driver does it.
 typedef struct Physical {
     size_t size_bytes;
-    int device, num_mapped, handle_types;
-    bool released;
+    int device, num_mapped, num_handles, handle_types;
 } Physical;
 
 typedef struct Mapping {
     Address address;
     Physical *physical;
+    uint64_t users; // a bit for each device that may use it
     struct Mapping *next;
 } Mapping;
 
@@ -37,7 +37,7 @@ typedef struct {
 } PhysicalProperties; // the head that matters
 
 static void forget_if_unused(Physical *physical) {
-    if (!physical->released || physical->num_mapped) return;
+    if (physical->num_handles || physical->num_mapped) return;
     memory_refund(physical->device, physical->size_bytes);
     free(physical);
 }
@@ -64,7 +64,7 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
         memory_refund(device, size);
         return OUT_OF_MEMORY;
     }
-    *physical = (Physical){size, device, 0, properties->handle_types, false};
+    *physical = (Physical){size, device, 0, 1, properties->handle_types};
     *made = physical;
     count(COUNT_MALLOC);
     count(COUNT_CREATE);
@@ -74,7 +74,7 @@ Result cuMemRelease(Handle handle) {
     MAY_FAIL(cuMemRelease);
     if (!handle) return INVALID_VALUE;
     pthread_mutex_lock(&mapping_lock);
-    ((Physical *)handle)->released = true;
+    ((Physical *)handle)->num_handles--;
     forget_if_unused(handle);
     pthread_mutex_unlock(&mapping_lock);
     count(COUNT_FREE);
@@ -90,7 +90,7 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     }
     pthread_mutex_lock(&mapping_lock);
     Mapping **bucket = &mappings[address / SLOT_BYTES % NUM_BUCKETS];
-    *mapping = (Mapping){address, handle, *bucket};
+    *mapping = (Mapping){address, handle, 0, *bucket};
     *bucket = mapping;
     mapping->physical->num_mapped++;
     pthread_mutex_unlock(&mapping_lock);
@@ -118,13 +118,10 @@ Result cuMemUnmap(Address address, size_t size) {
     count(COUNT_UNMAP);
     return SUCCESS;
 }
-static int device_mapped_at(Address address) {
-    int device = -1;
-    pthread_mutex_lock(&mapping_lock);
-    for (Mapping *mapping = mappings[address / SLOT_BYTES % NUM_BUCKETS]; mapping && device < 0; mapping = mapping->next)
-        if (mapping->address == address) device = mapping->physical->device;
-    pthread_mutex_unlock(&mapping_lock);
-    return device;
+static Mapping *mapping_at(Address address) { // under mapping_lock
+    Mapping *mapping = mappings[address / SLOT_BYTES % NUM_BUCKETS];
+    while (mapping && mapping->address != address) mapping = mapping->next;
+    return mapping;
 }
 
 typedef struct {
@@ -134,14 +131,41 @@ typedef struct {
 Result cuMemSetAccess(Address address, size_t size, const Access *list, size_t num) {
     MAY_FAIL(cuMemSetAccess);
     count(COUNT_ACCESS);
-    int device = device_mapped_at(address);
-    for (size_t i = 0; i < num; i++) {
-        char peer[16];
-        snprintf(peer, sizeof peer, "peer%d", device_on_machine(list[i].location_id));
-        int refused = list[i].location_id != device ? fault_of(peer) : SUCCESS;
-        if (refused != SUCCESS) return refused;
+    uint64_t users = 0;
+    for (size_t i = 0; i < num; i++) users |= list[i].flags ? 1ULL << list[i].location_id : 0;
+    Result result = SUCCESS;
+    pthread_mutex_lock(&mapping_lock);
+    for (Address slot = address; slot < address + size && result == SUCCESS; slot += SLOT_BYTES) {
+        Mapping *mapping = mapping_at(slot);
+        int own = mapping ? mapping->physical->device : -1;
+        for (size_t i = 0; i < num && slot == address; i++) {
+            char peer[16];
+            snprintf(peer, sizeof peer, "peer%d", device_on_machine(list[i].location_id));
+            if (list[i].location_id != own && result == SUCCESS) result = fault_of(peer);
+        }
+        if (mapping && result == SUCCESS) mapping->users |= users;
     }
-    return SUCCESS;
+    pthread_mutex_unlock(&mapping_lock);
+    return result;
+}
+typedef struct {
+    int type, id;
+} Location;
+Result cuMemGetAccess(unsigned long long *flags, const Location *location, Address address) {
+    pthread_mutex_lock(&mapping_lock);
+    Mapping *mapping = mapping_at(address / SLOT_BYTES * SLOT_BYTES);
+    bool is_mapped = mapping != NULL;
+    *flags = is_mapped && mapping->users >> location->id & 1 ? 3 : 0;
+    pthread_mutex_unlock(&mapping_lock);
+    return is_mapped ? SUCCESS : INVALID_VALUE;
+}
+Result cuMemRetainAllocationHandle(Handle *handle, const void *address) {
+    pthread_mutex_lock(&mapping_lock);
+    Mapping *mapping = mapping_at((Address)address / SLOT_BYTES * SLOT_BYTES);
+    *handle = mapping ? mapping->physical : NULL;
+    if (mapping) mapping->physical->num_handles++;
+    pthread_mutex_unlock(&mapping_lock);
+    return *handle ? SUCCESS : INVALID_VALUE;
 }
 enum { FILE_DESCRIPTOR = 1 };
 Result cuMemExportToShareableHandle(void *handle, Handle physical, int type, unsigned long long flags) {

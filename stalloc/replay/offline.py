@@ -84,6 +84,11 @@ class NumbersDevice:
         self.num_allocs += 1
         return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
 
+    refusal = ""
+
+    def doubt_pages(self, size_bytes: int) -> None:
+        """There is no driver."""
+
     def reserve(self, size_bytes: int) -> PageRange:
         self.ranges.append(PageRange(self, self._addresses(size_bytes), size_bytes))
         return self.ranges[-1]

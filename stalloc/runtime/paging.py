@@ -45,12 +45,14 @@ class Paging:
 
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
+        if self._source.refusal:
+            return False
         self.num_growths += 1
         for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self._add_range(pool, size_bytes):
-                    return False
+                    break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
                 if self._splices.end():
@@ -60,6 +62,7 @@ class Paging:
                 self.allowance.note_growth()
                 return True
             self._sure_bytes = 0
+        self._source.doubt_pages(size_bytes)
         return False
 
     def _splice(self, pool: int, size_bytes: int) -> bool:
@@ -95,6 +98,8 @@ class Paging:
 
         And what the plan needs soon after it, as far as nothing else needs that memory.
         """
+        if self._source.refusal:
+            return
         memory, (begin, end) = self._arena, self._state.arena.planned_place(position)
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
@@ -108,6 +113,7 @@ class Paging:
         soon = [memory.ptr + at for at in ahead[: max(0, spare_bytes) // GRANULE]]
         for address, size_bytes in lacking + page_runs(sorted(soon)):
             if not self._map(memory, address, size_bytes):
+                self._source.doubt_pages(size_bytes)
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
         self.allowance.note_growth()
