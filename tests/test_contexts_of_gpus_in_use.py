@@ -124,3 +124,35 @@ print(json.dumps([cache.loaded, [(one.device, one.plans_made) for one in stalloc
     )
     assert run_checks(program, tmp_path) == [False, [[0, 1], [2, 1]]]
     assert run_checks(program, tmp_path, STALLOC_VIRTUAL_FAULTS="device2:busy") == [True, [[0, 1]]]
+
+
+@pytest.mark.parametrize("kind", ["disk", "turns"])
+def test_threads_that_copy_for_one_gpu_touch_no_other(run_checks, tmp_path, kind):
+    seen = run_checks(
+        BEGIN
+        + """
+import sys
+from stalloc.techniques import SharedLink
+torch.cuda.set_device(1)
+layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).cuda()
+optimizer = torch.optim.Adam(layers.parameters())
+if sys.argv[1] == "disk":
+    stalloc.page_optimizer(optimizer, host="800KiB", disk=f"{sys.argv[2]}:16MiB")
+    saved = None
+else:
+    saved = stalloc.offload_activations(0.5, link=SharedLink(sys.argv[2] + "/link"))
+import contextlib
+for _ in range(4):
+    with saved or contextlib.nullcontext():
+        loss = layers(torch.zeros(2000, 256, device="cuda")).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+names = {thread.name for thread in threading.enumerate()}
+assert any(name.startswith("stalloc-") for name in names), names
+print(json.dumps(virtual.contexts()))
+""",
+        kind,
+        str(tmp_path),
+    )
+    assert seen == [1]

@@ -176,7 +176,8 @@ class Pages:
             for address, size_bytes in runs:
                 if status := self._allow(address, size_bytes, [device]):
                     say(
-                        f"device {device} cannot use memory of device {self.device} ({_told('cuMemSetAccess', status)}): "
+                        f"device {device} cannot use memory of device {self.device} "
+                        f"({_told('cuMemSetAccess', status)}): "
                         "where tensors are copied between them, choose STALLOC_ARENA=pool or --arena pool."
                     )
                     return
