@@ -52,6 +52,6 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("stalloc:")]
     assert said == [
-        "stalloc: a pool is not registered with NCCL, whose collectives copy as without it: the memory of a pool is not "
-        "apart under stalloc."
+        "stalloc: a pool is not registered with NCCL, whose collectives copy as without it: the memory of a pool is "
+        "not apart under stalloc."
     ]

@@ -169,6 +169,8 @@ class PoolSource:
             index = self._device.index
             say(f"memory of device {index} comes in blocks from here on, without a plan: {self.refusal}.")
             self._blocks = self._device.new_pool()
+        if self._pages is not None:
+            self._pages.free_unmapped()
         if self._limit_bytes:
             self._blocks.set_limit(size=max(1, self._limit_bytes - self.pool.total_bytes()))
         return self._blocks
