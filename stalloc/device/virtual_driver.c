@@ -86,6 +86,11 @@ Result cuDeviceGetUuid(char *uuid, int device) {
 }
 Result cuDeviceGetUuid_v2(char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 
+Result cuDeviceCanAccessPeer(int *can, int device, int peer) {
+    *can = device != peer;
+    return SUCCESS;
+}
+
 // A device's primary context is its number plus 0x1000: never null.
 static Handle context_of(int device) { return (Handle)(uintptr_t)(0x1000 + device); }
 

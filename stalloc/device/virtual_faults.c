@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 // What can be told to fail: functions, and by their number on the machine devices (whose context is refused) and peers
 // (whose access is). `rdma` and `export` are requests for memory with these properties.
@@ -13,7 +14,7 @@ static const char *const names[] = {
     "cuMemRelease", "cudaMalloc",         "cudaHostAlloc", "cudaMemGetInfo", "cudaDeviceSynchronize", "cudaLaunchKernel",
     "rdma",        "export",
 };
-enum { NUM_NAMES = sizeof names / sizeof *names, MAX_FAULTS = 32 };
+enum { NUM_NAMES = sizeof names / sizeof *names, MAX_FAULTS = 32, HANG = 1 << 20 };
 
 static struct {
     char name[32];
@@ -53,5 +54,6 @@ int fault_of(const char *name) {
         uint64_t call = atomic_fetch_add(&faults[i].num_calls, 1) + 1;
         if (call >= faults[i].first && call <= faults[i].last && status == SUCCESS) status = faults[i].status;
     }
+    while (status == HANG) pause();
     return status;
 }

@@ -121,7 +121,8 @@ int device_attribute(int *value, int attribute, int device) {
     case 97: *value = shared_optin; break;
     case 99: *value = 1; break;                     // host registration
     case 102:
-    case 103: *value = 1; break;                    // virtual memory management, exported as file descriptors
+    case 103:
+    case 110: *value = 1; break;                    // virtual memory management, exported as file descriptors, with RDMA
     case 106: *value = num_blocks; break; // blocks of a multiprocessor
     case 111: *value = reserved_shared; break;      // reserved shared memory of a block
     case 115: *value = 1; break;                    // memory pools

@@ -40,6 +40,8 @@ static const struct {
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
+    {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {719, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "operation not supported (by the virtual GPU)"},
 };
 enum { NUM_ERROR_TEXTS = sizeof error_texts / sizeof *error_texts };
