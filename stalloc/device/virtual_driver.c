@@ -115,6 +115,20 @@ Result cuCtxSetCurrent(Handle context) {
     else if (device < (uintptr_t)gpu.num_devices) current_device = (int)device;
     return SUCCESS;
 }
+// What was current goes below a context that is pushed.
+enum { MOST_PUSHED = 32 };
+static __thread int below[MOST_PUSHED], num_pushed;
+Result cuCtxPushCurrent_v2(Handle context) {
+    if (num_pushed == MOST_PUSHED || !context) return INVALID_VALUE;
+    below[num_pushed++] = current_device;
+    return cuCtxSetCurrent(context);
+}
+Result cuCtxPopCurrent_v2(Handle *context) {
+    if (num_pushed == 0) return 201; // no context is current
+    if (context) *context = context_of(current_device);
+    current_device = below[--num_pushed];
+    return SUCCESS;
+}
 Result cuCtxGetDevice(int *device) {
     *device = current_device;
     return SUCCESS;
