@@ -35,6 +35,7 @@ NO_PAGES = {
     "cuMemCreate:2@30+": "from here on, without a plan: cuMemCreate says 2 (CUDA_ERROR_OUT_OF_MEMORY) where ",
     "cuMemCreate:999@30": "from here on, without a plan: cuMemCreate says 999 (CUDA_ERROR_UNKNOWN).",
     "cuMemMap:304@60+": "from here on, without a plan: cuMemMap says 304 (CUDA_ERROR_OPERATING_SYSTEM).",
+    "cuMemUnmap:999@4+": "from here on, without a plan: cuMemUnmap says 999 (CUDA_ERROR_UNKNOWN).",
     "cuMemSetAccess:801@9+": "from here on, without a plan: cuMemSetAccess says 801 (CUDA_ERROR_NOT_SUPPORTED).",
 }
 

@@ -84,13 +84,13 @@ def patterns() -> None:
     import stalloc
 
     torch, runtime = _begin()
-    for number, seed in enumerate([7] * 10 + [8, 7, 9, 7, 7, 10]):
+    for number, seed in enumerate([7] * 8 + [8, 7, 9, 7, 10]):
         with step(f"step {number}"):
-            Patterns(torch, seed, 1 << 30).run(150, SIZES)
+            Patterns(torch, seed, 1 << 30).run(100, SIZES)
             stalloc.step()
     report = runtime.reports()[0]
     note(plans=report.plans_made, hit_rate=report.hit_rate, reserved=report.run_reserved_peak_bytes)
-    check(report.plans_made, "16 steps, of which most are the same, were not planned")
+    check(report.plans_made, "13 steps, of which most are the same, were not planned")
 
 
 def small_card() -> None:

@@ -121,9 +121,20 @@ def trace() -> None:
     use_device()
     files = {}
     kind, _, gpu = DEVICE.partition(":")
+    if IS_REAL:  # the same model of card: cuBLAS's work space depends on it
+        from stalloc.device import find_gpu
+        from stalloc.device.nvidia_driver import gpus
+        from stalloc.errors import BadInputError
+
+        gpu = gpus()[0].name
+        try:
+            find_gpu(gpu)
+        except BadInputError as error:
+            note(told=str(error))
+            gpu = ""
     for device in dict.fromkeys((kind, "virtual")):
         files[device] = _folder() / f"{device}.trace.npz"
-        name = ["--gpu", gpu.rpartition("x")[2]] if device == "virtual" and gpu else []
+        name = ["--gpu", gpu if IS_REAL else gpu.rpartition("x")[2]] if device == "virtual" and gpu else []
         command = ["record", "--stacks", "-o", str(files[device]), "--device", device, *name, TRAIN]
         with step(f"record on {device}"):
             done = subprocess.run(
