@@ -81,3 +81,34 @@ def test_a_recording_heeds_the_devices_that_the_script_hides(tmp_path, how):
 
 def test_children_may_use_cuda_if_their_parent_has_not(tmp_path):
     assert "the program allocated no GPU memory" in ended_well(tmp_path, FORKS, "run")
+
+
+def test_calls_that_need_stalloc_before_cuda_is_used_have_what_the_run_chose(tmp_path):
+    program = """
+import torch
+import stalloc
+assert stalloc.statistics() == []
+model = torch.nn.Linear(8, 8)
+allowed = stalloc.allow_compaction(model)
+with stalloc.scope() as runtime:
+    assert runtime is stalloc.install()
+    model.cuda()
+assert runtime.controllers[0].status.settings.streams == "share"
+assert [one.run_allocated_peak_bytes for one in stalloc.statistics()] == [1024]
+"""
+    ended_well(tmp_path, program, "run", "--streams", "share")
+
+
+def test_a_plan_that_does_not_fit_ends_the_run_with_a_sentence(tmp_path):
+    steps = """
+import cupy, stalloc
+for _ in range(12):
+    blocks = [cupy.empty(size << 20, dtype=cupy.uint8) for size in (300, 20, 5)]
+    del blocks
+    stalloc.step()
+"""
+    ended_well(tmp_path, steps, "run", "--save-plan", "step.plan.npz")
+    small = ON_FOUR.replace("num_devices=4", "total_bytes=64 << 20")
+    done = run_warm(small, "run", "--plan", "step.plan.npz", "program.py", folder=tmp_path)
+    assert done.returncode == 125
+    assert done.stderr.startswith("stalloc: the plan needs an arena of ")

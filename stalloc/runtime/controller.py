@@ -226,6 +226,7 @@ class Controller:
         """Leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_tape()
+        self.memory.paging.end_gathering()
         self._tidying.settle()
         self.recording.end(self.status.settings)
 
@@ -290,6 +291,7 @@ class Controller:
         self.next_plan.forget()
         self.steps.forget()
         self.strands.forget()
+        self.memory.paging.end_gathering()
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""
