@@ -44,7 +44,7 @@ from stalloc.cli.program import (
     device_options,
     program_command,
     program_output,
-    run_program,
+    run_served,
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
@@ -58,6 +58,7 @@ from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
+    from stalloc.trace import Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         return _after(args, ended)
     result = _run_here(args, command, gpu, held, peers)
     if args.report:
-        _report(result.runtime, Path(args.report), form, command_text(*program_command(args)))
+        recorded = result.runtime.recorded() if result.runtime is not None else []
+        _report(recorded, Path(args.report), form, command_text(*program_command(args)))
     if inside is not None:
         inside.tell(result.told)
     else:
@@ -147,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 @dataclasses.dataclass(frozen=True)
 class _Ran:
     told: dict[str, Any]
-    runtime: "Runtime"
+    runtime: "Runtime | None"  # None: the program has not used CUDA
 
 
 def _run_here(
@@ -160,6 +162,7 @@ def _run_here(
     """Run the program in this process, and report."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
+    from stalloc.planner import load_plans
 
     settings = integrations.Settings(
         observe_steps=args.observe_steps,
@@ -169,23 +172,34 @@ def _run_here(
         call_sites=args.stacks or bool(args.report),
         keep_recording=bool(args.report),
     )
-    cache = None
-    if held is None and not args.plan and not args.save_plan and not args.observe_steps:
-        cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
-    known = held.plans if held is not None else cache.load() if cache is not None else None
-    runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
-    if held is not None:
-        held.put_in_force(runtime)
-    if known and not any(controller.status.plan is not None for controller in runtime.controllers):
-        known = None
+    if args.plan:
+        load_plans(args.plan)  # what is wrong with the file is said before the program begins
+    keeps = held is None and not args.plan and not args.save_plan and not args.observe_steps
+    cache: plan_cache.PlanCache | None = None
+    is_planned = False
+
+    def start(torch: bool, cupy: bool) -> None:
+        nonlocal cache, is_planned
+        if keeps:
+            cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
+        known = held.plans if held is not None else cache.load() if cache is not None else None
+        runtime = integrations.install(
+            plan=args.plan, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
+        )
+        if held is not None:
+            held.put_in_force(runtime)
+        is_planned = bool(known) and any(one.status.plan is not None for one in runtime.controllers)
+
+    if held is not None:  # its settings concern models that are made before CUDA is used
+        start(torch=True, cupy=True)
     with program_output(to_stderr=args.json == "-"):
-        code = run_program(command)
-    reports = [dataclasses.asdict(report) for report in runtime.reports()]
-    source = "file" if args.plan else None if not known else "cache" if held is None else "fit"
+        code, runtime = run_served(command, start)
+    reports = [dataclasses.asdict(report) for report in runtime.reports()] if runtime is not None else []
+    source = "file" if args.plan else None if not is_planned else "cache" if held is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
     if held is not None:
         result |= held.outcome(reports)
-    if cache is not None:
+    if cache is not None and runtime is not None:
         cache.update(runtime)
     if wants_text(args):
         _print(result, args, kept=cache is not None and cache.kept)
@@ -263,7 +277,8 @@ def _of_device(peer: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     from stalloc.planner import plan, save_plans
 
-    traces = [c.recording.observed_trace for c in runtime.controllers if c.recording.observed_trace is not None]
+    controllers = runtime.controllers if runtime is not None else []
+    traces = [c.recording.observed_trace for c in controllers if c.recording.observed_trace is not None]
     plans = [plan(trace, streams=args.streams, handover_bytes=args.handover_bytes) for trace in traces]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
@@ -271,11 +286,11 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
 
 
-def _report(runtime: "Runtime", path: Path, form: str, program: str) -> None:
+def _report(traces: "list[Trace]", path: Path, form: str, program: str) -> None:
     from stalloc.trace import record_of
     from stalloc.writers.reporting import write_report
 
-    records = [(program, record_of(trace)) for trace in runtime.recorded()]
+    records = [(program, record_of(trace)) for trace in traces]
     if not records:
         raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
     write_report(path, form, records)

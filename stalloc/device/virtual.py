@@ -18,6 +18,7 @@ from stalloc.device.collectives import prepare_collectives
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
 from stalloc.device.decisions import Decisions
+from stalloc.device.driver_faults import VARIABLE, set_faults
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.values import Values
@@ -35,10 +36,12 @@ __all__ = [
     "after_torch_import",
     "become",
     "built_directory",
+    "contexts",
     "convolutions",
     "find_gpu",
     "findings",
     "guess_workspaces",
+    "is_initialised",
     "parse_memory",
     "peak_bytes",
     "restart_peak",
@@ -48,7 +51,16 @@ __all__ = [
 
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
-    *("event_records", "event_waits", "maps", "unmaps"),
+    *(
+        "event_records",
+        "event_waits",
+        "maps",
+        "unmaps",
+        "page_creates",
+        "page_releases",
+        "access_calls",
+        "device_waits",
+    ),
 )
 
 _library: ctypes.CDLL | None = None
@@ -112,6 +124,7 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    set_faults(library, os.environ.get(VARIABLE, ""))
     told = {"folder": str(Path(__file__).parents[2]), "gpu": asdict(gpu)}
     os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one
 
@@ -121,6 +134,7 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
     library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
+    library.stalloc_virtual_contexts.restype = ctypes.c_uint64
     load_table(library)
     return library
 
@@ -174,6 +188,17 @@ def statistics() -> dict[str, int]:
     counts = (ctypes.c_uint64 * len(_STATISTICS))()
     _active_library().stalloc_virtual_statistics(counts)
     return dict(zip(_STATISTICS, counts, strict=True))
+
+
+def contexts() -> list[int]:
+    """The GPUs of the machine on which this process has made a primary context so far."""
+    found = int(_active_library().stalloc_virtual_contexts())
+    return [number for number in range(found.bit_length()) if found >> number & 1]
+
+
+def is_initialised() -> bool:
+    """Whether this process has asked the driver for devices, which is when CUDA_VISIBLE_DEVICES is read."""
+    return bool(_active_library().stalloc_virtual_is_initialised())
 
 
 def convolutions() -> list[AskedConvolution]:

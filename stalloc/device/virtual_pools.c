@@ -72,6 +72,7 @@ void pools_wait(void) {
 }
 
 Error cudaMallocAsync(void **address, size_t size, Handle stream) {
+    NEEDS_CONTEXT();
     int device = current_device;
     pthread_mutex_lock(&pool_lock);
     bool has_room = grow(device, round_up(size, UNIT_BYTES));

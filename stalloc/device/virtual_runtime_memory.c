@@ -22,16 +22,20 @@ typedef struct {
 } ChannelFormat;
 
 Error cudaMalloc(void **address, size_t size) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaMalloc);
     Error error = memory_allocate(address, size, MEMORY_DEVICE, current_device, COUNTED_BY_DEVICE);
     if (error == SUCCESS) count(COUNT_MALLOC);
     return failed(error);
 }
 Error cudaFree(void *address) {
+    NEEDS_CONTEXT();
     Error error = memory_free(address);
     if (error == SUCCESS && address) count(COUNT_FREE);
     return failed(error);
 }
 Error cudaMallocManaged(void **address, size_t size, unsigned flags) {
+    NEEDS_CONTEXT();
     return failed(memory_allocate(address, size, MEMORY_MANAGED, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height) {
@@ -39,6 +43,8 @@ Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height
     return cudaMalloc(address, *pitch * height);
 }
 Error cudaHostAlloc(void **address, size_t size, unsigned flags) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaHostAlloc);
     return failed(memory_allocate(address, size, MEMORY_HOST, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size, 0); }
@@ -50,6 +56,8 @@ Error cudaHostGetDevicePointer(void **device_address, void *address, unsigned fl
 Error cudaHostRegister(void *address, size_t size, unsigned flags) { return SUCCESS; }
 Error cudaHostUnregister(void *address) { return SUCCESS; }
 Error cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaMemGetInfo);
     *total_bytes = gpu.total_bytes;
     *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
     return SUCCESS;
@@ -61,6 +69,7 @@ typedef struct {
 } PointerAttributes; // common head of 12 and 13
 
 Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *address) {
+    NEEDS_CONTEXT();
     Block block;
     if (!memory_find(address, &block)) {
         *attributes = (PointerAttributes){MEMORY_UNREGISTERED, 0, NULL, NULL};
@@ -72,6 +81,7 @@ Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *addres
 }
 
 Error cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+    NEEDS_CONTEXT();
     memory_copy(to, from, size);
     return SUCCESS;
 }
@@ -111,6 +121,7 @@ Error cudaGetSymbolSize(size_t *size, const void *symbol) {
     return SUCCESS;
 }
 Error cudaMemset(void *address, int byte, size_t size) {
+    NEEDS_CONTEXT();
     memory_set(address, byte, size);
     return SUCCESS;
 }

@@ -12,6 +12,7 @@ typedef struct {
 } Dim3;
 
 Error cudaStreamCreate(Handle *stream) {
+    NEEDS_CONTEXT();
     *stream = new_handle();
     return SUCCESS;
 }
@@ -19,6 +20,7 @@ Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) { return cudaStr
 Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
 Error cudaStreamDestroy(Handle stream) { return SUCCESS; }
 Error cudaStreamSynchronize(Handle stream) {
+    NEEDS_CONTEXT();
     pools_wait();
     host_waits_for_stream(stream);
     return SUCCESS;
@@ -53,6 +55,7 @@ Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) {
     return SUCCESS;
 }
 Error cudaEventCreate(Handle *event) {
+    NEEDS_CONTEXT();
     *event = event_create();
     return failed(*event ? SUCCESS : OUT_OF_MEMORY);
 }
@@ -156,22 +159,15 @@ Error __cudaGetKernel(Handle *kernel, const void *function) {
 }
 Error cudaGetKernel(Handle *kernel, const void *function) { return __cudaGetKernel(kernel, function); }
 Error cudaGetFuncBySymbol(Handle *made, const void *function) { return __cudaGetKernel(made, function); }
-Error __cudaLaunchKernel(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
 Error cudaLaunchKernel(void) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaLaunchKernel);
     count(COUNT_LAUNCH);
     return SUCCESS;
 }
-Error cudaLaunchKernelExC(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
-Error cudaLaunchCooperativeKernel(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
+Error __cudaLaunchKernel(void) { return cudaLaunchKernel(); }
+Error cudaLaunchKernelExC(void) { return cudaLaunchKernel(); }
+Error cudaLaunchCooperativeKernel(void) { return cudaLaunchKernel(); }
 Error cudaFuncSetAttribute(const void *function, int attribute, int value) { return SUCCESS; }
 Error cudaFuncSetCacheConfig(const void *function, int configuration) { return SUCCESS; }
 

@@ -89,6 +89,7 @@ class Controller:
                 self.memory.free_deferred()
                 if not self._aside.begins():
                     back(self.arenas, detail)
+                self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
                 self._at_boundary()
             elif reason == constants.CHECK:
@@ -100,6 +101,12 @@ class Controller:
             elif reason in (constants.POLL, constants.POLL_FOR_PLACE):
                 self.memory.free_deferred()
         return True
+
+    def _rest_if_refused(self) -> None:
+        """Follow no plan once the driver gives no pages any more: an arena would have none."""
+        refusal = self.memory.source.refusal
+        if refusal and self.status.phase is not Phase.RESTING:
+            self.rest(f"the driver refused memory by pages: {refusal}")
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         expects_marks = self.watching.expects_marks
@@ -115,6 +122,7 @@ class Controller:
         if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):
             self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
             served = self.shortage.add_segment(pool, size_bytes, planned=False)
+        self._rest_if_refused()
         return served
 
     def _forget_streams(self) -> bool:
@@ -218,6 +226,7 @@ class Controller:
         """Leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_tape()
+        self.memory.paging.end_gathering()
         self._tidying.settle()
         self.recording.end(self.status.settings)
 
@@ -282,6 +291,7 @@ class Controller:
         self.next_plan.forget()
         self.steps.forget()
         self.strands.forget()
+        self.memory.paging.end_gathering()
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""

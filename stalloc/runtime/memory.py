@@ -115,6 +115,8 @@ class DeviceMemory:
 
         With `idle_passes` only segments that served nothing in the last so many passes over the plan.
         """
+        if not self.source.is_used:
+            return
         with self.lock:  # torch.cuda.empty_cache() calls this from any thread
             try:
                 self.arenas.before_release()

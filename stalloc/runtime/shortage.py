@@ -32,7 +32,10 @@ class Shortage:
         state, memory = self._state, self._memory
         kind = state.heap.pool_kind(pool)
         if memory.source.paged and kind < constants.PRIVATE_KINDS:
-            return self._add_pages(pool, size_bytes)
+            if self._grow(pool, size_bytes):
+                return True
+            if not memory.source.refusal:
+                return self._refuse(state.heap.full_table(), size_bytes)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
         if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
@@ -60,14 +63,10 @@ class Shortage:
             self._explain(size_bytes)
         return False
 
-    def _add_pages(self, pool: int, size_bytes: int) -> bool:
+    def _grow(self, pool: int, size_bytes: int) -> bool:
         """The same by pages."""
-        state, memory = self._state, self._memory
-        if memory.paging.grow(pool, size_bytes):
-            return True
-        if self._collects(size_bytes) and memory.paging.grow(pool, size_bytes):
-            return True
-        return self._refuse(state.heap.full_table(), size_bytes)
+        paging = self._memory.paging
+        return paging.grow(pool, size_bytes) or (self._collects(size_bytes) and paging.grow(pool, size_bytes))
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
