@@ -1,6 +1,7 @@
 // Virtual memory management of the driver, which torch's expandable segments are made of.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -35,6 +36,7 @@ typedef struct {
 static void forget_if_unused(Physical *physical) {
     if (!physical->released || physical->num_mapped) return;
     memory_refund(physical->device, physical->size_bytes);
+    order_pages_released(physical);
     free(physical);
 }
 
@@ -43,13 +45,19 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
     return SUCCESS;
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
-    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    if (result == SUCCESS) order_addresses_reserved(*address, size);
+    return result;
 }
-Result cuMemAddressFree(Address address, size_t size) { return memory_free((void *)address); }
+Result cuMemAddressFree(Address address, size_t size) {
+    order_addresses_freed(address, size);
+    return memory_free((void *)address);
+}
 Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {
     int device = properties->location_id;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     if (size == 0 || size % SLOT_BYTES) return INVALID_VALUE;
+    if (order_forbids("cuMemCreate")) return STREAM_CAPTURE_UNSUPPORTED;
     if (!memory_charge(device, size)) return OUT_OF_MEMORY;
     Physical *physical = malloc(sizeof *physical);
     if (!physical) {
@@ -58,11 +66,13 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
     }
     *physical = (Physical){size, device, 0, false};
     *made = physical;
+    order_pages_made(physical, size);
     count(COUNT_MALLOC);
     return SUCCESS;
 }
 Result cuMemRelease(Handle handle) {
     if (!handle) return INVALID_VALUE;
+    if (order_forbids("cuMemRelease")) return STREAM_CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&mapping_lock);
     ((Physical *)handle)->released = true;
     forget_if_unused(handle);
@@ -71,6 +81,7 @@ Result cuMemRelease(Handle handle) {
     return SUCCESS;
 }
 Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
+    if (order_forbids("cuMemMap")) return STREAM_CAPTURE_UNSUPPORTED;
     Mapping *mapping = malloc(sizeof *mapping);
     if (!mapping || !handle) {
         free(mapping);
@@ -82,10 +93,13 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     *bucket = mapping;
     mapping->physical->num_mapped++;
     pthread_mutex_unlock(&mapping_lock);
+    order_mapped(address, size, offset, handle);
     count(COUNT_MAP);
     return SUCCESS;
 }
 Result cuMemUnmap(Address address, size_t size) {
+    if (order_forbids("cuMemUnmap")) return STREAM_CAPTURE_UNSUPPORTED;
+    order_unmapped(address, size);
     pthread_mutex_lock(&mapping_lock);
     for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
         for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {
