@@ -119,12 +119,13 @@ static bool are_alike(const Piece *one, const Piece *other) {
            !memcmp(one->reads, other->reads, (size_t)one->num_reads * sizeof *one->reads);
 }
 
-// An access, and what was found about it; the first thing only.
+// An access, and what was found about it: of what it does not come after, the last, which orders what was before that.
 typedef struct {
     const Clock *clock; // what comes before it
     Epoch epoch;
     int how;
     uint32_t captured; // of a graph: the number of the last access before its capture ended, 0 for other accesses
+    uint32_t found;    // the number of what it does not come after
     Finding *finding;
 } Access;
 
@@ -133,7 +134,8 @@ static bool comes_after(const Access *access, const Epoch *before) {
 }
 
 static void compare(Access *access, const Piece *piece, const Epoch *before, bool wrote) {
-    if (!before->tick || access->finding->kind || comes_after(access, before)) return;
+    if (!before->tick || before->number <= access->found || comes_after(access, before)) return;
+    access->found = before->number;
     Finding *finding = access->finding;
     bool is_host = access->clock == &host_clock;
     finding->kind = is_host ? FOUND_HOST : before->number < piece->given ? FOUND_HANDED_ON : FOUND_RACE;
@@ -203,7 +205,7 @@ static void access_on(void *stream, Finding *finding, int how, uint32_t captured
     int row = order_row(stream);
     Epoch epoch = {0, finding->place, ++num_accesses, row};
     if (how != IS_NEW) epoch.tick = order_advance(row);
-    Access access = {order_clock(row), epoch, how, captured, finding};
+    Access access = {order_clock(row), epoch, how, captured, 0, finding};
     finding->device = order_device(row);
     if (is_there) access_range(&access, finding->address, finding->size_bytes);
     pthread_mutex_unlock(&order_lock);
@@ -234,7 +236,7 @@ void order_host_access(const void *address, size_t size_bytes, int how) {
     if (order_level < ORDER_STRICT || !size_bytes || !memory_find(address, &block)) return;
     Finding finding = {.address = (uintptr_t)address, .size_bytes = size_bytes};
     pthread_mutex_lock(&order_lock);
-    Access access = {&host_clock, {0}, how, 0, &finding};
+    Access access = {&host_clock, {0}, how, 0, 0, &finding};
     access_range(&access, (uintptr_t)address, size_bytes);
     pthread_mutex_unlock(&order_lock);
     if (finding.kind) order_found(&finding);

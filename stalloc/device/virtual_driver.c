@@ -220,12 +220,14 @@ Result cuModuleLoad(Handle *module, const char *path) {
 }
 Result cuModuleLoadData(Handle *module, const void *image) {
     *module = new_handle();
+    kernels_loaded(*module, image);
     return SUCCESS;
 }
 Result cuModuleLoadDataEx(Handle *module, const void *image) { return cuModuleLoadData(module, image); }
 Result cuModuleUnload(Handle module) { return SUCCESS; }
 Result cuModuleGetFunction(Handle *function, Handle module, const char *name) {
     *function = new_handle();
+    kernel_found(*function, module, name);
     return SUCCESS;
 }
 Result cuModuleGetGlobal_v2(Address *address, size_t *size, Handle module, const char *name) {
@@ -244,8 +246,10 @@ Result cuLibraryGetKernel(Handle *kernel) {
     *kernel = new_handle();
     return SUCCESS;
 }
-Result cuLaunchKernel(void) {
+Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream, void **parameters) {
     count(COUNT_LAUNCH);
+    kernel_launched(function, stream, parameters);
     return SUCCESS;
 }
 Result cuLaunchKernelEx(void) {

@@ -33,9 +33,11 @@ uint32_t order_place(void) {
     return ask_for_place();
 }
 
+static int of_kind(const Finding *finding) { return finding->kind == FOUND_HANDED_ON ? FOUND_RACE : finding->kind; }
+
 static bool are_the_same(const Finding *one, const Finding *other) {
-    return one->kind == other->kind && one->place == other->place && one->other_place == other->other_place &&
-           one->writes == other->writes && one->other_writes == other->other_writes && !strcmp(one->call, other->call);
+    return of_kind(one) == of_kind(other) && one->place == other->place && one->other_place == other->other_place &&
+           !strcmp(one->call, other->call);
 }
 
 void order_set_call(Finding *finding, const char *call) { strncpy(finding->call, call, sizeof finding->call - 1); }

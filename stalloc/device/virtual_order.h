@@ -75,6 +75,12 @@ void order_graph_copied(void *graph, void *copy);        // an executable graph 
 void order_graph_gone(void *graph);
 void order_graph_launched(void *graph, void *stream);
 
+// virtual_kernels.c: what kernels access that were compiled at run time.
+char *kernels_of_source(const char *source); // the image of a compiled program, NULL where it does not matter
+void kernels_loaded(void *module, const void *image);
+void kernel_found(void *function, void *module, const char *name);
+void kernel_launched(void *function, void *stream, void **parameters);
+
 // virtual_findings.c: what was found, and where in the program it was.
 enum {
     FOUND_RACE = 1,     // two accesses that nothing orders

@@ -1,0 +1,45 @@
+"""The checker of the order of work finds one missing synchronisation, names both lines, and says nothing without one."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_file
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+RACES = Path(__file__).parent / "programs" / "races.py"
+#: of each program, what its finding has to say is missing
+MISSING = {
+    "record_stream_left_out": "call record_stream for stream",
+    "wait_left_out_before_use": "no event or wait orders the default stream after stream",
+    "event_of_the_wrong_stream": "no event or wait orders stream",
+    "event_recorded_too_early": "record the event that it waits for after",
+    "read_on_the_host_too_early": "the host has not waited for that",
+    "pinned_buffer_used_again": "the host has not waited for that",
+    "another_stream_of_cupy": "no event or wait orders stream",
+    "input_of_a_graph_overwritten": "no event or wait orders the default stream after stream",
+    "prefetched_without_waiting": "no event or wait orders the default stream after stream",
+    "updated_in_place_on_another_stream": "no event or wait orders stream",
+}
+
+
+def told(name: str, allocator: str) -> dict[str, Any]:
+    """What the program prints."""
+    done = run_file(RACES, name, allocator, variables={**os.environ, "STALLOC_VIRTUAL_ORDER": "strict"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+@pytest.mark.parametrize("name", MISSING)
+def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None:
+    result = told(name, allocator)
+    assert result["waiting"] == []
+    [text] = result["not_waiting"]
+    here, there = (f"races.py:{result[which]}" for which in ("here", "there"))
+    assert re.search(rf"{here}\b.*while .*{there}\b", text), text
+    assert MISSING[name] in text
