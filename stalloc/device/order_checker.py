@@ -2,7 +2,7 @@
 
 Contract: `check_order(library)` lets the virtual GPU do work late and check every access of memory that is known: copies
 and fills by the driver, operations of PyTorch (`watched_operations`), kernels of CuPy by their arguments. `told()` says
-what was found, each pair of places once; at the end of the process it is said on standard error.
+what was found, each pair of places once; at the end of the process it is said on standard error, or added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
 """
 
 import atexit
@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from stalloc.notices import say
 
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
+LOG = "STALLOC_VIRTUAL_ORDER_LOG"  # for processes whose output somebody else takes
 _STRICT = 2
 _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
@@ -126,9 +127,14 @@ class OrderChecker:
     def tell(self) -> int:
         """Say what was found, once in a process; how many sentences that were."""
         found = self.found()
-        if not self._is_told:
-            for one in found:
-                say(f"{one.text}{f' ({one.num_seen} times)' if one.num_seen > 1 else ''}.")
+        texts = [f"{one.text}{f' ({one.num_seen} times)' if one.num_seen > 1 else ''}." for one in found]
+        log = os.environ.get(LOG)
+        if texts and not self._is_told and log:
+            with open(log, "a", encoding="utf-8") as file:
+                file.writelines(f"{text}\n" for text in texts)
+        elif not self._is_told:
+            for text in texts:
+                say(text)
         self._is_told = True
         return len(found)
 

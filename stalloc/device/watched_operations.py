@@ -129,10 +129,11 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
 
     accesses = _Accesses(checker, torch._C._cuda_getCurrentRawStream, torch.strided)
     places, at = checker.places, checker.at
+    plain = {torch.Tensor, torch.nn.Parameter}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if types:
+            if any(one not in plain for one in types):
                 return NotImplemented  # the operations that a subclass makes of it come this way again
             kwargs = kwargs or {}
             rule = _rule_of(func)
