@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_READS = 4 }; // of several streams at a time; more push out the first
+enum { MOST_READS = 4 };    // of several streams at a time; more push out the first
+enum { MOST_RUNS = 64 };   // of items side by side in one array; of more, so many are looked at, evenly spread
 
 typedef struct {
     uint32_t tick; // of its row; 0: there was none
@@ -199,7 +200,52 @@ static bool is_known(const void *address, Finding *finding) {
     return false; // memory of the host that a GPU reads through a buffer of the driver's
 }
 
-static void access_on(void *stream, Finding *finding, int how, uint32_t captured, bool is_there) {
+// Items side by side in memory, and how the runs of them lie: the dimensions that are left, outermost first.
+typedef struct {
+    uintptr_t address;
+    size_t run_bytes;
+    int num;
+    ptrdiff_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
+} Runs;
+
+static Runs runs_of(const Strided *array) {
+    Runs runs = {(uintptr_t)array->address, array->item_bytes, 0, {0}, {0}};
+    for (int i = 0; i < array->num_dimensions && runs.num < MOST_DIMENSIONS; i++) {
+        if (array->shape[i] == 0) return (Runs){0};
+        if (array->shape[i] == 1 || array->strides[i] == 0) continue;
+        int at = runs.num++;
+        for (; at > 0 && runs.strides[at - 1] < array->strides[i]; at--) {
+            runs.shape[at] = runs.shape[at - 1];
+            runs.strides[at] = runs.strides[at - 1];
+        }
+        runs.shape[at] = array->shape[i];
+        runs.strides[at] = array->strides[i];
+    }
+    while (runs.num && runs.strides[runs.num - 1] > 0 && (size_t)runs.strides[runs.num - 1] <= runs.run_bytes) {
+        runs.num--;
+        runs.run_bytes += (size_t)((runs.shape[runs.num] - 1) * runs.strides[runs.num]);
+    }
+    return runs;
+}
+
+static size_t num_runs(const Runs *runs) {
+    size_t num = runs->run_bytes ? 1 : 0;
+    for (int i = 0; i < runs->num; i++) num *= (size_t)runs->shape[i];
+    return num;
+}
+
+// Where the k-th of those runs begins that are looked at.
+static uintptr_t run_at(const Runs *runs, size_t k) {
+    size_t num = num_runs(runs), index = num <= MOST_RUNS ? k : k * (num - 1) / (MOST_RUNS - 1);
+    uintptr_t address = runs->address;
+    for (int i = runs->num - 1; i >= 0; i--) {
+        address += (uintptr_t)((ptrdiff_t)(index % (size_t)runs->shape[i]) * runs->strides[i]);
+        index /= (size_t)runs->shape[i];
+    }
+    return address;
+}
+
+static void access_on(void *stream, Finding *finding, const Runs *runs, int how, uint32_t captured) {
     if (order_is_destroyed(stream)) finding->kind = FOUND_DESTROYED;
     pthread_mutex_lock(&order_lock);
     int row = order_row(stream);
@@ -207,27 +253,39 @@ static void access_on(void *stream, Finding *finding, int how, uint32_t captured
     if (how != IS_NEW) epoch.tick = order_advance(row);
     Access access = {order_clock(row), epoch, how, captured, 0, finding};
     finding->device = order_device(row);
-    if (is_there) access_range(&access, finding->address, finding->size_bytes);
+    size_t num = finding->kind == FOUND_FREED ? 0 : num_runs(runs);
+    for (size_t k = 0; k < num && k < MOST_RUNS; k++) access_range(&access, run_at(runs, k), runs->run_bytes);
     pthread_mutex_unlock(&order_lock);
     if (finding->kind) order_found(finding);
 }
 
-void order_access(void *stream, const void *address, size_t size_bytes, int how) {
-    if (order_level < ORDER_STRICT || !size_bytes) return;
-    Finding finding = {.address = (uintptr_t)address, .size_bytes = size_bytes, .stream = stream};
+static void capture_access(uint64_t capture, const Runs *runs, int how) {
+    for (size_t k = 0; k < num_runs(runs) && k < MOST_RUNS; k++)
+        order_captured_access(capture, run_at(runs, k), runs->run_bytes, how);
+}
+
+void order_access_strided(void *stream, const Strided *array, int how) {
+    if (order_level < ORDER_STRICT) return;
+    Runs runs = runs_of(array);
+    Finding finding = {.address = runs.address, .size_bytes = runs.run_bytes, .stream = stream};
+    finding.size_bytes *= num_runs(&runs);
+    if (!runs.run_bytes || (!is_known((void *)runs.address, &finding) && !finding.kind)) return;
     uint64_t capture = capture_id(stream);
-    bool is_there = is_known(address, &finding);
-    if (!is_there && !finding.kind) return;
     finding.place = how == IS_NEW ? 0 : order_place();
-    if (capture && is_there) order_captured_access(capture, &finding, how);
-    else access_on(stream, &finding, how, 0, is_there);
+    if (capture && !finding.kind) capture_access(capture, &runs, how);
+    else access_on(stream, &finding, &runs, how, 0);
+}
+
+void order_access(void *stream, const void *address, size_t size_bytes, int how) {
+    order_access_strided(stream, &(Strided){address, size_bytes, 0, NULL, NULL}, how);
 }
 
 uint32_t order_num_accesses(void) { return num_accesses; }
 
 void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, int how, uint32_t captured) {
     Finding finding = {.place = order_place(), .address = address, .size_bytes = size_bytes, .stream = stream};
-    access_on(stream, &finding, how, captured, is_known((void *)address, &finding));
+    Runs runs = {.address = address, .run_bytes = size_bytes};
+    if (is_known((void *)address, &finding) || finding.kind) access_on(stream, &finding, &runs, how, captured);
 }
 
 // What the host does comes before all that it gives to streams later, so it need not be kept.
@@ -252,10 +310,9 @@ static bool ends_with_call(const void *to, const void *from) {
 void order_copy_rows(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                      size_t height, bool host_waits) {
     if (order_level == ORDER_AT_ONCE) return;
-    for (size_t row = 0; row < height; row++) {
-        order_access(stream, (const char *)from + row * from_pitch, width, READS);
-        order_access(stream, (char *)to + row * to_pitch, width, WRITES);
-    }
+    ptrdiff_t rows = (ptrdiff_t)height, from_stride = (ptrdiff_t)from_pitch, to_stride = (ptrdiff_t)to_pitch;
+    order_access_strided(stream, &(Strided){from, width, 1, &rows, &from_stride}, READS);
+    order_access_strided(stream, &(Strided){to, width, 1, &rows, &to_stride}, WRITES);
     if (!capture_id(stream) && (host_waits || ends_with_call(to, from))) order_host_waits_for_stream(stream);
 }
 

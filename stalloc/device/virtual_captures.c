@@ -144,9 +144,9 @@ bool order_capture_ended(uint64_t capture, void *graph) {
     return !is_spoilt;
 }
 
-void order_captured_access(uint64_t capture, const Finding *access, int how) {
+void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how) {
     if (how == IS_NEW) return; // of the graph's own memory, from then on
-    Touch touch = {access->address, access->size_bytes, how & WRITES};
+    Touch touch = {address, size_bytes, how & WRITES};
     pthread_mutex_lock(&order_lock);
     int i = index_of(capture);
     Accesses *to = i < 0 ? NULL : captures[i].accesses;

@@ -67,6 +67,10 @@ int stalloc_virtual_order_findings(Finding *into, int first, int most) {
 void stalloc_virtual_order_touch(void *stream, const void *address, size_t size_bytes, int how) {
     order_access(stream, address, size_bytes, how);
 }
+void stalloc_virtual_order_touch_strided(void *stream, const void *address, size_t item_bytes, int num_dimensions,
+                                         const ptrdiff_t *shape, const ptrdiff_t *strides, int how) {
+    order_access_strided(stream, &(Strided){address, item_bytes, num_dimensions, shape, strides}, how);
+}
 void stalloc_virtual_order_touch_by_host(const void *address, size_t size_bytes, int how) {
     order_host_access(address, size_bytes, how);
 }

@@ -13,7 +13,7 @@
 
 static const char start_of_image[] = "stalloc virtual GPU: the kernels ";
 
-enum { MOST_PARAMETERS = 64, MOST_DIMENSIONS = 32, MOST_PIECES = 4096, NUM_BUCKETS = 1024 };
+enum { MOST_PARAMETERS = 64, NUM_BUCKETS = 1024 };
 typedef struct {
     int position, how, num_dimensions; // -1: a pointer
     bool is_contiguous;
@@ -152,24 +152,10 @@ typedef struct {
 } CArray;
 
 static void access_array(void *stream, const Array *array, const CArray *of) {
-    int num = array->num_dimensions;
+    int num = array->is_contiguous ? 0 : array->num_dimensions;
+    size_t piece_bytes = array->is_contiguous ? (size_t)of->size * array->item_bytes : array->item_bytes;
     const ptrdiff_t *shape = of->shape_and_strides, *strides = shape + num;
-    if (array->is_contiguous || num == 0) {
-        order_access(stream, of->address, (size_t)of->size * array->item_bytes, array->how);
-        return;
-    }
-    ptrdiff_t at[MOST_DIMENSIONS] = {0};
-    bool has_rows = strides[num - 1] == (ptrdiff_t)array->item_bytes;
-    int outer = has_rows ? num - 1 : num;
-    size_t piece_bytes = array->item_bytes * (has_rows ? (size_t)shape[num - 1] : 1);
-    for (int pieces = 0; of->size > 0 && pieces < MOST_PIECES; pieces++) {
-        char *piece = of->address;
-        for (int i = 0; i < outer; i++) piece += at[i] * strides[i];
-        order_access(stream, piece, piece_bytes, array->how);
-        int i = outer - 1;
-        while (i >= 0 && ++at[i] == shape[i]) at[i--] = 0;
-        if (i < 0) break;
-    }
+    order_access_strided(stream, &(Strided){of->address, piece_bytes, num, shape, strides}, array->how);
 }
 
 void kernel_launched(void *function, void *stream, void **parameters) {

@@ -48,6 +48,14 @@ bool order_waits_for_legacy(void *stream);
 // virtual_accesses.c: memory, by physical page, and who used it last.
 enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
 void order_access(void *stream, const void *address, size_t size_bytes, int how);
+enum { MOST_DIMENSIONS = 64 };
+typedef struct {
+    const void *address;
+    size_t item_bytes;
+    int num_dimensions;
+    const ptrdiff_t *shape, *strides; // strides in bytes
+} Strided;
+void order_access_strided(void *stream, const Strided *array, int how); // one access of all its items
 uint32_t order_num_accesses(void);
 void order_replayed_access(void *stream, uintptr_t address, size_t size_bytes, int how, uint32_t captured);
 void order_host_access(const void *address, size_t size_bytes, int how);
@@ -71,6 +79,7 @@ bool order_forbids_wait(void *stream, uint64_t capture);   // of a stream for an
 int order_exchange_mode(int mode);                         // of this thread; what it was
 void order_capture_began(uint64_t capture, void *stream, int mode);
 bool order_capture_ended(uint64_t capture, void *graph); // false: it was spoilt, and there is no graph
+void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how);
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
 void order_graph_gone(void *graph);
 void order_graph_launched(void *graph, void *stream);
@@ -112,6 +121,5 @@ typedef struct {
 void order_found(Finding *finding); // its place is looked up where it has none; not under order_lock
 uint32_t order_place(void);         // where the program is, for work that is given to a stream
 void order_set_call(Finding *finding, const char *call);
-void order_captured_access(uint64_t capture, const Finding *access, int how);
 
 #endif

@@ -6,10 +6,11 @@ it runs, since it may wait for its own work, and new results after it. Operation
 between the host and the device are seen where the driver makes them, as are collectives.
 """
 
+import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _NO_ACCESS = {
 }
 _EMPTY = ("empty", "new_empty", "_empty")  # how the names of operations begin that give memory and write nothing
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
-_MOST_ROWS = 4096  # of one tensor that is not in one piece; later ones are not looked at
+_WORD_BYTES = ctypes.sizeof(ctypes.c_ssize_t)
 
 
 @dataclass(frozen=True)
@@ -61,26 +62,6 @@ def _tensors(value: Any) -> Iterable[Any]:
     return (value,)
 
 
-def _pieces(tensor: Any) -> Iterator[tuple[int, int]]:
-    """Address and bytes of what a tensor covers, in as many pieces as lie apart."""
-    item, address = tensor.element_size(), tensor.data_ptr()
-    if tensor.is_contiguous():
-        yield address, tensor.numel() * item
-        return
-    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if stride)
-    length = 1  # of a piece, in elements
-    while dims and dims[0][0] <= length:
-        stride, size = dims.pop(0)
-        length += (size - 1) * stride
-    starts = [0]
-    for stride, size in reversed(dims):
-        if len(starts) * size > _MOST_ROWS:
-            size = max(1, _MOST_ROWS // len(starts))
-        starts = [start + index * stride for start in starts for index in range(size)]
-    for start in starts:
-        yield address + start * item, length * item
-
-
 class _Accesses:
     """The accesses of one operation in one thread."""
 
@@ -91,15 +72,22 @@ class _Accesses:
         for tensor, how in tensors:
             if tensor.layout is self._strided and tensor.numel():
                 stream = self._current_stream(tensor.get_device())
-                for address, num_bytes in _pieces(tensor):
-                    if address:
-                        self._checker.touch(stream, address, num_bytes, how)
+                if tensor.is_contiguous():
+                    self._checker.touch(stream, tensor.data_ptr(), tensor.nbytes, how)
+                else:
+                    self._touch_strided(stream, tensor, how)
+
+    def _touch_strided(self, stream: int, tensor: Any, how: int) -> None:
+        item, num = tensor.element_size(), tensor.dim()
+        shape, strides = tensor.shape, [stride * item for stride in tensor.stride()]
+        values = (ctypes.c_ssize_t * (2 * num))(*shape, *strides)
+        begin = ctypes.addressof(values)
+        self._checker.touch_strided(stream, tensor.data_ptr(), item, num, begin, begin + num * _WORD_BYTES, how)
 
     def by_host(self, tensors: Iterable[tuple[Any, int]]) -> None:
         for tensor, how in tensors:
-            if tensor.layout is self._strided and tensor.numel():
-                for address, num_bytes in _pieces(tensor):
-                    self._checker.touch_by_host(address, num_bytes, how)
+            if tensor.layout is self._strided and tensor.numel() and tensor.is_contiguous():
+                self._checker.touch_by_host(tensor.data_ptr(), tensor.nbytes, how)
 
 
 def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Any, int]]:
