@@ -11,7 +11,7 @@ from warm_programs import run_file
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
-RACES = Path(__file__).parent / "programs" / "races.py"
+PROGRAMS = Path(__file__).parent / "programs"
 #: of each program, what its finding has to say is missing
 MISSING = {
     "record_stream_left_out": "call record_stream for stream",
@@ -27,9 +27,10 @@ MISSING = {
 }
 
 
-def told(name: str, allocator: str) -> dict[str, Any]:
-    """What the program prints."""
-    done = run_file(RACES, name, allocator, variables={**os.environ, "STALLOC_VIRTUAL_ORDER": "strict"})
+def told(program: str, *arguments: str) -> Any:
+    """What a program prints that is checked."""
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict"}
+    done = run_file(PROGRAMS / program, *arguments, variables=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -37,9 +38,13 @@ def told(name: str, allocator: str) -> dict[str, Any]:
 @pytest.mark.parametrize("allocator", ["native", "stalloc"])
 @pytest.mark.parametrize("name", MISSING)
 def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None:
-    result = told(name, allocator)
+    result = told("races.py", name, allocator)
     assert result["waiting"] == []
     [text] = result["not_waiting"]
     here, there = (f"races.py:{result[which]}" for which in ("here", "there"))
     assert re.search(rf"{here}\b.*while .*{there}\b", text), text
     assert MISSING[name] in text
+
+
+def test_a_cached_expert_is_sent_away_after_the_stream_that_used_it() -> None:
+    assert told("experts_on_two_streams.py") == []

@@ -100,9 +100,9 @@ def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tup
 
 def _split(torch: Any, tensors: list[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
     """Those of a device, and those of the host."""
-    on_device, on_host = [], []
+    on_device, on_host, has_storage = [], [], torch._C._has_storage
     for tensor, how in tensors:
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and has_storage(tensor):
             kind = tensor.device.type
             if kind == "cuda":
                 on_device.append((tensor, how))
@@ -133,9 +133,10 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
                 accesses.on_device(on_device)
                 result = func(*args, **kwargs)
                 known = {tensor.data_ptr() for tensor, _ in on_device + on_host}
-                results = [(one, rule.result) for one in _tensors(result) if isinstance(one, torch.Tensor)]
-                results = [(one, how) for one, how in results if one.data_ptr() not in known]
-                made, made_on_host = _split(torch, results)
+                made, made_on_host = (
+                    [(one, how) for one, how in some if one.data_ptr() not in known]
+                    for some in _split(torch, [(one, rule.result) for one in _tensors(result)])
+                )
                 if on_device or rule.result == _IS_NEW or not on_host:  # else the driver copies it there
                     accesses.on_device(made)
                 if not on_device and not made:
