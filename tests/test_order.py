@@ -48,3 +48,13 @@ def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None
 
 def test_a_cached_expert_is_sent_away_after_the_stream_that_used_it() -> None:
     assert told("experts_on_two_streams.py") == []
+
+
+def test_what_a_graph_of_cupy_writes_to_is_its_own_and_no_page_moves_for_it() -> None:
+    found, overlaps = told("captured_by_cupy.py", "stream")
+    assert found == []
+    assert not overlaps
+
+
+def test_no_page_moves_while_somebody_captures_without_telling() -> None:
+    assert told("captured_by_cupy.py", "raw")[0] == []
