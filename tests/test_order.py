@@ -58,3 +58,10 @@ def test_what_a_graph_of_cupy_writes_to_is_its_own_and_no_page_moves_for_it() ->
 
 def test_no_page_moves_while_somebody_captures_without_telling() -> None:
     assert told("captured_by_cupy.py", "raw")[0] == []
+
+
+def test_no_splice_ends_while_a_graph_is_captured() -> None:
+    num_splices, is_refused, found = told("captured_beside_a_splice.py")
+    assert num_splices > 0
+    assert is_refused
+    assert found == []
