@@ -1,4 +1,4 @@
-"""The checker of the order of work finds one missing synchronisation, names both lines, and says nothing without one."""
+"""The checker of the order of work finds one missing synchronisation, names both lines, and else says nothing."""
 
 import json
 import os

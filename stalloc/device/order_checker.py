@@ -1,8 +1,9 @@
 """The checker of the order of work: what of a program's work is not ordered by events and waits, told in sentences.
 
-Contract: `check_order(library)` lets the virtual GPU do work late and check every access of memory that is known: copies
-and fills by the driver, operations of PyTorch (`watched_operations`), kernels of CuPy by their arguments. `told()` says
-what was found, each pair of places once; at the end of the process it is said on standard error, or added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
+Contract: `OrderChecker(library)` lets the virtual GPU do work late and check all accesses of memory that are known:
+copies and fills by the driver, operations of PyTorch (`watched_operations`), kernels of CuPy by their arguments.
+`found()` says what was found, each pair of places once; at the end of the process it is said on standard error, or
+added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
 """
 
 import atexit
@@ -199,6 +200,6 @@ _OTHERS = {
     10: "{call} at {here} gives back {what}, of which a part is still mapped",
     11: "{here} uses {stream}, which was destroyed before",
     12: "{here} calls {call} while a graph is captured, which its capture forbids: the capture fails on a GPU",
-    13: "{here} launches a graph that {verb} {what}, which was freed after its capture and given to another tensor: keep "
-    "the tensors that a graph uses as long as it is launched",
+    13: "{here} launches a graph that {verb} {what}, which was freed after its capture and given to another tensor: "
+    "keep the tensors that a graph uses as long as it is launched",
 }

@@ -1,9 +1,9 @@
 """Operations of PyTorch as the checker of the order of work sees them: what each reads and writes, on which stream.
 
 Contract: after `watch_operations(torch, checker)` each operation that reaches the dispatcher, in any thread, has its
-arguments and results checked as accesses of the current stream; what an operation overwrites and what it reads before
-it runs, since it may wait for its own work, and new results after it. Operations that give a view access nothing. Copies
-between the host and the device are seen where the driver makes them, as are collectives.
+arguments and results checked as accesses of the current stream: what it is given before it runs, since it may wait for
+its own work, and new results after it. Operations that give a view access nothing. Copies between the host and the
+device are seen where the driver makes them, as are collectives.
 """
 
 import ctypes

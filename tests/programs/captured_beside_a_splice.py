@@ -1,4 +1,4 @@
-"""A graph is captured that asks for more than is left while a splice is unused; what the order checker found, as JSON."""
+"""A graph is captured that asks for more than is left while a splice is unused; prints what was found, as JSON."""
 
 import json
 import random

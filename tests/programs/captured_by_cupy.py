@@ -1,4 +1,4 @@
-"""A graph is captured where pages would move for what it asks for: by CuPy's streams, or without telling anybody (`raw`).
+"""A graph is captured where pages would move for what it asks for: by CuPy's streams, or untold to anybody (`raw`).
 
 What the checker of the order of work found, as JSON, and whether an array outside got memory that the graph writes to.
 """

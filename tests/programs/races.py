@@ -169,7 +169,9 @@ def updated_in_place_on_another_stream(wait: bool) -> None:
 
 def marked_lines(function: Callable[[bool], None]) -> dict[str, int]:
     lines, first = inspect.getsourcelines(function)
-    return {mark: first + i for i, line in enumerate(lines) for mark in ("here", "there") if line.endswith(f"# {mark}\n")}
+    return {
+        mark: first + i for i, line in enumerate(lines) for mark in ("here", "there") if line.endswith(f"# {mark}\n")
+    }
 
 
 def main() -> None:
