@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_programs import run_file
+from warm_programs import run_file, run_stalloc
 
 pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
 
@@ -27,12 +27,30 @@ MISSING = {
 }
 
 
-def told(program: str, *arguments: str) -> Any:
-    """What a program prints that is checked."""
-    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": "strict"}
+def told(program: str, *arguments: str, order: str = "strict") -> Any:
+    """What a program prints that is checked, or (order "") is not."""
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": order}
     done = run_file(PROGRAMS / program, *arguments, variables=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_command_line_tells_both_places_once_and_ends_with_1(tmp_path: Path) -> None:
+    program = tmp_path / "racing.py"
+    program.write_text(
+        "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"
+        "with torch.cuda.stream(side):\n    for _ in range(3):\n        ones.add_(1)\ntorch.cuda.synchronize()\n"
+    )
+    words = "run", "--device", "virtual", "--check-order", "--json", "-", program.name
+    done = run_stalloc(*words, folder=tmp_path, variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 1
+    [found] = json.loads(done.stdout)["order"]
+    assert "racing.py:6 writes 4.00 MiB" in found["text"]
+    assert "racing.py:3 may still write it on the default stream" in found["text"]
+    assert done.stderr.count("racing.py:6 writes") == 1
+    refused = run_stalloc("run", "--check-order", program.name, folder=tmp_path)
+    assert refused.returncode == 125
+    assert "add --device virtual" in refused.stderr
 
 
 @pytest.mark.parametrize("allocator", ["native", "stalloc"])
@@ -65,3 +83,8 @@ def test_no_splice_ends_while_a_graph_is_captured() -> None:
     assert num_splices > 0
     assert is_refused
     assert found == []
+
+
+def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
+    assert told("blocks_of_layers.py", "late", order="") == [4, 2]
+    assert told("blocks_of_layers.py", "at once", order="") == [1, 2]

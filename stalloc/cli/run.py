@@ -21,8 +21,9 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and `budget_by`;
-on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
+`budget_by`; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
+Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
