@@ -88,3 +88,21 @@ def test_no_splice_ends_while_a_graph_is_captured() -> None:
 def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
     assert told("blocks_of_layers.py", "late", order="") == [4, 2]
     assert told("blocks_of_layers.py", "at once", order="") == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("examples/train_gpt.py", "--size", "tiny", "--steps", "8"),
+        ("examples/train_gpt.py", "--size", "tiny", "--steps", "8", "--checkpoint"),
+        ("examples/cupy_and_torch.py",),
+        ("examples/cupy_filters.py", "--steps", "6"),
+        ("examples/offloaded.py",),
+    ],
+)
+def test_nothing_is_found_in_the_examples(words: tuple[str, ...]) -> None:
+    command = "run", "--device", "virtual", "--check-order", "--json", "-", *words
+    done = run_stalloc(*command, folder=PROGRAMS.parents[1], variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["order"] == []
