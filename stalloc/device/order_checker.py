@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 
 from stalloc.notices import say
 
@@ -25,6 +25,7 @@ _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DEVICE = os.path.join(_OWN, "device") + os.sep
 
 
 class _Finding(ctypes.Structure):
@@ -52,32 +53,37 @@ class Places:
     """Places of a program, file and line, by number; 0 is none."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[CodeType, int], int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
         self._texts = ["work of a library"]
-        self._is_programs: dict[CodeType, bool] = {}
+        self._is_programs: dict[str, bool] = {}  # by file
         self.caller = 0  #: of the last backward pass, whose own threads have no lines of the program
 
     def here(self) -> int:
         """The line of the program that is running in this thread; else the one that it runs for."""
-        inner: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            code = frame.f_code
-            is_programs = self._is_programs.get(code)
+            file = frame.f_code.co_filename
+            is_programs = self._is_programs.get(file)
             if is_programs is None:
-                is_programs = self._is_programs[code] = _is_programs(code.co_filename)
+                is_programs = self._is_programs[file] = _is_programs(file)
             if is_programs:
-                return self._number(code, frame.f_lineno)
-            if inner is None and code.co_filename.startswith(_OWN) and not code.co_filename.startswith(_OWN + "device"):
-                inner = frame
+                return self._number(file, frame.f_lineno)
             frame = frame.f_back
-        return self.caller if inner is None else self._number(inner.f_code, inner.f_lineno)
+        return self._in_stalloc(sys._getframe(1)) or self.caller
 
-    def _number(self, code: CodeType, line: int) -> int:
-        number = self._numbers.get((code, line))
+    def _in_stalloc(self, frame: FrameType | None) -> int:
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(_OWN) and not file.startswith(_DEVICE):
+                return self._number(file, frame.f_lineno)
+            frame = frame.f_back
+        return 0
+
+    def _number(self, file: str, line: int) -> int:
+        number = self._numbers.get((file, line))
         if number is None:
-            number = self._numbers[code, line] = len(self._texts)
-            self._texts.append(f"{code.co_filename}:{line}")
+            number = self._numbers[file, line] = len(self._texts)
+            self._texts.append(f"{file}:{line}")
         return number
 
     def text(self, number: int) -> str:

@@ -221,7 +221,8 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
 
 def delay_events() -> None:
     """Let nothing be done before the host waits for it, where all is done at once otherwise."""
-    _active_library().stalloc_virtual_set_order(1)
+    if _order_checker is None:  # which has work be late already
+        _active_library().stalloc_virtual_set_order(1)
 
 
 def findings() -> dict[str, Any]:

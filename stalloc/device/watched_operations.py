@@ -36,7 +36,6 @@ class _Rule:
     """How new results are accessed."""
 
 
-@functools.cache
 def _rule_of(operator: Any) -> _Rule | None:
     schema = operator._schema
     namespace, _, name = schema.name.partition("::")
@@ -98,15 +97,14 @@ def _given(rule: _Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tup
     return found
 
 
-def _split(torch: Any, tensors: list[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
+def _split(torch: Any, tensors: Iterable[tuple[Any, int]]) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
     """Those of a device, and those of the host."""
     on_device, on_host, has_storage = [], [], torch._C._has_storage
     for tensor, how in tensors:
         if isinstance(tensor, torch.Tensor) and has_storage(tensor):
-            kind = tensor.device.type
-            if kind == "cuda":
+            if tensor.is_cuda:
                 on_device.append((tensor, how))
-            elif kind == "cpu":
+            elif tensor.is_cpu:
                 on_host.append((tensor, how))
     return on_device, on_host
 
@@ -118,13 +116,17 @@ def watch_operations(torch: Any, checker: "OrderChecker") -> None:
     accesses = _Accesses(checker, torch._C._cuda_getCurrentRawStream, torch.strided)
     places, at = checker.places, checker.at
     plain = {torch.Tensor, torch.nn.Parameter}
+    rules: dict[int, _Rule | None] = {}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(one not in plain for one in types):
                 return NotImplemented  # the operations that a subclass makes of it come this way again
             kwargs = kwargs or {}
-            rule = _rule_of(func)
+            name = id(func)  # operators stay, and their own hash is slow
+            if name not in rules:
+                rules[name] = _rule_of(func)
+            rule = rules[name]
             if rule is None:
                 return func(*args, **kwargs)
             at(places.here())
