@@ -21,12 +21,14 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with a budget `budget_bytes`, `budget_kept` and `budget_by`; on the virtual GPU `files`, what was kept
-and discarded. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
+`budget_by`; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
+Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,7 @@ from stalloc.cli.program import (
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
-from stalloc.device import VirtualGPU
+from stalloc.device import VirtualGPU, order_checker
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -103,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
     parser.add_argument("--discard-files", action="store_true", help=argparse.SUPPRESS)  # new ones too, for a dry run
+    parser.add_argument(
+        "--check-order",
+        action="store_true",
+        help="find work of several streams that no event or wait orders, and memory that is handed on too early "
+        "(with --device virtual); exit code 1 if there is any",
+    )
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -130,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
 
+    if args.check_order:
+        if args.device != "virtual":
+            raise BadInputError("--check-order is for the virtual GPU: add --device virtual.")
+        os.environ[order_checker.VARIABLE] = "strict"
     is_virtual = device.activate(args.device, gpu) == "virtual"
     outputs = (args.save_plan, args.report)
     inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
@@ -203,9 +215,24 @@ def _run_here(
         cache.update(runtime)
     if wants_text(args):
         _print(result, args, kept=cache is not None and cache.kept)
+    if args.check_order:
+        result |= _order(args, code)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     return _Ran(result, runtime)
+
+
+def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
+    """What the checker of the order of work found, which is told; the exit code with it."""
+    from stalloc.device import virtual
+
+    checker = virtual.order_checker()
+    found = checker.found() if checker is not None else []
+    if checker is not None:
+        checker.tell()
+    if wants_text(args):
+        print("order of work: " + (f"{len(found)} places, see above" if found else "nothing was found"))
+    return {"order": [dataclasses.asdict(one) for one in found], "exit_code": code or int(bool(found))}
 
 
 def _after(args: argparse.Namespace, ended: Ended) -> int:

@@ -21,9 +21,12 @@ from stalloc.device.decisions import Decisions
 from stalloc.device.driver_faults import VARIABLE, set_faults
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.order_checker import VARIABLE as ORDER
+from stalloc.device.order_checker import OrderChecker
 from stalloc.device.values import Values
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
+from stalloc.device.watched_operations import watch_operations
 from stalloc.errors import BadInputError, SetupError
 from stalloc.imports import after_import, before_import
 
@@ -42,6 +45,7 @@ __all__ = [
     "findings",
     "guess_workspaces",
     "is_initialised",
+    "order_checker",
     "parse_memory",
     "peak_bytes",
     "restart_peak",
@@ -68,6 +72,7 @@ _gpu: VirtualGPU | None = None
 _cuda_version = 0
 _values: Values | None = None
 _cupy_decisions: Decisions | None = None
+_order_checker: OrderChecker | None = None
 
 
 def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
@@ -88,8 +93,12 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
             "`stalloc dryrun`."
         )
     surface = scan()
+    if (order := os.environ.get(ORDER, "")) not in ("", "strict"):
+        raise BadInputError(f"{ORDER}={order} is not known: set it to strict, or unset it.")
     folder = build(surface)
     library = _load(folder, surface)
+    if order:
+        _check_order(library)
     _configure(library, gpu, surface.cuda_version)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
@@ -100,6 +109,8 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
+    if _order_checker is not None:
+        after_import("torch", _watch_torch)
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
@@ -142,6 +153,21 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
     return _gpu
+
+
+def _check_order(library: ctypes.CDLL) -> None:
+    global _order_checker
+    _order_checker = OrderChecker(library)
+
+
+def order_checker() -> OrderChecker | None:
+    """The checker of the order of work, where this process has one (STALLOC_VIRTUAL_ORDER=strict)."""
+    return _order_checker
+
+
+def _watch_torch() -> None:
+    if _order_checker is not None:
+        watch_operations(sys.modules["torch"], _order_checker)
 
 
 def _after_cupy_import() -> None:
@@ -220,7 +246,8 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
 
 def delay_events() -> None:
     """Let nothing be done before the host waits for it, where all is done at once otherwise."""
-    _active_library().stalloc_virtual_set_late_events(1)
+    if _order_checker is None:  # which has work be late already
+        _active_library().stalloc_virtual_set_order(1)
 
 
 def findings() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 // The CUDA driver's functions over the virtual GPU: devices, contexts, plain memory, modules and kernels.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -142,8 +143,9 @@ Result cuCtxDestroy_v2(Handle context) { return SUCCESS; }
 Result cuCtxDestroy(Handle context) { return cuCtxDestroy_v2(context); }
 Result cuCtxSynchronize(void) {
     count(COUNT_DEVICE_WAIT);
+    if (order_forbids_on_device("cuCtxSynchronize")) return STREAM_CAPTURE_UNSUPPORTED;
     pools_wait();
-    host_waits_for_all();
+    order_host_waits_for_device();
     return SUCCESS;
 }
 Result cuCtxGetLimit(size_t *value, int limit) {
@@ -156,14 +158,21 @@ Result cuEventRecord(Handle event, Handle stream) {
     count(COUNT_RECORD);
     return event_record(event, stream);
 }
-Result cuEventQuery(Handle event) { return event_query(event); }
+Result cuEventQuery(Handle event) {
+    return order_forbids_on("cuEventQuery", event_capture(event)) ? STREAM_CAPTURE_UNSUPPORTED : event_query(event);
+}
 Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
     count(COUNT_WAIT);
+    if (order_forbids_wait(stream, event_capture(event))) return STREAM_CAPTURE_ISOLATION;
     stream_wait(stream, event);
     return SUCCESS;
 }
 Result cuStreamIsCapturing(Handle stream, int *status) {
     *status = capture_id(stream) != 0;
+    return SUCCESS;
+}
+Result cuThreadExchangeStreamCaptureMode(int *mode) {
+    *mode = order_exchange_mode(*mode);
     return SUCCESS;
 }
 Result cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
@@ -173,11 +182,14 @@ Result cuGetProcAddress_v2(const char *name, void **function, int version, uint6
 }
 
 Result cuMemAlloc_v2(Address *address, size_t size) {
+    if (order_forbids("cuMemAlloc")) return STREAM_CAPTURE_UNSUPPORTED;
     Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_BY_DEVICE);
     if (result == SUCCESS) count(COUNT_MALLOC);
     return result;
 }
 Result cuMemFree_v2(Address address) {
+    if (order_forbids_on_device("cuMemFree")) return STREAM_CAPTURE_UNSUPPORTED;
+    order_host_waits_for_device();
     Result result = memory_free((void *)address);
     if (result == SUCCESS) count(COUNT_FREE);
     return result;
@@ -195,27 +207,35 @@ Result cuMemGetAddressRange_v2(Address *start, size_t *size, Address address) {
     return SUCCESS;
 }
 Result cuMemcpyHtoD_v2(Address to, const void *from, size_t size) {
+    order_copy(NULL, (void *)to, from, size, true);
     memory_copy((void *)to, from, size);
     return SUCCESS;
 }
 Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) {
+    order_copy(NULL, to, (void *)from, size, true);
     memory_copy(to, (void *)from, size);
     return SUCCESS;
 }
 Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t size, Handle stream) {
-    return cuMemcpyHtoD_v2(to, from, size);
+    order_copy(stream, (void *)to, from, size, false);
+    memory_copy((void *)to, from, size);
+    return SUCCESS;
 }
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t size, Handle stream) {
-    return cuMemcpyDtoH_v2(to, from, size);
-}
-Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) {
-    memory_set((void *)address, value, num);
+    order_copy(stream, to, (void *)from, size, false);
+    memory_copy(to, (void *)from, size);
     return SUCCESS;
 }
 Result cuMemsetD8Async(Address address, unsigned char value, size_t num, Handle stream) {
-    return cuMemsetD8_v2(address, value, num);
+    order_access(stream, (void *)address, num, WRITES);
+    memory_set((void *)address, value, num);
+    return SUCCESS;
+}
+Result cuMemsetD8_v2(Address address, unsigned char value, size_t num) {
+    return cuMemsetD8Async(address, value, num, NULL);
 }
 Result cuStreamWriteValue32_v2(Handle stream, Address address, uint32_t value, unsigned flags) {
+    order_access(stream, (void *)address, sizeof value, WRITES);
     memory_copy((void *)address, &value, sizeof value);
     return SUCCESS;
 }
@@ -223,6 +243,7 @@ Result cuStreamWriteValue32(Handle stream, Address address, uint32_t value, unsi
     return cuStreamWriteValue32_v2(stream, address, value, flags);
 }
 Result cuMemsetD32Async(Address address, unsigned value, size_t num, Handle stream) {
+    order_access(stream, (void *)address, 4 * num, WRITES);
     if (value == 0) {
         memory_set((void *)address, 0, 4 * num);
     } else if (4 * num <= gpu.copy_limit_bytes) {
@@ -251,12 +272,14 @@ Result cuModuleLoad(Handle *module, const char *path) {
 }
 Result cuModuleLoadData(Handle *module, const void *image) {
     *module = new_handle();
+    kernels_loaded(*module, image);
     return SUCCESS;
 }
 Result cuModuleLoadDataEx(Handle *module, const void *image) { return cuModuleLoadData(module, image); }
 Result cuModuleUnload(Handle module) { return SUCCESS; }
 Result cuModuleGetFunction(Handle *function, Handle module, const char *name) {
     *function = new_handle();
+    kernel_found(*function, module, name);
     return SUCCESS;
 }
 Result cuModuleGetGlobal_v2(Address *address, size_t *size, Handle module, const char *name) {
@@ -275,8 +298,10 @@ Result cuLibraryGetKernel(Handle *kernel) {
     *kernel = new_handle();
     return SUCCESS;
 }
-Result cuLaunchKernel(void) {
+Result cuLaunchKernel(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream, void **parameters) {
     count(COUNT_LAUNCH);
+    kernel_launched(function, stream, parameters);
     return SUCCESS;
 }
 Result cuLaunchKernelEx(void) {

@@ -25,7 +25,9 @@ enum {
     NOT_FOUND = 500,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
+    STREAM_CAPTURE_ISOLATION = 905,
 };
 
 // Whose account a block is on.
@@ -119,6 +121,7 @@ int fault_of(const char *name);
 int memory_allocate(void **address, size_t size_bytes, int kind, int device, int counted);
 int memory_free(void *address);
 bool memory_find(const void *address, Block *found); // the block that holds `address`
+bool memory_is_address(const void *address);         // whether it can be memory of a device, or was
 void *memory_start(const Block *block);
 size_t memory_used_bytes(int device);
 bool memory_charge(int device, size_t size_bytes); // false when the device has too little left
@@ -138,10 +141,9 @@ void *new_handle(void);
 void *event_create(void);
 void event_destroy(void *event);
 int event_record(void *event, void *stream);
-int event_query(void *event); // NOT_READY only where events are to be late
+int event_query(void *event); // NOT_READY only where work is late
+uint64_t event_capture(void *event); // that it was recorded in, 0: in none
 void host_waits_for_event(void *event);
-void host_waits_for_stream(void *stream);
-void host_waits_for_all(void);
 int event_elapsed_ms(float *ms, void *start, void *end);
 void work_takes(int64_t ms); // as events time it; nothing waits for it
 void stream_wait(void *stream, void *event);

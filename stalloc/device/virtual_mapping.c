@@ -1,6 +1,7 @@
 // Virtual memory management of the driver, which torch's expandable segments are made of.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -39,6 +40,7 @@ typedef struct {
 static void forget_if_unused(Physical *physical) {
     if (physical->num_handles || physical->num_mapped) return;
     memory_refund(physical->device, physical->size_bytes);
+    order_pages_released(physical);
     free(physical);
 }
 
@@ -48,9 +50,14 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
     MAY_FAIL(cuMemAddressReserve);
-    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    if (result == SUCCESS) order_addresses_reserved(*address, size);
+    return result;
 }
-Result cuMemAddressFree(Address address, size_t size) { return memory_free((void *)address); }
+Result cuMemAddressFree(Address address, size_t size) {
+    order_addresses_freed(address, size);
+    return memory_free((void *)address);
+}
 Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {
     int device = properties->location_id;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
@@ -58,6 +65,7 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
     MAY_FAIL(cuMemCreate);
     if (properties->direct_access) MAY_FAIL(rdma);
     if (properties->handle_types) MAY_FAIL(export);
+    if (order_forbids("cuMemCreate")) return STREAM_CAPTURE_UNSUPPORTED;
     if (!memory_charge(device, size)) return OUT_OF_MEMORY;
     Physical *physical = malloc(sizeof *physical);
     if (!physical) {
@@ -66,6 +74,7 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
     }
     *physical = (Physical){size, device, 0, 1, properties->handle_types};
     *made = physical;
+    order_pages_made(physical, size);
     count(COUNT_MALLOC);
     count(COUNT_CREATE);
     return SUCCESS;
@@ -73,6 +82,7 @@ Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properti
 Result cuMemRelease(Handle handle) {
     MAY_FAIL(cuMemRelease);
     if (!handle) return INVALID_VALUE;
+    if (order_forbids("cuMemRelease")) return STREAM_CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&mapping_lock);
     ((Physical *)handle)->num_handles--;
     forget_if_unused(handle);
@@ -83,6 +93,7 @@ Result cuMemRelease(Handle handle) {
 }
 Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
     MAY_FAIL(cuMemMap);
+    if (order_forbids("cuMemMap")) return STREAM_CAPTURE_UNSUPPORTED;
     Mapping *mapping = malloc(sizeof *mapping);
     if (!mapping || !handle) {
         free(mapping);
@@ -94,11 +105,14 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     *bucket = mapping;
     mapping->physical->num_mapped++;
     pthread_mutex_unlock(&mapping_lock);
+    order_mapped(address, size, offset, handle);
     count(COUNT_MAP);
     return SUCCESS;
 }
 Result cuMemUnmap(Address address, size_t size) {
     MAY_FAIL(cuMemUnmap);
+    if (order_forbids("cuMemUnmap")) return STREAM_CAPTURE_UNSUPPORTED;
+    order_unmapped(address, size);
     pthread_mutex_lock(&mapping_lock);
     for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
         for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {

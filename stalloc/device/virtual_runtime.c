@@ -6,6 +6,7 @@
 // build time.  Here: errors, devices, and what is not possible between processes.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -43,6 +44,11 @@ static const struct {
     {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {719, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "operation not supported (by the virtual GPU)"},
+    {STREAM_CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {STREAM_CAPTURE_INVALIDATED, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {STREAM_CAPTURE_ISOLATION, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
 };
 enum { NUM_ERROR_TEXTS = sizeof error_texts / sizeof *error_texts };
 
@@ -173,8 +179,9 @@ Error cudaDeviceSynchronize(void) {
     NEEDS_CONTEXT();
     RUNTIME_MAY_FAIL(cudaDeviceSynchronize);
     count(COUNT_DEVICE_WAIT);
+    if (order_forbids_on_device("cudaDeviceSynchronize")) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
-    host_waits_for_all();
+    order_host_waits_for_device();
     return SUCCESS;
 }
 Error cudaDeviceReset(void) { return SUCCESS; }

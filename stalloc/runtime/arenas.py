@@ -149,7 +149,7 @@ class Arenas:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
         if not self.state.record.has_handovers:
             return True
-        if self.state.record.private_kind:
+        if self.memory.is_capturing:
             return False  # a capture must not wait for the device
         self.state.arena.end_sharing()
         self.memory.source.wait()

@@ -75,7 +75,7 @@ class Controller:
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
-        with self.lock:
+        with self.lock, self.memory.serving():
             if reason not in (constants.POLL, constants.POLL_FOR_PLACE, constants.NEED_EVENTS):
                 self.steady.end()
             if reason == constants.NEED_SEGMENT:
@@ -91,7 +91,10 @@ class Controller:
                     back(self.arenas, detail)
                 self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
-                self._at_boundary()
+                if self.memory.is_capturing:
+                    self.state.record.ask_at_boundary = 1
+                else:
+                    self._at_boundary()
             elif reason == constants.CHECK:
                 self._look()
             elif reason == constants.STALE:
@@ -127,7 +130,7 @@ class Controller:
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
-        if self.state.record.private_kind:
+        if self.memory.is_capturing:
             return False  # a capture must not wait for what the streams were at
         if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
             self._drop_plan("the program uses ever new streams")

@@ -61,7 +61,7 @@ class Paging:
                     break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
-                if self._splices.end():
+                if not self._memory.is_capturing and self._splices.end():
                     continue
                 return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
@@ -73,7 +73,7 @@ class Paging:
 
     def _splice(self, pool: int, size_bytes: int) -> bool:
         """Serve a request from what other pages have left over; False if that is not enough either."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return False
         self._leave(_ALL, spared_bytes=_ALL)
         return self._splices.make(pool, size_bytes)
@@ -133,7 +133,7 @@ class Paging:
         So the device is waited for once, not at each request, and no page is made that was just given back. It ends
         with `end_gathering`: at the next mark of a step, or when the plan has been followed once.
         """
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return
         self._gathers = True
         found: Ranges = []
@@ -143,18 +143,18 @@ class Paging:
 
     def end_gathering(self) -> None:
         """What has not been needed meanwhile goes back."""
-        if self._gathers:
+        if self._gathers and not self._memory.is_capturing:
             self._gathers = False
             self._source.collect()
 
     def _collect(self) -> None:
         """Give back pages that were given up and not needed."""
-        if not self._gathers:
+        if not self._gathers and not self._memory.is_capturing:
             self._source.collect()
 
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return
         self._gathers = False
         self._splices.end()
@@ -174,7 +174,7 @@ class Paging:
 
     def match(self) -> None:
         """Unmap what the core does not serve from: an interruption kept it from being unmapped, or served."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return
         served = [(one.address, one.address + one.size_bytes) for one in segments(self._state)]
         covered = {page for begin, end in served for page in range(begin // GRANULE, -(-end // GRANULE))}
@@ -236,7 +236,7 @@ class Paging:
         What is free `between` stays, and what the `place` has, bytes of the arena. `ahead_bytes` more are taken where
         nothing needs them soon.
         """
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._arena is None and self.fills_half():
@@ -300,7 +300,7 @@ class Paging:
         return True
 
     def _map(self, memory: Any, address: int, size_bytes: int) -> bool:
-        with self._source.at_device(capturing=self._state.record.private_kind != 0):
+        with self._source.at_device(capturing=self._memory.is_capturing):
             done: bool = memory.map(address, size_bytes)
         if done and self._memory.poison is not None:
             self._memory.poison.taken(address, size_bytes)

@@ -72,7 +72,7 @@ class Shortage:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
         record = self._state.record
         unused_bytes = record.reserved_bytes - record.total.allocated_bytes - record.deferred_bytes
-        return record.private_kind == 0 and self._memory.source.free_bytes() + unused_bytes >= size_bytes
+        return not self._memory.is_capturing and self._memory.source.free_bytes() + unused_bytes >= size_bytes
 
     def _collects(self, size_bytes: int) -> bool:
         """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""
