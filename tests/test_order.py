@@ -64,6 +64,11 @@ def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None
     assert MISSING[name] in text
 
 
+@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+def test_nothing_is_found_where_order_is_kept_otherwise_than_by_events(allocator: str) -> None:
+    assert told("in_order.py", allocator) == []
+
+
 def test_a_cached_expert_is_sent_away_after_the_stream_that_used_it() -> None:
     assert told("experts_on_two_streams.py") == []
 
