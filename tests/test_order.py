@@ -24,6 +24,7 @@ MISSING = {
     "input_of_a_graph_overwritten": "no event or wait orders the default stream after stream",
     "prefetched_without_waiting": "no event or wait orders the default stream after stream",
     "updated_in_place_on_another_stream": "no event or wait orders stream",
+    "blocks_copied_by_a_kernel": "record the event that it waits for after",
 }
 
 
