@@ -24,6 +24,7 @@ MISSING = {
     "input_of_a_graph_overwritten": "no event or wait orders the default stream after stream",
     "prefetched_without_waiting": "no event or wait orders the default stream after stream",
     "updated_in_place_on_another_stream": "no event or wait orders stream",
+    "blocks_copied_by_a_kernel": "record the event that it waits for after",
 }
 
 
@@ -62,6 +63,11 @@ def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None
     here, there = (f"races.py:{result[which]}" for which in ("here", "there"))
     assert re.search(rf"{here}\b.*while .*{there}\b", text), text
     assert MISSING[name] in text
+
+
+@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+def test_nothing_is_found_where_order_is_kept_otherwise_than_by_events(allocator: str) -> None:
+    assert told("in_order.py", allocator) == []
 
 
 def test_a_cached_expert_is_sent_away_after_the_stream_that_used_it() -> None:

@@ -111,9 +111,11 @@ class OrderChecker:
         self.at = self._library.stalloc_virtual_order_at
         self.at.argtypes, self.at.restype = (ctypes.c_uint32,), None
         self.touch = self._library.stalloc_virtual_order_touch
-        self.touch.argtypes, self.touch.restype = (address, address, size, ctypes.c_int), None
+        self.touch.argtypes, self.touch.restype = (ctypes.c_int, address, address, size, ctypes.c_int), None
         self.touch_strided = self._library.stalloc_virtual_order_touch_strided
-        self.touch_strided.argtypes = (address, address, size, ctypes.c_int, address, address, ctypes.c_int)
+        self.touch_strided.argtypes = (
+            *(ctypes.c_int, address, address, size, ctypes.c_int, address, address, ctypes.c_int),
+        )
         self.touch_strided.restype = None
         self.touch_by_host = self._library.stalloc_virtual_order_touch_by_host
         self.touch_by_host.argtypes, self.touch_by_host.restype = (address, size, ctypes.c_int), None

@@ -64,12 +64,16 @@ int stalloc_virtual_order_findings(Finding *into, int first, int most) {
     return num;
 }
 
-void stalloc_virtual_order_touch(void *stream, const void *address, size_t size_bytes, int how) {
-    order_access(stream, address, size_bytes, how);
-}
-void stalloc_virtual_order_touch_strided(void *stream, const void *address, size_t item_bytes, int num_dimensions,
-                                         const ptrdiff_t *shape, const ptrdiff_t *strides, int how) {
+// Of a device, whose default stream may be meant, whichever one the thread is at.
+void stalloc_virtual_order_touch_strided(int device, void *stream, const void *address, size_t item_bytes,
+                                         int num_dimensions, const ptrdiff_t *shape, const ptrdiff_t *strides, int how) {
+    int before = current_device;
+    current_device = device;
     order_access_strided(stream, &(Strided){address, item_bytes, num_dimensions, shape, strides}, how);
+    current_device = before;
+}
+void stalloc_virtual_order_touch(int device, void *stream, const void *address, size_t size_bytes, int how) {
+    stalloc_virtual_order_touch_strided(device, stream, address, size_bytes, 0, NULL, NULL, how);
 }
 void stalloc_virtual_order_touch_by_host(const void *address, size_t size_bytes, int how) {
     order_host_access(address, size_bytes, how);

@@ -70,18 +70,20 @@ class _Accesses:
     def on_device(self, tensors: Iterable[tuple[Any, int]]) -> None:
         for tensor, how in tensors:
             if tensor.layout is self._strided and tensor.numel():
-                stream = self._current_stream(tensor.get_device())
                 if tensor.is_contiguous():
-                    self._checker.touch(stream, tensor.data_ptr(), tensor.nbytes, how)
+                    device = tensor.get_device()
+                    self._checker.touch(device, self._current_stream(device), tensor.data_ptr(), tensor.nbytes, how)
                 else:
-                    self._touch_strided(stream, tensor, how)
+                    self._touch_strided(tensor, how)
 
-    def _touch_strided(self, stream: int, tensor: Any, how: int) -> None:
+    def _touch_strided(self, tensor: Any, how: int) -> None:
+        device, address = tensor.get_device(), tensor.data_ptr()
+        stream = self._current_stream(device)
         item, num = tensor.element_size(), tensor.dim()
         shape, strides = tensor.shape, [stride * item for stride in tensor.stride()]
         values = (ctypes.c_ssize_t * (2 * num))(*shape, *strides)
         begin = ctypes.addressof(values)
-        self._checker.touch_strided(stream, tensor.data_ptr(), item, num, begin, begin + num * _WORD_BYTES, how)
+        self._checker.touch_strided(device, stream, address, item, num, begin, begin + num * _WORD_BYTES, how)
 
     def by_host(self, tensors: Iterable[tuple[Any, int]]) -> None:
         for tensor, how in tensors:

@@ -15,6 +15,7 @@ device.activate("virtual")
 
 import torch  # noqa: E402
 
+from stalloc import kernels  # noqa: E402
 from stalloc.device import virtual  # noqa: E402
 
 NUM = 1 << 20
@@ -164,6 +165,20 @@ def updated_in_place_on_another_stream(wait: bool) -> None:
         side.wait_stream(main_stream())
     with torch.cuda.stream(side):
         weight.mul_(0.9)  # here
+    torch.cuda.synchronize()
+
+
+@program
+def blocks_copied_by_a_kernel(wait: bool) -> None:
+    """A kernel of stalloc's copies blocks on one stream while another still writes them."""
+    side = torch.cuda.Stream()
+    source, target = torch.zeros(NUM, device="cuda"), torch.zeros(NUM, device="cuda")
+    side.wait_stream(main_stream())
+    source.add_(1)  # there
+    if wait:
+        side.wait_stream(main_stream())
+    with torch.cuda.stream(side):
+        kernels.batched_copy([source.data_ptr()], [target.data_ptr()], [4 * NUM])  # here
     torch.cuda.synchronize()
 
 
