@@ -29,7 +29,6 @@ typedef struct Graph { // or an executable one
 } Graph;
 static struct {
     uint64_t capture;
-    void *stream; // it began on
     pthread_t thread;
     int mode, device;
     bool is_spoilt;
@@ -92,13 +91,12 @@ bool order_forbids_wait(void *stream, uint64_t of_event) {
     return report("cudaStreamWaitEvent, for an event of outside,");
 }
 
-void order_capture_began(uint64_t capture, void *stream, int mode) {
+void order_capture_began(uint64_t capture, int mode) {
     if (order_level < ORDER_STRICT) return;
     pthread_mutex_lock(&order_lock);
     if (num_captures < MOST_CAPTURES) {
         int i = num_captures++;
         captures[i].capture = capture;
-        captures[i].stream = stream;
         captures[i].thread = pthread_self();
         captures[i].mode = mode;
         captures[i].device = current_device;

@@ -85,14 +85,6 @@ bool order_is_destroyed(void *handle) {
     return is_gone;
 }
 
-bool order_waits_for_legacy(void *handle) {
-    pthread_mutex_lock(&order_lock);
-    Stream *stream = find(handle);
-    bool waits = !stream || stream->waits_for_legacy;
-    pthread_mutex_unlock(&order_lock);
-    return waits;
-}
-
 // A row whose stream is gone can be another's, once the host has waited for all that it was given: every later
 // operation comes after that.
 static int free_row(void) {

@@ -43,7 +43,6 @@ void *order_handle(int row);
 int order_device(int row);
 bool order_is_legacy(void *stream);
 bool order_is_destroyed(void *stream);
-bool order_waits_for_legacy(void *stream);
 
 // virtual_accesses.c: memory, by physical page, and who used it last.
 enum { READS = 0, WRITES = 1, IS_NEW = 2 }; // IS_NEW: an allocator has just given it to the program
@@ -77,7 +76,7 @@ bool order_forbids_on(const char *call, uint64_t capture); // and for a stream o
 bool order_forbids_on_device(const char *call);            // and while any stream of the device is captured
 bool order_forbids_wait(void *stream, uint64_t capture);   // of a stream for an event of a capture, 0: of none
 int order_exchange_mode(int mode);                         // of this thread; what it was
-void order_capture_began(uint64_t capture, void *stream, int mode);
+void order_capture_began(uint64_t capture, int mode);
 bool order_capture_ended(uint64_t capture, void *graph); // false: it was spoilt, and there is no graph
 void order_captured_access(uint64_t capture, uintptr_t address, size_t size_bytes, int how);
 void order_graph_copied(void *graph, void *copy);        // an executable graph is made of one
