@@ -5,6 +5,7 @@ target may share bytes with another target or with any source, since programs wo
 interpreter (TRITON_INTERPRET=1) addresses are those of host memory and a call returns when all is done.
 """
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,7 @@ def batched_mismatches(
         config=shape,
         num_programs=place.programs(shape),
     )
+    place.tell(start, count, writes=False)
     place.run("check", *made, shape)
     counts[some] = place.download(counters, base)
     return counts
@@ -162,6 +164,15 @@ class _Place:
         if self._torch is not None and self._tables is not None:
             self._torch.cuda.current_stream().synchronize()
 
+    def tell(self, address: Column, size: Column, *, writes: bool) -> None:
+        """Tell the checker of the order of work, where the virtual GPU has one, what a launch is about to access."""
+        virtual: Any = sys.modules.get("stalloc.device.virtual")
+        checker = virtual.order_checker() if virtual is not None and self._torch is not None else None
+        if checker is not None:
+            stream = self._torch.cuda.current_stream()
+            for at, num_bytes in zip(address.tolist(), size.tolist(), strict=True):
+                checker.touch(stream.device_index, stream.cuda_stream, at, num_bytes, int(writes))
+
     def run(self, mode: str, table: np.ndarray, units: int, config: Config) -> None:
         """Queue one launch."""
         kept, address = self.upload(table)
@@ -189,5 +200,8 @@ def _launch(
         return
     place = _Place(tables)
     shape = config or place.config
+    if source is not None:
+        place.tell(source, size, writes=mode == "copy-fill")
+    place.tell(target, size, writes=True)
     place.run(mode, *work_table(source, target, size, pattern, config=shape, num_programs=place.programs(shape)), shape)
     place.release_tables()

@@ -23,6 +23,7 @@ QUICK: dict[str, list[str]] = {
     "networks": ["--only", "no network"],
     "no_harm": ["--quick", "--only", "elementwise"],
     "operations": ["--only", "FSDP2"],
+    "pages": [str(BENCH.parents[1] / "examples" / "train_gpt.py"), "--size", "tiny", "--steps", "4"],
     "planner": ["--quick"],
     "recorder": ["--rounds", "20", "--requests", "50"],
     "replay": [],
@@ -48,7 +49,7 @@ def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path, request: pytest.
     if name in NEEDS_TRACES:
         request.getfixturevalue("shared_traces")
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-P", "-m", "stalloc", "bench", name, *QUICK[name], "--json", str(out)]
+    command = [sys.executable, "-P", "-m", "stalloc", "bench", name, "--json", str(out), *QUICK[name]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr

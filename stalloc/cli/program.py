@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from stalloc import device as devices
 from stalloc.cli.launchers import LAUNCHER_MODULES, LAUNCHERS, instead_of
@@ -23,6 +24,9 @@ from stalloc.errors import BadInputError, StallocError
 from stalloc.figures import human_bytes
 from stalloc.garbage import collect_for_program
 from stalloc.notices import say
+
+if TYPE_CHECKING:
+    from stalloc.runtime import Runtime
 
 _STAND_INS = os.path.dirname(os.path.abspath(devices.__file__)) + os.sep
 _OF_VALUES = (ArithmeticError, AssertionError, LookupError, ValueError)  # errors that follow from a value
@@ -157,6 +161,35 @@ def run_program(command: list[str]) -> int:
         _say_what_was_read(error)
         return 1
     return 0
+
+
+def run_served(command: list[str], start: Callable[[bool, bool], object]) -> tuple[int, "Runtime | None"]:
+    """Run a program as `run_program` does, served from its first use of CUDA on; its exit code, and what served it.
+
+    `start` installs stalloc, for torch and for CuPy if it is told so. Until then the environment is the program's, and
+    so are processes that it forks. An error of stalloc's ends the program, and is raised.
+    """
+    from stalloc import first_use
+    from stalloc.integrations import startup
+    from stalloc.integrations.installing import current
+
+    devices.check_cupy()
+    errors: list[StallocError] = []
+
+    def start_or_end() -> None:
+        try:
+            if startup.sees_gpus():
+                start(*startup.served_libraries())
+        except StallocError as error:
+            errors.append(error)
+            raise SystemExit(2) from None
+
+    startup.at_first_use(start_or_end)
+    first_use.await_use(startup.start_now)
+    code = run_program(command)
+    if errors:
+        raise errors[0]
+    return code, current()
 
 
 def _say_what_was_read(error: BaseException) -> None:

@@ -35,6 +35,7 @@ from stalloc.cli.program import (
     program_command,
     program_output,
     run_program,
+    run_served,
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.tables import print_prose
@@ -102,15 +103,21 @@ def run(args: argparse.Namespace) -> int:
 def _under_stalloc(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
     """The exit code of the program and what it requested, under stalloc's heap."""
     from stalloc import integrations
+    from stalloc.integrations.installing import current
 
     settings = integrations.Settings(plan=False, keep_recording=True, call_sites=True)
-    runtime = integrations.install(device=args.device, gpu=gpu, settings=settings)
-    if not all(controller.status.settings.keep_recording for controller in runtime.controllers):
+    served = current()
+    if served is not None and not all(one.status.settings.keep_recording for one in served.controllers):
         raise BadInputError(
             "this process runs under stalloc already, without a recording: type stalloc record in a shell, or start "
             "it with subprocess."
         )
-    return run_program(command), runtime.recorded()
+
+    def start(torch: bool, cupy: bool) -> None:
+        integrations.install(device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings)
+
+    code, runtime = run_served(command, start)
+    return code, runtime.recorded() if runtime is not None else []
 
 
 def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: list[str]) -> tuple[int, list[Trace]]:
@@ -120,6 +127,7 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
     from stalloc.imports import after_import
     from stalloc.integrations.convolutions import SeenConvolutions
     from stalloc.integrations.operation_recording import OperationRecording
+    from stalloc.integrations.startup import at_first_use
     from stalloc.integrations.step_times import StepTimes
     from stalloc.trace.sources.torch_snapshot import read_torch_snapshot
 
@@ -132,15 +140,18 @@ def _with_history(args: argparse.Namespace, gpu: VirtualGPU | None, command: lis
         if kind == "virtual":
             after_torch_import()
         torch: Any = sys.modules["torch"]
-        how: dict[str, Any] = {"context": None} if operations else {"stacks": "python"}
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS, **how)
         if operations:
             operations.start()
         else:
             seen.append(SeenConvolutions(torch))
             steps.begin()
 
+    def begin_history() -> None:
+        how: dict[str, Any] = {"context": None} if operations else {"stacks": "python"}
+        sys.modules["torch"].cuda.memory._record_memory_history(max_entries=_MAX_EVENTS, **how)
+
     after_import("torch", begin)
+    at_first_use(begin_history, cupy=False)  # not before: the environment is the program's to set
     code = run_program(command)
     if operations:
         operations.stop()

@@ -21,12 +21,14 @@ JSON: `steps`, `requests_per_step`, `hit_rate` (from the second planned step on)
 `observed_reserved_peak_bytes` over those before, `end_reserved_bytes`, `fragmentation` (1 - allocated peak / reserved
 peak of the whole run), `plan_peak_bytes`, `lower_bound_bytes`, with --compare-native the same of `native` and
 `native_expandable`: those of the device that reserved most; `devices` lists all; `plan_source` is "file", "cache",
-"fit" or null; with a budget `budget_bytes`, `budget_kept` and `budget_by`; on the virtual GPU `files`, what was kept
-and discarded. The exit code is the program's own, also after Ctrl-C (130) and SIGTERM (143), which leave the report.
+"fit" or null; with --check-order `order`, what was found; with a budget `budget_bytes`, `budget_kept` and
+`budget_by`; on the virtual GPU `files`, what was kept and discarded. The exit code is the program's own, also after
+Ctrl-C (130) and SIGTERM (143), which leave the report.
 """
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +46,11 @@ from stalloc.cli.program import (
     device_options,
     program_command,
     program_output,
-    run_program,
+    run_served,
 )
 from stalloc.cli.program_writes import sandboxed_run, say_files
 from stalloc.cli.run_budget import Held, add_budget_arguments, prepare, print_outcome
-from stalloc.device import VirtualGPU
+from stalloc.device import VirtualGPU, order_checker
 from stalloc.errors import BadInputError
 from stalloc.figures import fragmentation
 from stalloc.files import check_writable
@@ -58,6 +60,7 @@ from stalloc.sandbox import Ended
 
 if TYPE_CHECKING:
     from stalloc.runtime import Runtime
+    from stalloc.trace import Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-native", action="store_true", help="run the program under its own allocators too, for comparison"
     )
     parser.add_argument("--discard-files", action="store_true", help=argparse.SUPPRESS)  # new ones too, for a dry run
+    parser.add_argument(
+        "--check-order",
+        action="store_true",
+        help="find work of several streams that no event or wait orders, and memory that is handed on too early "
+        "(with --device virtual); exit code 1 if there is any",
+    )
     add_json_argument(parser)
     add_program_arguments(parser)
 
@@ -129,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
     peers = _run_natively(args, command) if args.compare_native else []
     from stalloc import device
 
+    if args.check_order:
+        if args.device != "virtual":
+            raise BadInputError("--check-order is for the virtual GPU: add --device virtual.")
+        os.environ[order_checker.VARIABLE] = "strict"
     is_virtual = device.activate(args.device, gpu) == "virtual"
     outputs = (args.save_plan, args.report)
     inside = sandboxed_run(args, command, outputs, quiet=args.discard_files) if is_virtual else None
@@ -136,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
         return _after(args, ended)
     result = _run_here(args, command, gpu, held, peers)
     if args.report:
-        _report(result.runtime, Path(args.report), form, command_text(*program_command(args)))
+        recorded = result.runtime.recorded() if result.runtime is not None else []
+        _report(recorded, Path(args.report), form, command_text(*program_command(args)))
     if inside is not None:
         inside.tell(result.told)
     else:
@@ -147,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 @dataclasses.dataclass(frozen=True)
 class _Ran:
     told: dict[str, Any]
-    runtime: "Runtime"
+    runtime: "Runtime | None"  # None: the program has not used CUDA
 
 
 def _run_here(
@@ -160,6 +174,7 @@ def _run_here(
     """Run the program in this process, and report."""
     from stalloc import integrations
     from stalloc.integrations import plan_cache
+    from stalloc.planner import load_plans
 
     settings = integrations.Settings(
         observe_steps=args.observe_steps,
@@ -169,29 +184,55 @@ def _run_here(
         call_sites=args.stacks or bool(args.report),
         keep_recording=bool(args.report),
     )
-    cache = None
-    if held is None and not args.plan and not args.save_plan and not args.observe_steps:
-        cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
-    known = held.plans if held is not None else cache.load() if cache is not None else None
-    runtime = integrations.install(plan=args.plan, device=args.device, gpu=gpu, settings=settings, known_plans=known)
-    if held is not None:
-        held.put_in_force(runtime)
-    if known and not any(controller.status.plan is not None for controller in runtime.controllers):
-        known = None
+    if args.plan:
+        load_plans(args.plan)  # what is wrong with the file is said before the program begins
+    keeps = held is None and not args.plan and not args.save_plan and not args.observe_steps
+    cache: plan_cache.PlanCache | None = None
+    is_planned = False
+
+    def start(torch: bool, cupy: bool) -> None:
+        nonlocal cache, is_planned
+        if keeps:
+            cache = plan_cache.of_program(command, (args.streams, args.handover_bytes))
+        known = held.plans if held is not None else cache.load() if cache is not None else None
+        runtime = integrations.install(
+            plan=args.plan, device=args.device, gpu=gpu, torch=torch, cupy=cupy, settings=settings, known_plans=known
+        )
+        if held is not None:
+            held.put_in_force(runtime)
+        is_planned = bool(known) and any(one.status.plan is not None for one in runtime.controllers)
+
+    if held is not None:  # its settings concern models that are made before CUDA is used
+        start(torch=True, cupy=True)
     with program_output(to_stderr=args.json == "-"):
-        code = run_program(command)
-    reports = [dataclasses.asdict(report) for report in runtime.reports()]
-    source = "file" if args.plan else None if not known else "cache" if held is None else "fit"
+        code, runtime = run_served(command, start)
+    reports = [dataclasses.asdict(report) for report in runtime.reports()] if runtime is not None else []
+    source = "file" if args.plan else None if not is_planned else "cache" if held is None else "fit"
     result = {**_result(reports, peers, code, given=bool(args.plan)), "plan_source": source}
     if held is not None:
         result |= held.outcome(reports)
-    if cache is not None:
+    if cache is not None and runtime is not None:
         cache.update(runtime)
     if wants_text(args):
         _print(result, args, kept=cache is not None and cache.kept)
+    if args.check_order:
+        result |= _order(args, code)
     if args.save_plan:
         _save_plan(runtime, args.save_plan, args)
     return _Ran(result, runtime)
+
+
+def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
+    """What the checker of the order of work found, which is told; the exit code with it."""
+    from stalloc.device import virtual
+
+    checker = virtual.order_checker()
+    found = checker.found() if checker is not None else []
+    if checker is not None:
+        checker.tell()
+    if wants_text(args):
+        print("order of work: " + (f"{len(found)} places, see above" if found else "nothing was found"))
+    return {"order": [dataclasses.asdict(one) for one in found], "exit_code": code or int(bool(found))}
 
 
 def _after(args: argparse.Namespace, ended: Ended) -> int:
@@ -263,7 +304,8 @@ def _of_device(peer: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     from stalloc.planner import plan, save_plans
 
-    traces = [c.recording.observed_trace for c in runtime.controllers if c.recording.observed_trace is not None]
+    controllers = runtime.controllers if runtime is not None else []
+    traces = [c.recording.observed_trace for c in controllers if c.recording.observed_trace is not None]
     plans = [plan(trace, streams=args.streams, handover_bytes=args.handover_bytes) for trace in traces]
     if not plans:
         raise BadInputError(f"no step of the program repeated, so there is no plan to write to {path}: run more steps.")
@@ -271,11 +313,11 @@ def _save_plan(runtime: Any, path: str, args: argparse.Namespace) -> None:
     say(f"wrote {path}; use it with: {command_text('stalloc', 'run', '--plan', path, *program_command(args))}")
 
 
-def _report(runtime: "Runtime", path: Path, form: str, program: str) -> None:
+def _report(traces: "list[Trace]", path: Path, form: str, program: str) -> None:
     from stalloc.trace import record_of
     from stalloc.writers.reporting import write_report
 
-    records = [(program, record_of(trace)) for trace in runtime.recorded()]
+    records = [(program, record_of(trace)) for trace in traces]
     if not records:
         raise BadInputError(f"the program allocated no GPU memory, so {path} was not written: does it use the GPU?")
     write_report(path, form, records)

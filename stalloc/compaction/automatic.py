@@ -66,9 +66,9 @@ def allow_compaction(
 
     Raises SetupError before stalloc is installed, BadInputError for a container.
     """
-    from stalloc.runtime import current
+    from stalloc.runtime import needed
 
-    runtime = current()
+    runtime = needed()
     if runtime is None:
         raise SetupError("stalloc is not installed in this process: call stalloc.install() first.")
     allowed = Allowance()

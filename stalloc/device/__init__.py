@@ -13,9 +13,10 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from stalloc.device.current_device import AtDevice
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
 from stalloc.device.mapped_pages import PageEntries, Pages
-from stalloc.device.nvidia_driver import gpus
+from stalloc.device.nvidia_driver import offers_gpu
 from stalloc.errors import SetupError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "VirtualGPU",
     "activate",
     "active",
+    "check_cupy",
     "detect",
     "devices",
     "find_gpu",
@@ -86,7 +88,7 @@ class CupyDevice:
         """Free and total bytes of the device, as the driver reports them."""
         import cupy
 
-        with cupy.cuda.Device(self.index):
+        with AtDevice(self.index):
             free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
         return int(free_bytes), int(total_bytes)
 
@@ -95,7 +97,7 @@ def detect() -> Kind:
     """The kind that "auto" means: "cuda" if an NVIDIA driver offers a GPU, else "virtual"; once active, what is."""
     if _active is not None:
         return _active
-    return "cuda" if gpus() else "virtual"
+    return "cuda" if offers_gpu() else "virtual"
 
 
 def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU | None = None) -> Kind:
@@ -112,7 +114,7 @@ def activate(kind: Literal["auto", "cuda", "virtual"] = "auto", gpu: VirtualGPU 
         from stalloc.device import virtual
 
         virtual.activate(gpu or virtual.active_gpu() or DEFAULT_GPU)
-    elif _active is None and not gpus():
+    elif _active is None and not offers_gpu():
         raise SetupError("no GPU with an NVIDIA driver was found: choose the virtual GPU (--device virtual).")
     _active = wanted
     return wanted
@@ -130,11 +132,7 @@ def devices() -> list[Device]:
     """
     if _active is None:
         raise SetupError("no device is chosen yet: call stalloc.device.activate() first.")
-    if importlib.util.find_spec("cupy") is None:
-        raise SetupError(
-            "CuPy is not installed, and stalloc takes all GPU memory from CuPy's pool, for PyTorch too: "
-            "pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
-        )
+    check_cupy()
     _give_cupy_a_cache()
     import cupy
 
@@ -145,6 +143,15 @@ def devices() -> list[Device]:
         name, total = properties["name"].decode(), int(properties["totalGlobalMem"])
         found.append(CupyDevice(_active, index, name, total, capability))
     return list(found)
+
+
+def check_cupy() -> None:
+    """Raise SetupError if CuPy is not installed; it is not imported."""
+    if importlib.util.find_spec("cupy") is None:
+        raise SetupError(
+            "CuPy is not installed, and stalloc takes all GPU memory from CuPy's pool, for PyTorch too: "
+            "pip install 'stalloc[cuda13]', or 'stalloc[cuda12]' for a CUDA 12 driver."
+        )
 
 
 def _give_cupy_a_cache() -> None:

@@ -8,7 +8,19 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
+from stalloc.device.ordering import ordering
+
 _RELAXED = 2
+
+
+def is_captured(stream: int) -> bool:
+    """Whether a stream is being captured, or (the default one) may not be asked since another one is."""
+    functions = ordering()
+    if functions is None:
+        return False
+    status = ctypes.c_int(0)
+    ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(functions.is_capturing)
+    return ask(stream, ctypes.byref(status)) != 0 or status.value != 0
 
 
 @contextlib.contextmanager

@@ -3,17 +3,25 @@
 Contract: the addresses of a range are reserved once and stay what they are until it is closed. A page is memory
 that the driver made (CUDA driver API, virtual memory management); CuPy's pool holds it, counts it against its limit and
 keeps what is free for the next range. The driver unmaps at once: whoever unmaps has waited for the device, and not
-while a graph is captured.
+while a graph is captured. What the driver refuses is not told as a lack of memory: `Pages.refusal` names it. Another
+device may use the memory of a device once the process uses both.
 """
 
 import ctypes
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from stalloc.notices import say
+
 PageEntries = Callable[[ctypes.CDLL], tuple[int, int]]
 PAGE_BYTES = 2 << 20  # what the driver maps on every GPU so far
-_SUPPORTED, _DIRECT_ACCESS = 102, 110  # attributes: mapping; other devices on the bus (network cards) may reach it
+#: attributes: mapping; other processes may map it by file descriptors; network cards may reach it
+_SUPPORTED, _EXPORTED, _DIRECT_ACCESS = 102, 103, 110
+_FILE_DESCRIPTOR, _OUT_OF_MEMORY = 1, 2
 _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 _PROBED_BYTES = 4096
 
@@ -32,7 +40,7 @@ class _Flags(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp, and the status of the last call that was given it: see core/entry/pages.ll."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -40,6 +48,7 @@ class _Properties(ctypes.Structure):
         ("location", _Location),
         ("win32", ctypes.c_void_p),
         ("flags", _Flags),
+        ("status", ctypes.c_int),
     )
 
 
@@ -64,6 +73,7 @@ def _driver() -> Any:
         driver.cuMemMap.argtypes = address, size, size, address, ctypes.c_uint64
         driver.cuMemUnmap.argtypes = address, size
         driver.cuMemSetAccess.argtypes = address, size, ctypes.POINTER(_Access), size
+        driver.cuGetErrorName.argtypes = ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)
     except (OSError, AttributeError):
         return None
     return driver
@@ -74,9 +84,11 @@ def _attribute(device: int, number: int) -> int:
     return value.value if _driver().cuDeviceGetAttribute(ctypes.byref(value), number, device) == 0 else 0
 
 
-def _properties(device: int) -> _Properties:
+def _properties(device: int, *, plain: bool = False) -> _Properties:
     properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, device))
-    properties.flags.direct_access = int(_attribute(device, _DIRECT_ACCESS) != 0)
+    if not plain:
+        properties.handle_types = _FILE_DESCRIPTOR if _attribute(device, _EXPORTED) else 0
+        properties.flags.direct_access = int(_attribute(device, _DIRECT_ACCESS) != 0)
     return properties
 
 
@@ -97,34 +109,89 @@ def _call(name: str, *arguments: Any) -> int:
         raise RecursionError(str(error)) from error
 
 
+def _told(name: str, status: int) -> str:
+    """A call that failed, and what the driver says."""
+    text = ctypes.c_char_p()
+    _call("cuGetErrorName", status, ctypes.byref(text))
+    return f"{name} says {status}{f' ({text.value.decode()})' if text.value else ''}"
+
+
 class Pages:
     """The pages of one device."""
 
     def __init__(self, device: int, entries: PageEntries) -> None:
         """`entries` gives the C functions that make and release a page with a driver: see `core.entry.page_entries`.
 
+        Memory that network cards and other processes may reach is preferred; where that is refused it is plain.
         Raises MemoryError if the driver maps no memory of this device, or what is mapped does not keep its bytes.
         """
-        import cupy
-
         self.device = device
         if not _maps_pages(device):
             raise MemoryError(f"the driver maps no memory of device {device}")
-        self._access = _access(device)
-        properties = _properties(device)
+        self._lock = threading.RLock()
+        self._ranges: weakref.WeakSet[PageRange] = weakref.WeakSet()
+        self._users = [device]  # who may use the pages
+        self._unmapped: list[Any] = []  # pages that go to the next address, or back to the pool
+        self._others: dict[int, int] = {}  # addresses that a page has beside one, by its handle
+        for plain in (False, True):
+            self.refusal = ""  #: what the driver said when it refused a page for another reason than a lack of memory
+            self.failure = ""  #: the same of the last call that failed, whatever the reason, until pages are mapped
+            self._properties = _properties(device, plain=plain)
+            self._make_pool(entries)
+            _probe(self)
+            if not self.refusal:
+                break
+        else:
+            raise MemoryError(self.refusal)
+        _open_to_each_other(self)
+
+    def _make_pool(self, entries: PageEntries) -> None:
+        import cupy
+
+        properties = self._properties
         allocator = cupy.cuda.CFunctionAllocator(ctypes.addressof(properties), *entries(_driver()), properties)
         #: a `cupy.cuda.MemoryPool` whose pointers are handles of the driver's, a page each
         self.pool = cupy.cuda.MemoryPool(allocator.malloc)
-        self._unmapped: list[Any] = []  # pages that go to the next address, or back to the pool
-        self._others: dict[int, int] = {}  # addresses that a page has beside one, by its handle
-        _probe(self)
+
+    def _done(self, name: str, status: int) -> bool:
+        """Whether a call was done; else it is noted."""
+        if status:
+            self.failure = _told(name, status)
+            if status != _OUT_OF_MEMORY:
+                self.refusal = self.refusal or self.failure
+        return status == 0
+
+    def _does(self, name: str, *arguments: Any) -> bool:
+        return self._done(name, _call(name, *arguments))
+
+    def _allow(self, address: int, size_bytes: int, users: list[int]) -> int:
+        """Let devices use what is mapped; the driver's status."""
+        access = [_Access(_Location(_ON_DEVICE, index), _READ_AND_WRITE) for index in users]
+        return _call("cuMemSetAccess", address, size_bytes, (_Access * len(access))(*access), len(access))
+
+    def open_to(self, device: int) -> None:
+        """Let another device use the pages, from now on and those that are mapped, if the driver lets it."""
+        with self._lock:
+            runs = [run for one in self._ranges for run in page_runs(one.mapped())]
+            for address, size_bytes in runs:
+                if status := self._allow(address, size_bytes, [device]):
+                    say(
+                        f"device {device} cannot use memory of device {self.device} "
+                        f"({_told('cuMemSetAccess', status)}): "
+                        "where tensors are copied between them, choose STALLOC_ARENA=pool or --arena pool."
+                    )
+                    return
+            self._users.append(device)
 
     def reserve(self, size_bytes: int) -> "PageRange | None":
         """Addresses for so many bytes (whole pages), without memory; None if the driver has none."""
         address = ctypes.c_uint64(0)
-        if _call("cuMemAddressReserve", ctypes.byref(address), size_bytes, PAGE_BYTES, 0, 0):
+        if status := _call("cuMemAddressReserve", ctypes.byref(address), size_bytes, PAGE_BYTES, 0, 0):
+            self.failure = _told("cuMemAddressReserve", status)  # shorter ones may be had
             return None
-        return PageRange(self, address.value, size_bytes)
+        made = PageRange(self, address.value, size_bytes)
+        self._ranges.add(made)
+        return made
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
         """Give back a range of addresses without memory."""
@@ -133,9 +200,11 @@ class Pages:
     def map(self, address: int, count: int, held: dict[int, Any]) -> bool:
         """Map pages from an address on, which `held` has by address then; False, and none, if the device lacks them."""
         end = address + count * PAGE_BYTES
-        is_mapped = self._map_each(range(address, end, PAGE_BYTES), held)
-        if is_mapped and _call("cuMemSetAccess", address, end - address, self._access, len(self._access)) == 0:
-            return True
+        with self._lock:
+            is_mapped = self._map_each(range(address, end, PAGE_BYTES), held)
+            if is_mapped and self._done("cuMemSetAccess", self._allow(address, end - address, self._users)):
+                self.failure = ""
+                return True
         self.unmap(address, count, held)
         self.free_unmapped()
         return False
@@ -150,9 +219,9 @@ class Pages:
                         continue
                     page = self._unmapped.pop() if self._unmapped else self.pool.malloc(PAGE_BYTES)
                     if not page.ptr:
-                        return False
+                        return self._done("cuMemCreate", self._properties.status)
                     held[at] = page  # what is mapped is held, wherever this is interrupted
-                    if _call("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
+                    if not self._does("cuMemMap", at, PAGE_BYTES, 0, page.ptr, 0):
                         del held[at]  # the driver unmaps no range of which a part is not mapped
                         return False
         except cupy.cuda.memory.OutOfMemoryError:
@@ -172,11 +241,12 @@ class Pages:
     def share(self, address: int, page: Any, held: dict[int, Any]) -> bool:
         """Map a page that has an address already to another one, which `held` has then; False if that failed."""
         self._others[page.ptr] = self._others.get(page.ptr, 0) + 1  # first: interrupted, there are not less
-        if _call("cuMemMap", address, PAGE_BYTES, 0, page.ptr, 0):
-            self._has_another(page)
-            return False
-        held[address] = page
-        return _call("cuMemSetAccess", address, PAGE_BYTES, self._access, len(self._access)) == 0
+        with self._lock:
+            if not self._does("cuMemMap", address, PAGE_BYTES, 0, page.ptr, 0):
+                self._has_another(page)
+                return False
+            held[address] = page
+            return self._done("cuMemSetAccess", self._allow(address, PAGE_BYTES, self._users))
 
     def unmap(self, address: int, count: int, held: dict[int, Any]) -> None:
         """Unmap those of so many pages that `held` has; the device must be done with them."""
@@ -186,7 +256,7 @@ class Pages:
         else:
             pages = [page for page in range(address, end, PAGE_BYTES) if page in held]
         for begin, size_bytes in page_runs(pages):
-            _call("cuMemUnmap", begin, size_bytes)
+            self._does("cuMemUnmap", begin, size_bytes)
             unmapped = [held.pop(at) for at in range(begin, begin + size_bytes, PAGE_BYTES)]
             self._unmapped += [page for page in unmapped if not self._has_another(page)] if self._others else unmapped
 
@@ -260,13 +330,24 @@ def page_runs(pages: list[int]) -> list[tuple[int, int]]:
     return [*found, (begin, end - begin)] if begin < end else found
 
 
-def _access(device: int) -> Any:
-    """Who may use the pages: the device, and those that can reach it."""
+_made: list[Pages] = []  # of the devices that this process uses
+_making = threading.Lock()
+os.register_at_fork(after_in_child=_made.clear)
+
+
+def _open_to_each_other(pages: Pages) -> None:
+    """Let this device and those that are used already reach each other's pages, as far as they can.
+
+    Only those: entries for peers cost the driver time at each page, and a peer that nobody uses may refuse.
+    """
     from cupy.cuda import runtime
 
-    others = range(runtime.getDeviceCount())
-    able = [i for i in others if i == device or runtime.deviceCanAccessPeer(i, device)]
-    return (_Access * len(able))(*(_Access(_Location(_ON_DEVICE, i), _READ_AND_WRITE) for i in able))
+    with _making:
+        for other in _made:
+            for one, its_user in ((pages, other.device), (other, pages.device)):
+                if one.device != its_user and runtime.deviceCanAccessPeer(its_user, one.device):
+                    one.open_to(its_user)
+        _made.append(pages)
 
 
 def _probe(pages: Pages) -> None:
@@ -275,7 +356,8 @@ def _probe(pages: Pages) -> None:
 
     memory = pages.reserve(2 * PAGE_BYTES)
     if memory is None:
-        raise MemoryError(f"the driver has no addresses for device {pages.device}")
+        pages.refusal = pages.failure  # of addresses there is no lack
+        return
     if not memory.map(memory.ptr, 2 * PAGE_BYTES):
         memory.close()
         return

@@ -18,11 +18,15 @@ from stalloc.device.collectives import prepare_collectives
 from stalloc.device.cudnn import AskedConvolution, asked_convolutions, certainty, load_table, table_answer
 from stalloc.device.cupy_reads import count_reads
 from stalloc.device.decisions import Decisions
+from stalloc.device.driver_faults import VARIABLE, set_faults
 from stalloc.device.followed import follow_values, leave_uncompiled
 from stalloc.device.known_gpus import DEFAULT_GPU, KNOWN_GPUS, VirtualGPU, find_gpu, parse_memory
+from stalloc.device.order_checker import VARIABLE as ORDER
+from stalloc.device.order_checker import OrderChecker
 from stalloc.device.values import Values
 from stalloc.device.virtual_build import Surface, build, built_directory, libraries, scan
 from stalloc.device.virtual_cupy import redirect
+from stalloc.device.watched_operations import watch_operations
 from stalloc.errors import BadInputError, SetupError
 from stalloc.imports import after_import, before_import
 
@@ -35,10 +39,13 @@ __all__ = [
     "after_torch_import",
     "become",
     "built_directory",
+    "contexts",
     "convolutions",
     "find_gpu",
     "findings",
     "guess_workspaces",
+    "is_initialised",
+    "order_checker",
     "parse_memory",
     "peak_bytes",
     "restart_peak",
@@ -48,7 +55,16 @@ __all__ = [
 
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
-    *("event_records", "event_waits", "maps", "unmaps"),
+    *(
+        "event_records",
+        "event_waits",
+        "maps",
+        "unmaps",
+        "page_creates",
+        "page_releases",
+        "access_calls",
+        "device_waits",
+    ),
 )
 
 _library: ctypes.CDLL | None = None
@@ -56,6 +72,7 @@ _gpu: VirtualGPU | None = None
 _cuda_version = 0
 _values: Values | None = None
 _cupy_decisions: Decisions | None = None
+_order_checker: OrderChecker | None = None
 
 
 def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
@@ -76,8 +93,12 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
             "`stalloc dryrun`."
         )
     surface = scan()
+    if (order := os.environ.get(ORDER, "")) not in ("", "strict"):
+        raise BadInputError(f"{ORDER}={order} is not known: set it to strict, or unset it.")
     folder = build(surface)
     library = _load(folder, surface)
+    if order:
+        _check_order(library)
     _configure(library, gpu, surface.cuda_version)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # torch would look the numbers in it up among real GPUs
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
@@ -88,6 +109,8 @@ def activate(gpu: VirtualGPU = DEFAULT_GPU) -> None:
     after_import("torch", after_torch_import)
     after_import("torch._dynamo", lambda: leave_uncompiled(sys.modules["torch._dynamo"]))
     after_import("numba.cuda.cudadrv.driver", _refuse_numba)
+    if _order_checker is not None:
+        after_import("torch", _watch_torch)
     _library, _gpu, _cuda_version = library, gpu, surface.cuda_version
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
@@ -112,6 +135,7 @@ def _configure(library: ctypes.CDLL, gpu: VirtualGPU, cuda_version: int) -> None
     )
     if status != 0:
         raise BadInputError(f"the virtual GPU refuses {gpu}: choose 1 to 64 devices and a positive size.")
+    set_faults(library, os.environ.get(VARIABLE, ""))
     told = {"folder": str(Path(__file__).parents[2]), "gpu": asdict(gpu)}
     os.environ["STALLOC_VIRTUAL_GPU"] = json.dumps(told)  # of which inherited.py makes one
 
@@ -121,6 +145,7 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
     library, *_ = (ctypes.CDLL(str(path), mode=mode) for path in libraries(folder, surface))
     library.stalloc_virtual_used_bytes.restype = ctypes.c_size_t
     library.stalloc_virtual_peak_bytes.restype = ctypes.c_size_t
+    library.stalloc_virtual_contexts.restype = ctypes.c_uint64
     load_table(library)
     return library
 
@@ -128,6 +153,21 @@ def _load(folder: Path, surface: Surface) -> ctypes.CDLL:
 def active_gpu() -> VirtualGPU | None:
     """The GPU that `activate` was given, or None."""
     return _gpu
+
+
+def _check_order(library: ctypes.CDLL) -> None:
+    global _order_checker
+    _order_checker = OrderChecker(library)
+
+
+def order_checker() -> OrderChecker | None:
+    """The checker of the order of work, where this process has one (STALLOC_VIRTUAL_ORDER=strict)."""
+    return _order_checker
+
+
+def _watch_torch() -> None:
+    if _order_checker is not None:
+        watch_operations(sys.modules["torch"], _order_checker)
 
 
 def _after_cupy_import() -> None:
@@ -176,6 +216,17 @@ def statistics() -> dict[str, int]:
     return dict(zip(_STATISTICS, counts, strict=True))
 
 
+def contexts() -> list[int]:
+    """The GPUs of the machine on which this process has made a primary context so far."""
+    found = int(_active_library().stalloc_virtual_contexts())
+    return [number for number in range(found.bit_length()) if found >> number & 1]
+
+
+def is_initialised() -> bool:
+    """Whether this process has asked the driver for devices, which is when CUDA_VISIBLE_DEVICES is read."""
+    return bool(_active_library().stalloc_virtual_is_initialised())
+
+
 def convolutions() -> list[AskedConvolution]:
     """The different convolutions that this process made so far, with the work spaces that cuDNN was taken to need."""
     return asked_convolutions(_active_library())
@@ -195,7 +246,8 @@ def guess_workspaces(which: Literal["least", "likely", "most"]) -> None:
 
 def delay_events() -> None:
     """Let nothing be done before the host waits for it, where all is done at once otherwise."""
-    _active_library().stalloc_virtual_set_late_events(1)
+    if _order_checker is None:  # which has work be late already
+        _active_library().stalloc_virtual_set_order(1)
 
 
 def findings() -> dict[str, Any]:

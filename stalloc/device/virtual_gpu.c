@@ -20,6 +20,7 @@ Configuration gpu = {
     .minor = 0,
     .num_multiprocessors = 132,
     .num_devices = 1,
+    .num_machine_devices = 1,
     .cuda_version = 13000,
     .copy_limit_bytes = (size_t)1 << 20,
 };
@@ -37,7 +38,8 @@ int stalloc_virtual_configure(const char *name, size_t total_bytes, int major, i
     gpu.major = major;
     gpu.minor = minor;
     gpu.num_multiprocessors = num_multiprocessors;
-    gpu.num_devices = num_devices;
+    gpu.num_devices = gpu.num_machine_devices = num_devices;
+    devices_configured();
     gpu.cuda_version = cuda_version;
     gpu.copy_limit_bytes = copy_limit_bytes;
     return SUCCESS;
@@ -118,7 +120,9 @@ int device_attribute(int *value, int attribute, int device) {
     case 95: *value = 1; break; // cooperative launch
     case 97: *value = shared_optin; break;
     case 99: *value = 1; break;                     // host registration
-    case 102: *value = 1; break;                    // virtual memory management
+    case 102:
+    case 103:
+    case 110: *value = 1; break;                    // virtual memory management, exported as file descriptors, with RDMA
     case 106: *value = num_blocks; break; // blocks of a multiprocessor
     case 111: *value = reserved_shared; break;      // reserved shared memory of a block
     case 115: *value = 1; break;                    // memory pools

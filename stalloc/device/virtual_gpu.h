@@ -25,7 +25,9 @@ enum {
     NOT_FOUND = 500,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
     STREAM_CAPTURE_INVALIDATED = 901,
+    STREAM_CAPTURE_ISOLATION = 905,
 };
 
 // Whose account a block is on.
@@ -47,7 +49,8 @@ typedef struct {
     size_t total_bytes;
     int major, minor;
     int num_multiprocessors;
-    int num_devices;
+    int num_devices;         // that the process sees
+    int num_machine_devices;
     int cuda_version;        // 1000 * major + 10 * minor, of driver, runtime and compiler
     size_t copy_limit_bytes; // larger writes to device memory are skipped, so its pages stay untouched
 } Configuration;
@@ -67,6 +70,10 @@ enum {
     COUNT_WAIT,   // waits of a stream for an event, through the same
     COUNT_MAP,    // calls that map memory at an address
     COUNT_UNMAP,
+    COUNT_CREATE,  // pages made and given back
+    COUNT_RELEASE,
+    COUNT_ACCESS,      // calls that let devices use what is mapped
+    COUNT_DEVICE_WAIT, // waits of the host for all that a device was given
     NUM_COUNTS
 };
 void count(int which);
@@ -83,10 +90,38 @@ int failed(int error); // keeps it for cudaGetLastError and returns it
 
 static inline size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// Devices and primary contexts.
+void devices_configured(void);
+void devices_initialise(void);     // as cuInit does
+int device_on_machine(int device); // its number there, -1: the process has no such device
+int device_of_number(int number);  // the inverse
+bool context_made(int device);
+int context_make(int device); // SUCCESS, or what the driver says of a device that is busy or broken
+
+// What a call is to fail with now; SUCCESS unless that was asked for.
+int fault_of(const char *name);
+#define MAY_FAIL(call)                              \
+    do {                                            \
+        int its_fault = fault_of(#call);            \
+        if (its_fault != SUCCESS) return its_fault; \
+    } while (0)
+// The same at the head of a function of the runtime, and for one that needs the current device, hence its context.
+#define RUNTIME_MAY_FAIL(call)                              \
+    do {                                                    \
+        int its_fault = fault_of(#call);                    \
+        if (its_fault != SUCCESS) return failed(its_fault); \
+    } while (0)
+#define NEEDS_CONTEXT()                               \
+    do {                                              \
+        int status = context_make(current_device);    \
+        if (status != SUCCESS) return failed(status); \
+    } while (0)
+
 // Memory.  All of these are thread safe; they return one of the error numbers above.
 int memory_allocate(void **address, size_t size_bytes, int kind, int device, int counted);
 int memory_free(void *address);
 bool memory_find(const void *address, Block *found); // the block that holds `address`
+bool memory_is_address(const void *address);         // whether it can be memory of a device, or was
 void *memory_start(const Block *block);
 size_t memory_used_bytes(int device);
 bool memory_charge(int device, size_t size_bytes); // false when the device has too little left
@@ -106,10 +141,9 @@ void *new_handle(void);
 void *event_create(void);
 void event_destroy(void *event);
 int event_record(void *event, void *stream);
-int event_query(void *event); // NOT_READY only where events are to be late
+int event_query(void *event); // NOT_READY only where work is late
+uint64_t event_capture(void *event); // that it was recorded in, 0: in none
 void host_waits_for_event(void *event);
-void host_waits_for_stream(void *stream);
-void host_waits_for_all(void);
 int event_elapsed_ms(float *ms, void *start, void *end);
 void work_takes(int64_t ms); // as events time it; nothing waits for it
 void stream_wait(void *stream, void *event);

@@ -1,9 +1,12 @@
 // Virtual memory management of the driver, which torch's expandable segments are made of.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 typedef int Result;
 typedef void *Handle;
@@ -13,13 +16,13 @@ typedef uintptr_t Address;
 // their device until they are both released and unmapped, as the driver does it.
 typedef struct Physical {
     size_t size_bytes;
-    int device, num_mapped;
-    bool released;
+    int device, num_mapped, num_handles, handle_types;
 } Physical;
 
 typedef struct Mapping {
     Address address;
     Physical *physical;
+    uint64_t users; // a bit for each device that may use it
     struct Mapping *next;
 } Mapping;
 
@@ -30,11 +33,14 @@ static Mapping *mappings[NUM_BUCKETS]; // by slot of the address; under mapping_
 
 typedef struct {
     int type, handle_types, location_type, location_id;
+    void *win32;
+    unsigned char compression, direct_access;
 } PhysicalProperties; // the head that matters
 
 static void forget_if_unused(Physical *physical) {
-    if (!physical->released || physical->num_mapped) return;
+    if (physical->num_handles || physical->num_mapped) return;
     memory_refund(physical->device, physical->size_bytes);
+    order_pages_released(physical);
     free(physical);
 }
 
@@ -43,34 +49,51 @@ Result cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int 
     return SUCCESS;
 }
 Result cuMemAddressReserve(Address *address, size_t size, size_t alignment, Address wanted, unsigned long long flags) {
-    return memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    MAY_FAIL(cuMemAddressReserve);
+    Result result = memory_allocate((void **)address, size, MEMORY_DEVICE, current_device, COUNTED_NOWHERE);
+    if (result == SUCCESS) order_addresses_reserved(*address, size);
+    return result;
 }
-Result cuMemAddressFree(Address address, size_t size) { return memory_free((void *)address); }
+Result cuMemAddressFree(Address address, size_t size) {
+    order_addresses_freed(address, size);
+    return memory_free((void *)address);
+}
 Result cuMemCreate(Handle *made, size_t size, const PhysicalProperties *properties, unsigned long long flags) {
     int device = properties->location_id;
     if (device < 0 || device >= gpu.num_devices) return INVALID_DEVICE;
     if (size == 0 || size % SLOT_BYTES) return INVALID_VALUE;
+    MAY_FAIL(cuMemCreate);
+    if (properties->direct_access) MAY_FAIL(rdma);
+    if (properties->handle_types) MAY_FAIL(export);
+    if (order_forbids("cuMemCreate")) return STREAM_CAPTURE_UNSUPPORTED;
     if (!memory_charge(device, size)) return OUT_OF_MEMORY;
     Physical *physical = malloc(sizeof *physical);
     if (!physical) {
         memory_refund(device, size);
         return OUT_OF_MEMORY;
     }
-    *physical = (Physical){size, device, 0, false};
+    *physical = (Physical){size, device, 0, 1, properties->handle_types};
     *made = physical;
+    order_pages_made(physical, size);
     count(COUNT_MALLOC);
+    count(COUNT_CREATE);
     return SUCCESS;
 }
 Result cuMemRelease(Handle handle) {
+    MAY_FAIL(cuMemRelease);
     if (!handle) return INVALID_VALUE;
+    if (order_forbids("cuMemRelease")) return STREAM_CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&mapping_lock);
-    ((Physical *)handle)->released = true;
+    ((Physical *)handle)->num_handles--;
     forget_if_unused(handle);
     pthread_mutex_unlock(&mapping_lock);
     count(COUNT_FREE);
+    count(COUNT_RELEASE);
     return SUCCESS;
 }
 Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsigned long long flags) {
+    MAY_FAIL(cuMemMap);
+    if (order_forbids("cuMemMap")) return STREAM_CAPTURE_UNSUPPORTED;
     Mapping *mapping = malloc(sizeof *mapping);
     if (!mapping || !handle) {
         free(mapping);
@@ -78,14 +101,18 @@ Result cuMemMap(Address address, size_t size, size_t offset, Handle handle, unsi
     }
     pthread_mutex_lock(&mapping_lock);
     Mapping **bucket = &mappings[address / SLOT_BYTES % NUM_BUCKETS];
-    *mapping = (Mapping){address, handle, *bucket};
+    *mapping = (Mapping){address, handle, 0, *bucket};
     *bucket = mapping;
     mapping->physical->num_mapped++;
     pthread_mutex_unlock(&mapping_lock);
+    order_mapped(address, size, offset, handle);
     count(COUNT_MAP);
     return SUCCESS;
 }
 Result cuMemUnmap(Address address, size_t size) {
+    MAY_FAIL(cuMemUnmap);
+    if (order_forbids("cuMemUnmap")) return STREAM_CAPTURE_UNSUPPORTED;
+    order_unmapped(address, size);
     pthread_mutex_lock(&mapping_lock);
     for (Address slot = address; slot < address + size; slot += SLOT_BYTES) {
         for (Mapping **link = &mappings[slot / SLOT_BYTES % NUM_BUCKETS]; *link;) {
@@ -105,8 +132,62 @@ Result cuMemUnmap(Address address, size_t size) {
     count(COUNT_UNMAP);
     return SUCCESS;
 }
-Result cuMemSetAccess(Address address, size_t size, const void *list, size_t num) { return SUCCESS; }
-Result cuMemExportToShareableHandle(void) { return NOT_SUPPORTED; }
+static Mapping *mapping_at(Address address) { // under mapping_lock
+    Mapping *mapping = mappings[address / SLOT_BYTES % NUM_BUCKETS];
+    while (mapping && mapping->address != address) mapping = mapping->next;
+    return mapping;
+}
+
+typedef struct {
+    int location_type, location_id, flags;
+} Access;
+
+Result cuMemSetAccess(Address address, size_t size, const Access *list, size_t num) {
+    MAY_FAIL(cuMemSetAccess);
+    count(COUNT_ACCESS);
+    uint64_t users = 0;
+    for (size_t i = 0; i < num; i++) users |= list[i].flags ? 1ULL << list[i].location_id : 0;
+    Result result = SUCCESS;
+    pthread_mutex_lock(&mapping_lock);
+    for (Address slot = address; slot < address + size && result == SUCCESS; slot += SLOT_BYTES) {
+        Mapping *mapping = mapping_at(slot);
+        int own = mapping ? mapping->physical->device : -1;
+        for (size_t i = 0; i < num && slot == address; i++) {
+            char peer[16];
+            snprintf(peer, sizeof peer, "peer%d", device_on_machine(list[i].location_id));
+            if (list[i].location_id != own && result == SUCCESS) result = fault_of(peer);
+        }
+        if (mapping && result == SUCCESS) mapping->users |= users;
+    }
+    pthread_mutex_unlock(&mapping_lock);
+    return result;
+}
+typedef struct {
+    int type, id;
+} Location;
+Result cuMemGetAccess(unsigned long long *flags, const Location *location, Address address) {
+    pthread_mutex_lock(&mapping_lock);
+    Mapping *mapping = mapping_at(address / SLOT_BYTES * SLOT_BYTES);
+    bool is_mapped = mapping != NULL;
+    *flags = is_mapped && mapping->users >> location->id & 1 ? 3 : 0;
+    pthread_mutex_unlock(&mapping_lock);
+    return is_mapped ? SUCCESS : INVALID_VALUE;
+}
+Result cuMemRetainAllocationHandle(Handle *handle, const void *address) {
+    pthread_mutex_lock(&mapping_lock);
+    Mapping *mapping = mapping_at((Address)address / SLOT_BYTES * SLOT_BYTES);
+    *handle = mapping ? mapping->physical : NULL;
+    if (mapping) mapping->physical->num_handles++;
+    pthread_mutex_unlock(&mapping_lock);
+    return *handle ? SUCCESS : INVALID_VALUE;
+}
+enum { FILE_DESCRIPTOR = 1 };
+Result cuMemExportToShareableHandle(void *handle, Handle physical, int type, unsigned long long flags) {
+    if (type != FILE_DESCRIPTOR) return NOT_SUPPORTED;
+    if (!(((Physical *)physical)->handle_types & FILE_DESCRIPTOR)) return INVALID_VALUE;
+    *(int *)handle = memfd_create("stalloc-virtual-memory", MFD_CLOEXEC); // names the memory, and holds none of it
+    return *(int *)handle < 0 ? 304 : SUCCESS;
+}
 Result cuMemImportFromShareableHandle(void) { return NOT_SUPPORTED; }
 Result cuMulticastCreate(void) { return NOT_SUPPORTED; }
 Result cuMulticastAddDevice(void) { return NOT_SUPPORTED; }

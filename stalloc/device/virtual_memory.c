@@ -5,6 +5,7 @@
 // look-up, however many are live.  What a device has used is counted in bytes rounded up to 512, not in slots.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -160,6 +161,7 @@ int memory_free(void *address) {
     block->kind = MEMORY_UNREGISTERED;
     unused_blocks[num_unused++] = (uint32_t)(block - blocks);
     pthread_mutex_unlock(&memory_lock);
+    order_memory_gone(address, freed.num_slots * SLOT_BYTES);
     size_t charged = round_up(freed.size_bytes, UNIT_BYTES);
     if (freed.counted == COUNTED_BY_DEVICE) memory_refund(freed.device, charged);
     if (freed.counted == COUNTED_BY_POOL) pool_regains(freed.device, charged);
@@ -174,6 +176,10 @@ bool memory_find(const void *address, Block *found) {
     if (block) *found = *block;
     pthread_mutex_unlock(&memory_lock);
     return block != NULL;
+}
+
+bool memory_is_address(const void *address) {
+    return region && (const char *)address >= region && (const char *)address < region + num_region_slots * SLOT_BYTES;
 }
 
 void *memory_scratch(void) {

@@ -4,6 +4,7 @@
 // buffer has this rank's piece in each place.  Sums stay this rank's own, and what another rank would send is not there.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdlib.h>
 
@@ -94,36 +95,49 @@ static void keep(void *to, const void *from, size_t size_bytes) {
     if (to && from && to != from && size_bytes) memory_copy(to, from, size_bytes);
 }
 
+// What a collective reads and writes, on its stream.
+static void use(Stream stream, const void *from, size_t from_bytes, void *to, size_t to_bytes) {
+    if (from) order_access(stream, from, from_bytes, READS);
+    if (to) order_access(stream, to, to_bytes, WRITES);
+}
+
 static void keep_in_each(char *to, const char *from, size_t size_bytes, int num_ranks) {
     for (int i = 0; i < num_ranks; i++) keep(to + i * size_bytes, from, size_bytes);
 }
 
 Status ncclAllReduce(const void *from, void *to, size_t num, int type, int operation, Communicator *communicator,
                      Stream stream) {
+    use(stream, from, num * size_of(type), to, num * size_of(type));
     keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclReduce(const void *from, void *to, size_t num, int type, int operation, int root,
                   Communicator *communicator, Stream stream) {
+    use(stream, from, num * size_of(type), communicator->rank == root ? to : NULL, num * size_of(type));
     if (communicator->rank == root) keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclBroadcast(const void *from, void *to, size_t num, int type, int root, Communicator *communicator,
                      Stream stream) {
+    use(stream, communicator->rank == root ? from : NULL, num * size_of(type), to, num * size_of(type));
     if (communicator->rank == root) keep(to, from, num * size_of(type));
     return 0;
 }
 Status ncclAllGather(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
+    use(stream, from, num * size_of(type), to, num * size_of(type) * (size_t)communicator->num_ranks);
     keep_in_each(to, from, num * size_of(type), communicator->num_ranks);
     return 0;
 }
 Status ncclReduceScatter(const char *from, char *to, size_t num, int type, int operation, Communicator *communicator,
                          Stream stream) {
     size_t size_bytes = num * size_of(type);
+    use(stream, from, size_bytes * (size_t)communicator->num_ranks, to, size_bytes);
     keep(to, from + communicator->rank * size_bytes, size_bytes);
     return 0;
 }
 Status ncclAlltoAll(const char *from, char *to, size_t num, int type, Communicator *communicator, Stream stream) {
-    keep(to, from, num * size_of(type) * communicator->num_ranks);
+    size_t whole_bytes = num * size_of(type) * (size_t)communicator->num_ranks;
+    use(stream, from, whole_bytes, to, whole_bytes);
+    keep(to, from, whole_bytes);
     return 0;
 }

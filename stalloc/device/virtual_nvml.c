@@ -27,17 +27,17 @@ Result nvmlSystemGetDriverVersion(char *text, unsigned length) {
     return SUCCESS;
 }
 Result nvmlDeviceGetCount_v2(unsigned *num) {
-    *num = (unsigned)gpu.num_devices;
+    *num = (unsigned)gpu.num_machine_devices;
     return SUCCESS;
 }
 Result nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle *device) {
-    if ((int)index >= gpu.num_devices) return NVML_INVALID_ARGUMENT;
+    if ((int)index >= gpu.num_machine_devices) return NVML_INVALID_ARGUMENT;
     *device = handle_of((int)index);
     return SUCCESS;
 }
 Result nvmlDeviceGetHandleByPciBusId_v2(const char *text, Handle *device) {
     unsigned domain = 0, bus = 0;
-    if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus < 1 || (int)bus > gpu.num_devices)
+    if (sscanf(text, "%x:%x", &domain, &bus) != 2 || bus < 1 || (int)bus > gpu.num_machine_devices)
         return NVML_INVALID_ARGUMENT;
     *device = handle_of((int)bus - 1);
     return SUCCESS;
@@ -61,7 +61,7 @@ typedef struct {
 
 Result nvmlDeviceGetMemoryInfo(Handle device, Memory *memory) {
     memory->total_bytes = gpu.total_bytes;
-    memory->used_bytes = memory_used_bytes(device_of(device));
+    memory->used_bytes = memory_used_bytes(device_of_number(device_of(device)));
     memory->free_bytes = memory->total_bytes - memory->used_bytes;
     return SUCCESS;
 }

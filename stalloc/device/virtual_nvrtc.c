@@ -2,6 +2,7 @@
 // it was asked for, since callers want their lowered form back.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +14,7 @@ static const char nothing[] = "stalloc virtual GPU: a program compiled to nothin
 typedef struct Program {
     char *expressions[1024];
     int num_expressions;
+    char *image; // NULL: nothing
 } Program;
 
 const char *nvrtcGetErrorString(Result error) {
@@ -35,12 +37,15 @@ Result nvrtcGetSupportedArchs(int *list) {
     memcpy(list, architectures, sizeof architectures);
     return SUCCESS;
 }
-Result nvrtcCreateProgram(Program **program) {
+Result nvrtcCreateProgram(Program **program, const char *source) {
     *program = calloc(1, sizeof **program);
-    return *program ? SUCCESS : 1;
+    if (!*program) return 1;
+    (*program)->image = kernels_of_source(source);
+    return SUCCESS;
 }
 Result nvrtcDestroyProgram(Program **program) {
     for (int i = 0; *program && i < (*program)->num_expressions; i++) free((*program)->expressions[i]);
+    if (*program) free((*program)->image);
     free(*program);
     *program = NULL;
     return SUCCESS;
@@ -59,22 +64,22 @@ Result nvrtcGetLoweredName(Program *program, const char *expression, const char 
     }
     return 10; // no such expression
 }
-static Result code_size(size_t *size) {
-    *size = sizeof nothing;
+static Result code_size(const Program *program, size_t *size) {
+    *size = program->image ? strlen(program->image) + 1 : sizeof nothing;
     return SUCCESS;
 }
-static Result code(char *into) {
-    memcpy(into, nothing, sizeof nothing);
+static Result code(const Program *program, char *into) {
+    strcpy(into, program->image ? program->image : nothing);
     return SUCCESS;
 }
-Result nvrtcGetPTXSize(Program *program, size_t *size) { return code_size(size); }
-Result nvrtcGetPTX(Program *program, char *into) { return code(into); }
-Result nvrtcGetCUBINSize(Program *program, size_t *size) { return code_size(size); }
-Result nvrtcGetCUBIN(Program *program, char *into) { return code(into); }
-Result nvrtcGetLTOIRSize(Program *program, size_t *size) { return code_size(size); }
-Result nvrtcGetLTOIR(Program *program, char *into) { return code(into); }
-Result nvrtcGetNVVMSize(Program *program, size_t *size) { return code_size(size); }
-Result nvrtcGetNVVM(Program *program, char *into) { return code(into); }
+Result nvrtcGetPTXSize(Program *program, size_t *size) { return code_size(program, size); }
+Result nvrtcGetPTX(Program *program, char *into) { return code(program, into); }
+Result nvrtcGetCUBINSize(Program *program, size_t *size) { return code_size(program, size); }
+Result nvrtcGetCUBIN(Program *program, char *into) { return code(program, into); }
+Result nvrtcGetLTOIRSize(Program *program, size_t *size) { return code_size(program, size); }
+Result nvrtcGetLTOIR(Program *program, char *into) { return code(program, into); }
+Result nvrtcGetNVVMSize(Program *program, size_t *size) { return code_size(program, size); }
+Result nvrtcGetNVVM(Program *program, char *into) { return code(program, into); }
 Result nvrtcGetProgramLogSize(Program *program, size_t *size) {
     *size = 1;
     return SUCCESS;

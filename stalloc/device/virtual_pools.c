@@ -7,13 +7,12 @@
 // between them.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
 
 typedef int Error;
 typedef void *Handle; // streams, pools
-
-Error cudaFree(void *address);
 
 #define STEP_BYTES ((size_t)32 << 20)
 
@@ -72,6 +71,7 @@ void pools_wait(void) {
 }
 
 Error cudaMallocAsync(void **address, size_t size, Handle stream) {
+    NEEDS_CONTEXT();
     int device = current_device;
     pthread_mutex_lock(&pool_lock);
     bool has_room = grow(device, round_up(size, UNIT_BYTES));
@@ -85,7 +85,12 @@ Error cudaMallocAsync(void **address, size_t size, Handle stream) {
 Error cudaMallocFromPoolAsync(void **address, size_t size, Handle pool, Handle stream) {
     return cudaMallocAsync(address, size, stream);
 }
-Error cudaFreeAsync(void *address, Handle stream) { return cudaFree(address); }
+Error cudaFreeAsync(void *address, Handle stream) {
+    order_freed_on(stream, address);
+    Error error = memory_free(address);
+    if (error == SUCCESS && address) count(COUNT_FREE);
+    return failed(error);
+}
 Error cudaDeviceGetDefaultMemPool(Handle *pool, int device) {
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
     *pool = (Handle)(uintptr_t)(1 + device);

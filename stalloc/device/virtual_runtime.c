@@ -6,6 +6,7 @@
 // build time.  Here: errors, devices, and what is not possible between processes.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -34,12 +35,20 @@ static const struct {
     {SUCCESS, "cudaSuccess", "no error"},
     {INVALID_VALUE, "cudaErrorInvalidValue", "invalid argument"},
     {OUT_OF_MEMORY, "cudaErrorMemoryAllocation", "out of memory"},
+    {46, "cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"},
     {NO_DEVICE, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {INVALID_HANDLE, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {NOT_FOUND, "cudaErrorSymbolNotFound", "named symbol not found"},
     {NOT_READY, "cudaErrorNotReady", "device not ready"},
+    {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
+    {719, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {NOT_SUPPORTED, "cudaErrorNotSupported", "operation not supported (by the virtual GPU)"},
+    {STREAM_CAPTURE_UNSUPPORTED, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {STREAM_CAPTURE_INVALIDATED, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {STREAM_CAPTURE_ISOLATION, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
 };
 enum { NUM_ERROR_TEXTS = sizeof error_texts / sizeof *error_texts };
 
@@ -82,6 +91,7 @@ static void describe(char *p, size_t start, int device) {
 }
 
 Error cudaGetDeviceProperties(void *properties, int device) {
+    devices_initialise();
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
     char *p = memset(properties, 0, 1008);
     identify(p, device);
@@ -112,6 +122,7 @@ Error cudaGetDeviceProperties(void *properties, int device) {
 
 // cudaDeviceProp of CUDA 12: 1032 bytes; the clock, overlap, timeout, mode and bandwidth fields are still there.
 Error cudaGetDeviceProperties_v2(void *properties, int device) {
+    devices_initialise();
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
     char *p = memset(properties, 0, 1032);
     identify(p, device);
@@ -142,24 +153,35 @@ Error cudaGetDeviceProperties_v2(void *properties, int device) {
 }
 
 Error cudaDeviceGetAttribute(int *value, int attribute, int device) {
+    devices_initialise();
     return failed(device_attribute(value, attribute, device));
 }
 Error cudaGetDeviceCount(int *num) {
+    devices_initialise();
     *num = gpu.num_devices;
-    return SUCCESS;
+    return failed(*num ? SUCCESS : NO_DEVICE);
 }
 Error cudaGetDevice(int *device) {
     *device = current_device;
     return SUCCESS;
 }
 Error cudaSetDevice(int device) {
+    devices_initialise();
     if (device < 0 || device >= gpu.num_devices) return failed(INVALID_DEVICE);
+    if (gpu.cuda_version >= 12000) {
+        Error error = context_make(device);
+        if (error != SUCCESS) return failed(error);
+    }
     current_device = device;
     return SUCCESS;
 }
 Error cudaDeviceSynchronize(void) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaDeviceSynchronize);
+    count(COUNT_DEVICE_WAIT);
+    if (order_forbids_on_device("cudaDeviceSynchronize")) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
-    host_waits_for_all();
+    order_host_waits_for_device();
     return SUCCESS;
 }
 Error cudaDeviceReset(void) { return SUCCESS; }

@@ -1,6 +1,7 @@
 // The CUDA runtime's functions for memory, copies and arrays (textures).
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,16 +23,23 @@ typedef struct {
 } ChannelFormat;
 
 Error cudaMalloc(void **address, size_t size) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaMalloc);
+    if (order_forbids("cudaMalloc")) return failed(STREAM_CAPTURE_UNSUPPORTED);
     Error error = memory_allocate(address, size, MEMORY_DEVICE, current_device, COUNTED_BY_DEVICE);
     if (error == SUCCESS) count(COUNT_MALLOC);
     return failed(error);
 }
 Error cudaFree(void *address) {
+    NEEDS_CONTEXT();
+    if (address && order_forbids_on_device("cudaFree")) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    if (address) order_host_waits_for_device();
     Error error = memory_free(address);
     if (error == SUCCESS && address) count(COUNT_FREE);
     return failed(error);
 }
 Error cudaMallocManaged(void **address, size_t size, unsigned flags) {
+    NEEDS_CONTEXT();
     return failed(memory_allocate(address, size, MEMORY_MANAGED, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height) {
@@ -39,6 +47,9 @@ Error cudaMallocPitch(void **address, size_t *pitch, size_t width, size_t height
     return cudaMalloc(address, *pitch * height);
 }
 Error cudaHostAlloc(void **address, size_t size, unsigned flags) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaHostAlloc);
+    if (order_forbids("cudaHostAlloc")) return failed(STREAM_CAPTURE_UNSUPPORTED);
     return failed(memory_allocate(address, size, MEMORY_HOST, current_device, COUNTED_NOWHERE));
 }
 Error cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size, 0); }
@@ -50,6 +61,8 @@ Error cudaHostGetDevicePointer(void **device_address, void *address, unsigned fl
 Error cudaHostRegister(void *address, size_t size, unsigned flags) { return SUCCESS; }
 Error cudaHostUnregister(void *address) { return SUCCESS; }
 Error cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaMemGetInfo);
     *total_bytes = gpu.total_bytes;
     *free_bytes = gpu.total_bytes - memory_used_bytes(current_device);
     return SUCCESS;
@@ -61,6 +74,7 @@ typedef struct {
 } PointerAttributes; // common head of 12 and 13
 
 Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *address) {
+    NEEDS_CONTEXT();
     Block block;
     if (!memory_find(address, &block)) {
         *attributes = (PointerAttributes){MEMORY_UNREGISTERED, 0, NULL, NULL};
@@ -72,26 +86,35 @@ Error cudaPointerGetAttributes(PointerAttributes *attributes, const void *addres
 }
 
 Error cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+    NEEDS_CONTEXT();
+    if (order_forbids("cudaMemcpy")) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    order_copy(NULL, to, from, size, kind != 3); // a copy on the device is not waited for
     memory_copy(to, from, size);
     return SUCCESS;
 }
 Error cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Handle stream) {
-    return cudaMemcpy(to, from, size, kind);
+    order_copy(stream, to, from, size, false);
+    memory_copy(to, from, size);
+    return SUCCESS;
 }
 Error cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t size) {
     return cudaMemcpy(to, from, size, 4);
 }
 Error cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t size, Handle stream) {
-    return cudaMemcpyPeer(to, to_device, from, from_device, size);
+    return cudaMemcpyAsync(to, from, size, 4, stream);
 }
 Error cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                    int kind) {
+    if (order_forbids("cudaMemcpy2D")) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    order_copy_rows(NULL, to, to_pitch, from, from_pitch, width, height, kind != 3);
     memory_copy_rows(to, to_pitch, from, from_pitch, width, height);
     return SUCCESS;
 }
 Error cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                         int kind, Handle stream) {
-    return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
+    order_copy_rows(stream, to, to_pitch, from, from_pitch, width, height, false);
+    memory_copy_rows(to, to_pitch, from, from_pitch, width, height);
+    return SUCCESS;
 }
 Error cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind) { return SUCCESS; }
 Error cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset, int kind,
@@ -110,17 +133,19 @@ Error cudaGetSymbolSize(size_t *size, const void *symbol) {
     *size = SLOT_BYTES;
     return SUCCESS;
 }
-Error cudaMemset(void *address, int byte, size_t size) {
+Error cudaMemsetAsync(void *address, int byte, size_t size, Handle stream) {
+    NEEDS_CONTEXT();
+    order_access(stream, address, size, WRITES);
     memory_set(address, byte, size);
     return SUCCESS;
 }
-Error cudaMemsetAsync(void *address, int byte, size_t size, Handle stream) { return cudaMemset(address, byte, size); }
-Error cudaMemset2D(void *address, size_t pitch, int byte, size_t width, size_t height) {
-    for (size_t row = 0; row < height; row++) memory_set((char *)address + row * pitch, byte, width);
+Error cudaMemset(void *address, int byte, size_t size) { return cudaMemsetAsync(address, byte, size, NULL); }
+Error cudaMemset2DAsync(void *address, size_t pitch, int byte, size_t width, size_t height, Handle stream) {
+    for (size_t row = 0; row < height; row++) cudaMemsetAsync((char *)address + row * pitch, byte, width, stream);
     return SUCCESS;
 }
-Error cudaMemset2DAsync(void *address, size_t pitch, int byte, size_t width, size_t height, Handle stream) {
-    return cudaMemset2D(address, pitch, byte, width, height);
+Error cudaMemset2D(void *address, size_t pitch, int byte, size_t width, size_t height) {
+    return cudaMemset2DAsync(address, pitch, byte, width, height, NULL);
 }
 
 // Arrays (textures) are linear memory with a note of their shape; only copies and frees look at them.

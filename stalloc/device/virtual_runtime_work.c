@@ -2,6 +2,7 @@
 // asked for; what a graph's capture allocates is real, what it launches is nothing.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <string.h>
 
@@ -11,19 +12,31 @@ typedef struct {
     unsigned x, y, z;
 } Dim3;
 
-Error cudaStreamCreate(Handle *stream) {
+Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) {
+    NEEDS_CONTEXT();
     *stream = new_handle();
+    order_stream_made(*stream, !(flags & 1)); // 1: cudaStreamNonBlocking
     return SUCCESS;
 }
-Error cudaStreamCreateWithFlags(Handle *stream, unsigned flags) { return cudaStreamCreate(stream); }
-Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
-Error cudaStreamDestroy(Handle stream) { return SUCCESS; }
+Error cudaStreamCreate(Handle *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+Error cudaStreamCreateWithPriority(Handle *stream, unsigned flags, int priority) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
+Error cudaStreamDestroy(Handle stream) {
+    order_stream_gone(stream);
+    return SUCCESS;
+}
 Error cudaStreamSynchronize(Handle stream) {
+    NEEDS_CONTEXT();
+    if (order_forbids_on("cudaStreamSynchronize", capture_id(stream))) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
-    host_waits_for_stream(stream);
+    order_host_waits_for_stream(stream);
     return SUCCESS;
 }
-Error cudaStreamQuery(Handle stream) { return SUCCESS; }
+Error cudaStreamQuery(Handle stream) {
+    if (order_forbids_on("cudaStreamQuery", capture_id(stream))) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    return order_stream_is_done(stream) ? SUCCESS : NOT_READY;
+}
 Error cudaStreamGetPriority(Handle stream, int *priority) {
     *priority = 0;
     return SUCCESS;
@@ -41,6 +54,7 @@ Error cudaStreamGetDevice(Handle stream, int *device) {
     return SUCCESS;
 }
 Error cudaStreamWaitEvent(Handle stream, Handle event, unsigned flags) {
+    if (order_forbids_wait(stream, event_capture(event))) return failed(STREAM_CAPTURE_ISOLATION);
     stream_wait(stream, event);
     return SUCCESS;
 }
@@ -53,6 +67,7 @@ Error cudaLaunchHostFunc(Handle stream, void (*function)(void *), void *data) {
     return SUCCESS;
 }
 Error cudaEventCreate(Handle *event) {
+    NEEDS_CONTEXT();
     *event = event_create();
     return failed(*event ? SUCCESS : OUT_OF_MEMORY);
 }
@@ -63,8 +78,12 @@ Error cudaEventDestroy(Handle event) {
 }
 Error cudaEventRecord(Handle event, Handle stream) { return failed(event_record(event, stream)); }
 Error cudaEventRecordWithFlags(Handle event, Handle stream, unsigned flags) { return cudaEventRecord(event, stream); }
-Error cudaEventQuery(Handle event) { return failed(event_query(event)); }
+Error cudaEventQuery(Handle event) {
+    if (order_forbids_on("cudaEventQuery", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    return failed(event_query(event));
+}
 Error cudaEventSynchronize(Handle event) {
+    if (order_forbids_on("cudaEventSynchronize", event_capture(event))) return failed(STREAM_CAPTURE_UNSUPPORTED);
     pools_wait();
     host_waits_for_event(event);
     return SUCCESS;
@@ -72,10 +91,19 @@ Error cudaEventSynchronize(Handle event) {
 Error cudaEventElapsedTime(float *ms, Handle start, Handle end) { return failed(event_elapsed_ms(ms, start, end)); }
 Error cudaEventElapsedTime_v2(float *ms, Handle start, Handle end) { return cudaEventElapsedTime(ms, start, end); }
 
-Error cudaStreamBeginCapture(Handle stream, int mode) { return failed(capture_begin(stream)); }
+Error cudaStreamBeginCapture(Handle stream, int mode) {
+    if (order_level == ORDER_STRICT && order_is_legacy(stream)) return failed(STREAM_CAPTURE_UNSUPPORTED);
+    Error error = capture_begin(stream);
+    if (error == SUCCESS) order_capture_began(capture_id(stream), mode);
+    return failed(error);
+}
 Error cudaStreamEndCapture(Handle stream, Handle *graph) {
     *graph = new_handle();
-    return failed(capture_end(stream));
+    uint64_t capture = capture_id(stream);
+    Error error = capture_end(stream);
+    if (order_capture_ended(capture, *graph)) return failed(error);
+    *graph = NULL;
+    return failed(STREAM_CAPTURE_INVALIDATED);
 }
 Error cudaStreamIsCapturing(Handle stream, int *status) {
     *status = capture_id(stream) != 0;
@@ -100,13 +128,17 @@ Error cudaStreamGetCaptureInfo_v2(Handle stream, int *status, unsigned long long
                                   const void **dependencies, size_t *num_dependencies) {
     return cudaStreamGetCaptureInfo(stream, status, id, graph, dependencies, NULL, num_dependencies);
 }
-Error cudaThreadExchangeStreamCaptureMode(int *mode) { return SUCCESS; }
+Error cudaThreadExchangeStreamCaptureMode(int *mode) {
+    *mode = order_exchange_mode(*mode);
+    return SUCCESS;
+}
 Error cudaGraphCreate(Handle *graph, unsigned flags) {
     *graph = new_handle();
     return SUCCESS;
 }
 Error cudaGraphInstantiate(Handle *executable, Handle graph, unsigned long long flags) {
     *executable = new_handle();
+    order_graph_copied(graph, *executable);
     return SUCCESS;
 }
 Error cudaGraphInstantiateWithFlags(Handle *executable, Handle graph, unsigned long long flags) {
@@ -114,11 +146,18 @@ Error cudaGraphInstantiateWithFlags(Handle *executable, Handle graph, unsigned l
 }
 Error cudaGraphLaunch(Handle executable, Handle stream) {
     count(COUNT_LAUNCH);
+    order_graph_launched(executable, stream);
     return SUCCESS;
 }
 Error cudaGraphUpload(Handle executable, Handle stream) { return SUCCESS; }
-Error cudaGraphDestroy(Handle graph) { return SUCCESS; }
-Error cudaGraphExecDestroy(Handle executable) { return SUCCESS; }
+Error cudaGraphDestroy(Handle graph) {
+    order_graph_gone(graph);
+    return SUCCESS;
+}
+Error cudaGraphExecDestroy(Handle executable) {
+    order_graph_gone(executable);
+    return SUCCESS;
+}
 Error cudaGraphDebugDotPrint(Handle graph, const char *path, unsigned flags) { return SUCCESS; }
 Error cudaGraphGetNodes(Handle graph, Handle *nodes, size_t *num) {
     if (nodes && *num) nodes[0] = NULL;
@@ -156,22 +195,15 @@ Error __cudaGetKernel(Handle *kernel, const void *function) {
 }
 Error cudaGetKernel(Handle *kernel, const void *function) { return __cudaGetKernel(kernel, function); }
 Error cudaGetFuncBySymbol(Handle *made, const void *function) { return __cudaGetKernel(made, function); }
-Error __cudaLaunchKernel(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
 Error cudaLaunchKernel(void) {
+    NEEDS_CONTEXT();
+    RUNTIME_MAY_FAIL(cudaLaunchKernel);
     count(COUNT_LAUNCH);
     return SUCCESS;
 }
-Error cudaLaunchKernelExC(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
-Error cudaLaunchCooperativeKernel(void) {
-    count(COUNT_LAUNCH);
-    return SUCCESS;
-}
+Error __cudaLaunchKernel(void) { return cudaLaunchKernel(); }
+Error cudaLaunchKernelExC(void) { return cudaLaunchKernel(); }
+Error cudaLaunchCooperativeKernel(void) { return cudaLaunchKernel(); }
 Error cudaFuncSetAttribute(const void *function, int attribute, int value) { return SUCCESS; }
 Error cudaFuncSetCacheConfig(const void *function, int configuration) { return SUCCESS; }
 

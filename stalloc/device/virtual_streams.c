@@ -1,7 +1,7 @@
-// Handles, events and streams: all work is done by the time anybody asks, so only times and captures are kept.  Where
-// events are to be late, nothing is done before the host waits for it: the latest that hardware can be.
+// Handles, events and streams: times and captures are kept here, and what is done when by virtual_clocks.c.
 #define _GNU_SOURCE
 #include "virtual_gpu.h"
+#include "virtual_order.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -18,7 +18,7 @@ typedef struct Event {
     double recorded_ms;
     uint64_t capture; // the capture that the event was recorded in, 0 for none
     void *stream;
-    uint64_t number; // of the record, 0: there was none
+    Clock *clock; // what is done once it is, where that is not everything
 } Event;
 
 static pthread_mutex_t stream_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -38,82 +38,30 @@ void *event_create(void) {
 void event_destroy(void *handle) {
     if (!handle) return;
     pthread_mutex_lock(&stream_lock);
+    free(((Event *)handle)->clock);
+    ((Event *)handle)->clock = NULL;
     ((Event *)handle)->next_unused = unused_events;
     unused_events = handle;
     pthread_mutex_unlock(&stream_lock);
 }
 
-// What the host has waited for, under stream_lock.  A stream that waited for an event is done only when that is.
-#define MAX_STREAMS 256
-#define MAX_JOINS 4096
-#define MOST_POLLS 10000 // of one event, with none recorded in between, after which a program that polls may go on
-static int events_are_late;
-static uint64_t last_number, all_done; // records and waits are numbered in one row
-static struct {
-    void *stream;
-    uint64_t done; // up to this number
-} streams[MAX_STREAMS];
-static int num_streams; // that events were recorded on; those beyond MAX_STREAMS are done when all are
-static struct {
-    void *waiting, *stream;
-    uint64_t at, number; // the wait's, and that of the record that it is for
-} joins[MAX_JOINS]; // the last ones
-static uint64_t num_joins;
-static Event *polled;
-static int num_polls, were_queried;
-
-void stalloc_virtual_set_late_events(int late) { events_are_late = late; }
 // Whether an event of another stream than the default one was asked for, as PyTorch does for blocks that streams share.
+static void *first_recorded; // a stream
+static int were_recorded, were_several, were_queried;
 int stalloc_virtual_shares_blocks(void) { return were_queried; }
 
-static int row_of(void *stream) {
-    for (int i = 0; i < num_streams; i++)
-        if (streams[i].stream == stream) return i;
-    if (num_streams == MAX_STREAMS) return -1;
-    streams[num_streams].stream = stream;
-    return num_streams++;
-}
-
-static void complete(void *stream, uint64_t number) {
-    int row = row_of(stream);
-    if (row < 0 || streams[row].done >= number) return;
-    streams[row].done = number;
-    for (uint64_t i = num_joins > MAX_JOINS ? num_joins - MAX_JOINS : 0; i < num_joins; i++) {
-        typeof(joins[0]) *join = &joins[i % MAX_JOINS];
-        if (join->waiting == stream && join->at <= number) complete(join->stream, join->number);
-    }
-}
-
 void host_waits_for_event(void *handle) {
-    pthread_mutex_lock(&stream_lock);
-    if (handle) complete(((Event *)handle)->stream, ((Event *)handle)->number);
-    pthread_mutex_unlock(&stream_lock);
-}
-
-void host_waits_for_stream(void *stream) {
-    pthread_mutex_lock(&stream_lock);
-    complete(stream, last_number);
-    pthread_mutex_unlock(&stream_lock);
-}
-
-void host_waits_for_all(void) {
-    pthread_mutex_lock(&stream_lock);
-    all_done = last_number;
-    pthread_mutex_unlock(&stream_lock);
+    if (handle) order_host_waits_for_event(((Event *)handle)->clock);
 }
 
 int event_query(void *handle) {
     if (!handle) return INVALID_HANDLE;
     Event *event = handle;
-    pthread_mutex_lock(&stream_lock);
-    were_queried |= event->stream || num_streams > 1;
-    int row = events_are_late ? row_of(event->stream) : -1;
-    int is_done = !events_are_late || event->number <= all_done || (row >= 0 && event->number <= streams[row].done);
-    num_polls = event == polled ? num_polls + 1 : 0;
-    polled = event;
-    pthread_mutex_unlock(&stream_lock);
-    return is_done || num_polls > MOST_POLLS ? SUCCESS : NOT_READY;
+    were_queried |= event->stream || were_several;
+    return order_event_is_done(event->clock) ? SUCCESS : NOT_READY;
 }
+
+uint64_t event_capture(void *handle) { return handle ? ((Event *)handle)->capture : 0; }
 
 static double now_ms(void) {
     struct timespec t;
@@ -129,12 +77,11 @@ int event_record(void *handle, void *stream) {
     Event *event = handle;
     event->recorded_ms = now_ms() + (double)atomic_load(&delay_ms);
     event->capture = capture_id(stream);
-    pthread_mutex_lock(&stream_lock);
-    row_of(stream);
     event->stream = stream;
-    event->number = ++last_number;
-    polled = NULL;
-    pthread_mutex_unlock(&stream_lock);
+    if (!were_recorded) first_recorded = stream;
+    were_recorded = 1;
+    were_several |= stream != first_recorded;
+    if (!event->capture) order_record(&event->clock, stream);
     return SUCCESS;
 }
 
@@ -196,13 +143,7 @@ int capture_end(void *stream) {
 
 void stream_wait(void *stream, void *event) {
     if (!event) return;
-    Event *its = event;
-    uint64_t capture = its->capture;
-    pthread_mutex_lock(&stream_lock);
-    if (its->number) {
-        typeof(joins[0]) *join = &joins[num_joins++ % MAX_JOINS];
-        join->waiting = stream, join->stream = its->stream, join->at = ++last_number, join->number = its->number;
-    }
-    pthread_mutex_unlock(&stream_lock);
+    uint64_t capture = ((Event *)event)->capture;
+    if (!capture && !capture_id(stream)) order_wait(stream, ((Event *)event)->clock);
     if (capture && num_capturing && !capture_id(stream)) capture_join(stream, capture);
 }

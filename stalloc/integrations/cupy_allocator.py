@@ -13,6 +13,7 @@ from typing import Any
 
 from stalloc.core import constants
 from stalloc.core.entry import cupy_entries
+from stalloc.integrations.cupy_captures import forget_captures, heed_captures
 from stalloc.integrations.cupy_default_pool import call_outside, hand_out, take_back
 from stalloc.runtime import Runtime
 
@@ -198,6 +199,7 @@ def install(runtime: Runtime) -> None:
         return
     _previous, _installed = call_outside(cupy.cuda.get_allocator), make_allocator(runtime)
     hand_out().serve(runtime, _installed)
+    heed_captures(runtime)
     call_outside(cupy.cuda.set_allocator, _installed)
 
 
@@ -211,4 +213,5 @@ def uninstall() -> None:
     if call_outside(cupy.cuda.get_allocator) is _installed:
         call_outside(cupy.cuda.set_allocator, _previous)
     take_back()
+    forget_captures()
     _previous = _installed = None

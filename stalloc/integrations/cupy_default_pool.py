@@ -8,6 +8,7 @@ program may keep the object.
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,14 +31,20 @@ class Pool:
 
     def serve(self, runtime: "Runtime", allocate: Any) -> None:
         """Answer for `runtime`, within the limits that were set on CuPy's pool."""
-        import cupy
-
         self._runtime, self._allocate, self._before_first = runtime, allocate, None
         for controller in runtime.controllers:
-            with cupy.cuda.Device(controller.device.index):
-                self._own.free_all_blocks()  # nobody asks there any more
-                limits = [limit for limit in (self._own.get_limit(), controller.memory.source.limit_bytes) if limit]
-                controller.memory.source.limit_bytes = min(limits, default=0)
+            controller.memory.source.before_use(partial(self._hand_over, controller))
+
+    def _hand_over(self, controller: "Controller") -> None:
+        """The current device is served by stalloc from now on."""
+        if self._runtime is not None:
+            self._own.free_all_blocks()  # nobody asks there any more
+            controller.memory.source.limit_bytes = self._limit(controller)
+
+    def _limit(self, controller: "Controller") -> int:
+        """The less of what is set on CuPy's pool and on stalloc's source, of the current device."""
+        limits = [limit for limit in (self._own.get_limit(), controller.memory.source.limit_bytes) if limit]
+        return min(limits, default=0)
 
     def leave(self) -> None:
         """Answer for CuPy's own pool alone."""
@@ -105,7 +112,7 @@ class Pool:
     def get_limit(self) -> int:
         """The limit in bytes; 0: none."""
         controller = self._controller()
-        return int(controller.memory.source.limit_bytes if controller is not None else self._own.get_limit())
+        return int(self._limit(controller) if controller is not None else self._own.get_limit())
 
 
 def hand_out(before_first: Callable[[], object] | None = None) -> Pool:

@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator
 
+from stalloc import first_use
 from stalloc.errors import SetupError
 from stalloc.imports import after_import
 from stalloc.notices import say
@@ -61,6 +62,8 @@ def install(
     PlanError (the plan does not fit).
     """
     global _installed
+    if first_use.begin() and (runtime := current()) is not None:
+        return runtime  # as whoever started the program wants it
     runtime = current()
     if runtime is not None and _installed:
         return runtime
@@ -171,7 +174,7 @@ def scope(*, device: "DeviceChoice" = "auto", gpu: "VirtualGPU | None" = None) -
     Raises SetupError if there is no device or no CuPy.
     """
     global _num_scopes
-    outermost = _num_scopes == 0 and not _installed
+    outermost = _num_scopes == 0 and not _installed and not first_use.is_awaited()
     _num_scopes += 1
     try:
         torch = sys.modules.get("torch")
@@ -186,9 +189,9 @@ def scope(*, device: "DeviceChoice" = "auto", gpu: "VirtualGPU | None" = None) -
 def step(name: str = "step") -> None:
     """Mark the end of a step; steps are found without it, but never sooner than with it."""
     global _explicit_steps
+    _explicit_steps = True
     runtime = current()
     if runtime is not None:
-        _explicit_steps = True
         runtime.mark(MARK_STEP, name)
 
 
@@ -202,6 +205,8 @@ def _optimizer_stepped(devices: Collection[int]) -> None:
 def statistics() -> "list[Report]":
     """What the run was like so far, one report for each device that was used."""
     runtime = current()
+    if runtime is None and first_use.is_awaited():
+        return []
     if runtime is None:
         raise SetupError("stalloc is not installed in this process: call stalloc.install() first.")
     return runtime.reports()

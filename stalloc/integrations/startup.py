@@ -38,6 +38,8 @@ _lock = RLock()
 _armed = False
 _tried = False
 _is_installing = False
+_is_watching = False
+_start: "Callable[[], object] | None" = None  # at the first use of CUDA
 _cupy_allocators: "tuple[Any, ...]" = ()  # what CuPy allocates by as long as the program has not chosen itself
 
 
@@ -153,11 +155,21 @@ def _activate_virtual(gpu: "VirtualGPU | None", is_on: bool) -> None:
 
 
 def _watch(kind: str) -> None:
-    after_import("torch", lambda: _contained(_watch_torch, kind))
-    after_import("cupy", lambda: _contained(_watch_cupy, kind))
+    at_first_use(lambda: _contained(_install_with_cache, kind))
 
 
-def _watch_torch(kind: str) -> None:
+def at_first_use(start: "Callable[[], object]", *, cupy: bool = True) -> None:
+    """Have `start` be called once, just before the program first uses CUDA through torch or CuPy, or by `start_now`."""
+    global _start, _is_watching
+    _start = start
+    if not _is_watching:
+        _is_watching = True
+        after_import("torch", lambda: _contained(_watch_torch))
+        if cupy:
+            after_import("cupy", lambda: _contained(_watch_cupy))
+
+
+def _watch_torch() -> None:
     """Install just before torch initialises CUDA, which is the last moment at which it takes an allocator."""
     torch = sys.modules["torch"]
 
@@ -169,7 +181,7 @@ def _watch_torch(kind: str) -> None:
         def install_and_call(*arguments: "Any") -> "Any":
             if getattr(torch._C, name) is install_and_call:
                 setattr(torch._C, name, own)
-            _install(kind)
+            start_now()
             now = getattr(torch._C, name)  # perhaps stalloc's own
             return (own if now is install_and_call else now)(*arguments)
 
@@ -182,7 +194,7 @@ def _watch_torch(kind: str) -> None:
     watch("_cuda_record_memory_history")  # it initialises CUDA by another way
 
 
-def _watch_cupy(kind: str) -> None:
+def _watch_cupy() -> None:
     """Install at CuPy's first allocation; who asks for its pool before that gets the one that answers from then on."""
     global _cupy_allocators
     from stalloc.integrations.cupy_default_pool import hand_out
@@ -194,13 +206,13 @@ def _watch_cupy(kind: str) -> None:
     own = cupy.cuda.get_allocator()
 
     def install_and_allocate(num_bytes: int) -> "Any":
-        _install(kind)  # a thread that comes meanwhile waits: what CuPy's own pool gave it would stay there
+        start_now()  # a thread that comes meanwhile waits: what CuPy's own pool gave it would stay there
         allocate = cupy.cuda.get_allocator()
         if allocate is install_and_allocate and not _is_installing:
             cupy.cuda.set_allocator(own)
         return own(num_bytes) if allocate is install_and_allocate else allocate(num_bytes)
 
-    pool = hand_out(lambda: _install(kind) if _serve_cupy() else None)
+    pool = hand_out(lambda: start_now() if _serve_cupy() else None)
     _cupy_allocators = install_and_allocate, own, pool.malloc
     cupy.cuda.set_allocator(install_and_allocate)
 
@@ -214,37 +226,50 @@ def _serve_cupy() -> bool:
     return call_outside(sys.modules["cupy"].cuda.get_allocator) in _cupy_allocators
 
 
-def _install(kind: str) -> None:
-    """Install for all libraries that are here or to come, once; what goes wrong is one sentence."""
+def start_now() -> None:
+    """Call what was given to `at_first_use`, unless that was done, or stalloc was installed meanwhile."""
     global _tried, _is_installing
     with _lock:
         from stalloc.integrations.installing import current
 
-        if _tried or current() is not None:
+        if _tried or current() is not None or _start is None:
             return
         _tried = _is_installing = True
         try:
-            _contained(_install_with_cache, kind)
+            _start()
         finally:
             _is_installing = False
 
 
-def _install_with_cache(kind: str) -> None:
+def sees_gpus() -> bool:
+    """Whether there is a GPU in this process's environment; where there is none torch or CuPy will say so."""
     from stalloc.device.nvidia_driver import gpus
+
+    return bool(gpus())
+
+
+def served_libraries() -> tuple[bool, bool]:
+    """Whether torch and CuPy are to be served: the program has chosen no allocator of its own for them."""
+    from stalloc.integrations import torch_conf
+
+    torch = sys.modules.get("torch")
+    return torch is None or torch_conf.leaves_allocator_to_us(torch), _serve_cupy()
+
+
+def _install_with_cache(kind: str) -> None:
     from stalloc.integrations import plan_cache, torch_conf
     from stalloc.integrations.installing import install
     from stalloc.runtime import Settings
 
-    if kind != "virtual" and not gpus():
-        return  # torch or CuPy will say so
-    torch = sys.modules.get("torch")
-    serve_torch = torch is None or torch_conf.leaves_allocator_to_us(torch)
+    if not sees_gpus():
+        return
+    serve_torch, serve_cupy = served_libraries()
     streams = chosen_streams(os.environ.get("STALLOC_STREAMS", "separate"))
     cache = plan_cache.of_this_program(streams)
     runtime = install(
         device="virtual" if kind == "virtual" else "cuda",
         torch=serve_torch,
-        cupy=_serve_cupy(),
+        cupy=serve_cupy,
         settings=Settings(streams=streams[0], handover_bytes=streams[1], arena=chosen_arena()),
         known_plans=cache.load() if cache is not None else None,
     )

@@ -3,7 +3,7 @@
 Contract: after `answer(torch, allocator)` what torch asks with `cacheInfo` (under `torch.backends.cudnn.benchmark`,
 before it tries a convolution's algorithms) is answered with all that is free, where torch's pluggable allocator raises
 an error. The allocator has this one virtual function replaced, in a table of its own; where it is not found where the
-C++ ABI has it, everything stays as it was.
+C++ ABI has it, or the process may not read its own memory as a file, everything stays as it was.
 """
 
 import ctypes
@@ -24,7 +24,11 @@ _HELD_AT = 16  # bytes: after the head of a Python object, pybind11 has the addr
 def answer(torch: Any, allocator: Any) -> bool:
     """Answer for this allocator of torch's; False if it is not made as expected, and then untouched."""
     function, mask = _refusal(Path(torch.__file__).parent / "lib")
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
+    try:
+        own_memory = open("/proc/self/mem", "rb", buffering=0)  # noqa: SIM115 (closed below)
+    except OSError:
+        return False  # not mounted, or this process may not look into itself
+    with own_memory as memory:
         held = _words(memory, id(allocator) + _HELD_AT, 1)
         table = _words(memory, held[0], 1) if held else ()
         words = _words(memory, table[0] - _BEFORE * _WORD, _BEFORE + _MOST_FUNCTIONS) if table else ()

@@ -6,9 +6,14 @@ ever. Only a pool with an allocator of its own is refused: its memory would not 
 Where stalloc does not serve torch, pools are torch's.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
+
+from stalloc.imports import after_import
+from stalloc.notices import say
 
 _torch: dict[str, Callable[..., Any]] = {}  # what stood under these names before
 _serves = False  # stalloc is torch's allocator
@@ -19,6 +24,33 @@ def serve(torch: Any) -> None:
     global _serves
     _serves = True
     answer(torch)
+    after_import("torch.distributed.distributed_c10d", _answer_registration)
+
+
+def _answer_registration() -> None:
+    """Let a pool of ours be registered with NCCL for nothing, which wants segments of torch's allocator."""
+    backend = getattr(sys.modules["torch.distributed.distributed_c10d"], "ProcessGroupNCCL", None)
+    for name in ("register_mem_pool", "deregister_mem_pool"):
+        if hasattr(backend, name):
+            setattr(backend, name, _heeding_ours(getattr(backend, name)))
+
+
+def _heeding_ours(own: Callable[..., Any]) -> Callable[..., Any]:
+    def register(backend: Any, pool: Any, *options: Any, **more: Any) -> Any:
+        if not isinstance(pool, MemPool):
+            return own(backend, pool, *options, **more)
+        _say_once(
+            "a pool is not registered with NCCL, whose collectives copy as without it: the memory of a pool is not "
+            "apart under stalloc."
+        )
+        return None
+
+    return register
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    say(sentence)
 
 
 def answer(torch: Any) -> None:

@@ -5,6 +5,7 @@ Contract: what serves requests is the code that serves torch and CuPy; only the 
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,6 +84,11 @@ class NumbersDevice:
         self.num_allocs += 1
         return _Memory(self._addresses(size_bytes), _Size(size_bytes), self)
 
+    refusal = ""
+
+    def doubt_pages(self, size_bytes: int) -> None:
+        """There is no driver."""
+
     def reserve(self, size_bytes: int) -> PageRange:
         self.ranges.append(PageRange(self, self._addresses(size_bytes), size_bytes))
         return self.ranges[-1]
@@ -113,6 +119,14 @@ class NumbersDevice:
 
     def wait(self) -> None:
         """Nothing is queued."""
+
+    @property
+    def is_used(self) -> bool:
+        """There is nothing to touch."""
+        return True
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Nobody served it before."""
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

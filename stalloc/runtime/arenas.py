@@ -126,7 +126,7 @@ class Arenas:
 
         tables = self.state.arena.tape
         assert tables is not None
-        with cupy.cuda.Device(self.memory.device.index):
+        with self.memory.source.at_device(capturing=False):
             while len(self._events) < len(tables.entries):
                 self._events.append(cupy.cuda.Event(disable_timing=True))
         self.state.arena.share_cells(gives, [event.ptr for event in self._events])
@@ -149,13 +149,10 @@ class Arenas:
         """Let no two streams share memory of the arena any more; False if that cannot be now."""
         if not self.state.record.has_handovers:
             return True
-        if self.state.record.private_kind:
+        if self.memory.is_capturing:
             return False  # a capture must not wait for the device
-        import cupy
-
         self.state.arena.end_sharing()
-        with cupy.cuda.Device(self.memory.device.index) as device:
-            device.synchronize()
+        self.memory.source.wait()
         return True
 
     def give_back(self) -> None:

@@ -75,7 +75,7 @@ class Controller:
     def help(self, request: int, argument: int) -> bool:
         """Do what the core asks for; False means that there is no memory."""
         reason, detail = request & ((1 << constants.REASON_BITS) - 1), request >> constants.REASON_BITS
-        with self.lock:
+        with self.lock, self.memory.serving():
             if reason not in (constants.POLL, constants.POLL_FOR_PLACE, constants.NEED_EVENTS):
                 self.steady.end()
             if reason == constants.NEED_SEGMENT:
@@ -89,8 +89,12 @@ class Controller:
                 self.memory.free_deferred()
                 if not self._aside.begins():
                     back(self.arenas, detail)
+                self._rest_if_refused()
             elif reason == constants.AT_BOUNDARY:
-                self._at_boundary()
+                if self.memory.is_capturing:
+                    self.state.record.ask_at_boundary = 1
+                else:
+                    self._at_boundary()
             elif reason == constants.CHECK:
                 self._look()
             elif reason == constants.STALE:
@@ -100,6 +104,12 @@ class Controller:
             elif reason in (constants.POLL, constants.POLL_FOR_PLACE):
                 self.memory.free_deferred()
         return True
+
+    def _rest_if_refused(self) -> None:
+        """Follow no plan once the driver gives no pages any more: an arena would have none."""
+        refusal = self.memory.source.refusal
+        if refusal and self.status.phase is not Phase.RESTING:
+            self.rest(f"the driver refused memory by pages: {refusal}")
 
     def _add_segment(self, pool: int, size_bytes: int) -> bool:
         expects_marks = self.watching.expects_marks
@@ -115,11 +125,12 @@ class Controller:
         if not served and planned and self.shortage.is_enough_in_pieces(size_bytes):
             self._drop_plan("memory ran out beside the plan")  # then what is free in its arena is one with the rest
             served = self.shortage.add_segment(pool, size_bytes, planned=False)
+        self._rest_if_refused()
         return served
 
     def _forget_streams(self) -> bool:
         """Forget streams that hold no memory any more, and with them what was observed; whether there were any."""
-        if self.state.record.private_kind:
+        if self.memory.is_capturing:
             return False  # a capture must not wait for what the streams were at
         if self.status.phase in (Phase.PLANNED, Phase.PLANNING):
             self._drop_plan("the program uses ever new streams")
@@ -218,6 +229,7 @@ class Controller:
         """Leave everything to the heap, and say why."""
         self.status.phase, self.status.note = Phase.RESTING, note
         self.arenas.drop_tape()
+        self.memory.paging.end_gathering()
         self._tidying.settle()
         self.recording.end(self.status.settings)
 
@@ -282,6 +294,7 @@ class Controller:
         self.next_plan.forget()
         self.steps.forget()
         self.strands.forget()
+        self.memory.paging.end_gathering()
 
     def drop_plan(self) -> None:
         """Go back to the heap for good; what lives in the arena stays valid until it is freed."""

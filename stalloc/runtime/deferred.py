@@ -13,6 +13,7 @@ import numpy as np
 from stalloc.core import shared_blocks
 from stalloc.core.state import DeviceState
 from stalloc.device.capture import relaxed_capture
+from stalloc.device.current_device import AtDevice
 from stalloc.device.ordering import ordering
 
 _FIRST_EVENTS = 64  # each time as many are added as there are
@@ -38,7 +39,7 @@ class Deferred:
         import cupy
 
         runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(self._device), relaxed_capture():
+        with AtDevice(self._device), relaxed_capture():
             number = max(_FIRST_EVENTS, self._state.record.stream_uses_used - 1)
             events = [int(runtime.eventCreateWithFlags(runtime.eventDisableTiming)) for _ in range(number)]
         self._state.give_events(events)
@@ -47,7 +48,7 @@ class Deferred:
         """Free the waiting blocks that other streams are done with; not while a graph is captured."""
         import cupy
 
-        with cupy.cuda.Device(self._device):  # what has no event yet gets it on a stream of this device
+        with AtDevice(self._device):  # what has no event yet gets it on a stream of this device
             if not self._ask():  # a stream of another device has none of these events: has it anything left to do?
                 num_idle = self._state.record.num_unrecorded
                 _, streams = self._state.awaited()
@@ -60,7 +61,7 @@ class Deferred:
             return
         import cupy
 
-        with cupy.cuda.Device(self._device):
+        with AtDevice(self._device):
             self._ask()
             num_idle = self._state.record.num_unrecorded
             events, streams = self._state.awaited()

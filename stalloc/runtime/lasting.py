@@ -44,14 +44,18 @@ class Lasting:
         if planned and self._memory.source.paged and not self._memory.paging.fills_device():
             self._state.write(allocating_persistent=1)
         if watching and not self._state.record.allocating_persistent:
-            self._memory.release_unused()
+            self._make_free()
             if self._memory.source.free_bytes() < _STATE_SHARE * self._state.record.total.allocated_bytes:
                 self._memory.save()
             self._state.write(allocating_persistent=1)
 
     def end_step(self) -> None:
         """The program marks a step."""
-        self.end()
+        if self._state.record.allocating_persistent:
+            self._state.write(allocating_persistent=0)
+            self._make_free()  # what did not last, for the next step
+        elif self._memory.source.paged:
+            self._memory.paging.end_gathering()
         self._num_steps += 1
         if (
             self._num_steps >= _LOOK_STEPS
@@ -74,6 +78,13 @@ class Lasting:
         if self._state.record.allocating_persistent:
             self._state.write(allocating_persistent=0)
             self._memory.release_unused()  # what did not last
+
+    def _make_free(self) -> None:
+        """Have what is free be free for whatever comes next, up to the next mark, which is sure to come."""
+        if self._memory.source.paged:
+            self._memory.paging.gather()
+        else:
+            self._memory.release_unused()
 
     def ends_here(self, *, expects_marks: bool) -> bool:
         """Whether a program that has only made what lasts goes on with something else, and this is noticed now.

@@ -4,12 +4,15 @@ Contract: what the core's tables name is held here, and what is held is named th
 `release_unused` gives back whatever holds no live block.
 """
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stalloc.core import constants
 from stalloc.core.state import DeviceState
 from stalloc.device import Device
+from stalloc.device.capture import is_captured
 from stalloc.runtime.deferred import Deferred
 from stalloc.runtime.paging import Paging
 from stalloc.runtime.sources import Source
@@ -17,6 +20,8 @@ from stalloc.runtime.sources import Source
 if TYPE_CHECKING:
     from stalloc.core.arena_tape import ArenaTape
     from stalloc.runtime.poison_watch import Watch
+
+_PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
 
 
 class ArenaHolder(Protocol):
@@ -53,12 +58,30 @@ class DeviceMemory:
             self.deferred.tell_first(self.poison.ending)
         self._budget_bytes = 0  # 0: none
         self.lacking_bytes = 0  #: the most that there was hardly room for, or none, since the last mark
+        self._is_captured = False
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured: nothing is waited for, and no page moves."""
+        return self._is_captured or self.state.record.private_kind != 0
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Heed a capture of the stream that a request is made on, by whomever; with the lock held."""
+        handle = int(self.state.record.last_stream)
+        of_thread = handle & _HANDLE_BITS == _PER_THREAD  # a name of ours: the driver has one handle for all threads
+        self._is_captured = is_captured(_PER_THREAD if of_thread else handle)
+        try:
+            yield
+        finally:
+            self._is_captured = False
 
     def malloc(self, size_bytes: int) -> Any:
         """Memory from the device, None if it has no more, even after everything unused was given back."""
-        capturing = self.state.record.private_kind != 0
-        with self.source.at_device(capturing=capturing):
+        with self.source.at_device(capturing=self.is_capturing):
             for retry in (False, True):
+                if retry and self._is_captured:
+                    return None  # what is unused goes back to the device only once that has done its work
                 if retry:
                     self.state.record.num_retries += 1
                     self.wait_for_deferred()
@@ -115,6 +138,8 @@ class DeviceMemory:
 
         With `idle_passes` only segments that served nothing in the last so many passes over the plan.
         """
+        if not self.source.is_used:
+            return
         with self.lock:  # torch.cuda.empty_cache() calls this from any thread
             try:
                 self.arenas.before_release()
@@ -141,7 +166,7 @@ class DeviceMemory:
 
     def let_go(self, memory: Any) -> None:
         """Memory is not used any more; it waits until no graph is captured."""
-        if self.state.record.private_kind:
+        if self.is_capturing:
             self.kept.append(memory)
             return
         self.kept.clear()
@@ -152,13 +177,13 @@ class DeviceMemory:
     def wait_for_deferred(self) -> None:
         """Free what was freed while other streams use it, once they are done; nothing while a graph is captured."""
         with self.lock:  # torch.cuda.empty_cache() calls this from any thread
-            if not self.state.record.private_kind:  # a capture must not wait for events
+            if not self.is_capturing:  # a capture must not wait for events
                 self.deferred.wait()
 
     def free_deferred(self) -> bool:
         """Free what waited for other streams and they are done with; whether there was any."""
         before = self.state.record.num_deferred
-        if before == 0 or self.state.record.private_kind:
+        if before == 0 or self.is_capturing:
             return False  # events must not be asked for while a graph is captured
         self.deferred.poll()
         return self.state.record.num_deferred < before

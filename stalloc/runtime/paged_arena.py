@@ -31,6 +31,7 @@ def serve_by_pages(arenas: "Arenas", tape: ArenaTape, expected_bytes: int) -> bo
     if arenas.arena is not None:  # it could not be dissolved
         return False
     _serve_on(arenas, memory, tape, 0, anew=True)
+    arenas.memory.paging.gather()
     arenas.state.write(ask_at_boundary=1, expected_peak=expected_bytes, memory_is_short=0)
     return True
 

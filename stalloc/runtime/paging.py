@@ -34,6 +34,7 @@ class Paging:
         self._memory, self._state, self._source = memory, memory.state, memory.source
         self.num_growths = 0  #: how often segments got pages
         self.num_moves = 0  #: how often pages were given up for others, so that no more is held
+        self._gathers = False  # pages that were given up wait for the places of a plan
         self._splices = Splices(memory)
         self.allowance = Allowance(self._state)
         self._sure_bytes = 0  # which the device can be taken to have: half of what it said it had, less what was mapped
@@ -45,26 +46,34 @@ class Paging:
 
     def grow(self, pool: int, size_bytes: int) -> bool:
         """Map pages where a pool can serve a request (bytes, rounded); False if there is no memory, or no row."""
+        if self._source.refusal:
+            return False
         self.num_growths += 1
+        done = self._grow(pool, size_bytes)
+        self._collect()
+        return done
+
+    def _grow(self, pool: int, size_bytes: int) -> bool:
         for _ in range(3):  # somebody else may take what the device was taken to have, and what was lent comes back
             ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not ranges:
                 if not self._add_range(pool, size_bytes):
-                    return False
+                    break
                 ranges, place = self._state.heap.find_growth(pool, size_bytes)
             if not self._make_room(_bytes_of(ranges), self.allowance.held_bytes(size_bytes), between=place):
-                if self._splices.end():
+                if not self._memory.is_capturing and self._splices.end():
                     continue
                 return self._splice(pool, size_bytes)
             if all(self._add_pages(address, lacking) for address, lacking in ranges):
                 self.allowance.note_growth()
                 return True
             self._sure_bytes = 0
+        self._source.doubt_pages(size_bytes)
         return False
 
     def _splice(self, pool: int, size_bytes: int) -> bool:
         """Serve a request from what other pages have left over; False if that is not enough either."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return False
         self._leave(_ALL, spared_bytes=_ALL)
         return self._splices.make(pool, size_bytes)
@@ -95,6 +104,11 @@ class Paging:
 
         And what the plan needs soon after it, as far as nothing else needs that memory.
         """
+        if not self._source.refusal:
+            self._back(position)
+            self._collect()
+
+    def _back(self, position: int) -> None:
         memory, (begin, end) = self._arena, self._state.arena.planned_place(position)
         lacking = memory.lacking(memory.ptr + begin, memory.ptr + end)
         if not lacking:
@@ -108,14 +122,41 @@ class Paging:
         soon = [memory.ptr + at for at in ahead[: max(0, spare_bytes) // GRANULE]]
         for address, size_bytes in lacking + page_runs(sorted(soon)):
             if not self._map(memory, address, size_bytes):
+                self._source.doubt_pages(size_bytes)
                 return
             self._state.arena.use_pages(address - memory.ptr, address - memory.ptr + size_bytes)
         self.allowance.note_growth()
 
+    def gather(self) -> None:
+        """Unmap what is free and keep it, since much is about to be mapped elsewhere: a plan's places, or a next step.
+
+        So the device is waited for once, not at each request, and no page is made that was just given back. It ends
+        with `end_gathering`: at the next mark of a step, or when the plan has been followed once.
+        """
+        if self._memory.is_capturing:
+            return
+        self._gathers = True
+        found: Ranges = []
+        while ranges := self._cease(_ALL, spared_bytes=_ALL):
+            found += ranges
+        self._unmap(found)
+
+    def end_gathering(self) -> None:
+        """What has not been needed meanwhile goes back."""
+        if self._gathers and not self._memory.is_capturing:
+            self._gathers = False
+            self._source.collect()
+
+    def _collect(self) -> None:
+        """Give back pages that were given up and not needed."""
+        if not self._gathers and not self._memory.is_capturing:
+            self._source.collect()
+
     def release(self) -> None:
         """Give every page of segments that is free back to the device; none while a graph is captured."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return
+        self._gathers = False
         self._splices.end()
         while self._leave(_ALL, spared_bytes=_ALL):
             pass
@@ -133,7 +174,7 @@ class Paging:
 
     def match(self) -> None:
         """Unmap what the core does not serve from: an interruption kept it from being unmapped, or served."""
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return
         served = [(one.address, one.address + one.size_bytes) for one in segments(self._state)]
         covered = {page for begin, end in served for page in range(begin // GRANULE, -(-end // GRANULE))}
@@ -195,7 +236,7 @@ class Paging:
         What is free `between` stays, and what the `place` has, bytes of the arena. `ahead_bytes` more are taken where
         nothing needs them soon.
         """
-        if self._state.record.private_kind:
+        if self._memory.is_capturing:
             return self._has_room(size_bytes)
         excess = self._state.record.reserved_bytes + size_bytes - allowed_bytes
         if excess > 0 and self._arena is None and self.fills_half():
@@ -232,16 +273,21 @@ class Paging:
         ahead_bytes: int = 0,
     ) -> bool:
         """Unmap so many bytes of what is free, as `DeviceState.leave_pages` has it; whether there was any."""
-        spared_bytes = spared_bytes if self._arena is not None else _ALL  # a parent's is left alone
-        ranges, begins = self._state.leave_pages(
+        ranges = self._cease(
             size_bytes, between=between, place=place, spared_bytes=spared_bytes, ahead_bytes=ahead_bytes
         )
+        self._unmap(ranges)
+        return bool(ranges)
+
+    def _cease(self, size_bytes: int, *, spared_bytes: int = 0, **what: Any) -> Ranges:
+        """Have the core cease to serve from so many bytes of what is free: what is to be unmapped."""
+        spared_bytes = spared_bytes if self._arena is not None else _ALL  # a parent's is left alone
+        ranges, begins = self._state.leave_pages(size_bytes, spared_bytes=spared_bytes, **what)
         for before, now in begins.items():
             memory = self._memory.segments.pop(before)
             if now:
                 self._memory.segments[now] = memory
-        self._unmap(ranges)
-        return bool(ranges)
+        return ranges
 
     def _has_room(self, size_bytes: int) -> bool:
         """Whether the device has so many bytes; asking it takes long, so it is not asked each time."""
@@ -254,9 +300,8 @@ class Paging:
         return True
 
     def _map(self, memory: Any, address: int, size_bytes: int) -> bool:
-        with self._source.at_device(capturing=self._state.record.private_kind != 0):
+        with self._source.at_device(capturing=self._memory.is_capturing):
             done: bool = memory.map(address, size_bytes)
-        self._source.collect()  # pages that were given up and not needed
         if done and self._memory.poison is not None:
             self._memory.poison.taken(address, size_bytes)
         return done

@@ -15,6 +15,7 @@ import numpy as np
 
 from stalloc import kernels
 from stalloc.device import Device
+from stalloc.device.current_device import AtDevice
 
 if TYPE_CHECKING:
     from stalloc.kernels import Tables
@@ -86,7 +87,7 @@ class GpuMemory:
             with torch.cuda.device(self._index):
                 kernels.batched_fill(*_columns(ranges), byte, check=False, tables=tables)
             return
-        with cupy.cuda.Device(self._index):
+        with AtDevice(self._index):
             handle = _handle(stream)
             if handle is None:  # of another thread: nothing can be queued on it from here
                 cupy.cuda.runtime.deviceSynchronize()
@@ -111,7 +112,7 @@ class GpuMemory:
         import cupy
 
         copy = np.empty(size_bytes, np.uint8)
-        with cupy.cuda.Device(self._index):
+        with AtDevice(self._index):
             cupy.cuda.runtime.deviceSynchronize()
             cupy.cuda.runtime.memcpy(copy.ctypes.data, address, size_bytes, cupy.cuda.runtime.memcpyDeviceToHost)
         return copy
@@ -120,7 +121,7 @@ class GpuMemory:
         """Until a stream (None: any) has done what it was given."""
         import cupy
 
-        with cupy.cuda.Device(self._index):
+        with AtDevice(self._index):
             handle = _handle(stream) if stream is not None else None
             if handle is None:
                 cupy.cuda.runtime.deviceSynchronize()

@@ -16,6 +16,7 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 
 from stalloc import device as devices
+from stalloc import first_use
 from stalloc.core import constants, entry
 from stalloc.core.snapshot import live_addresses
 from stalloc.errors import PlanError
@@ -24,7 +25,7 @@ from stalloc.printable import printable
 from stalloc.runtime.call_sites import CallSites
 from stalloc.runtime.controller import Controller
 from stalloc.runtime.entries import checked_entries
-from stalloc.runtime.interruptions import is_interruption
+from stalloc.runtime.interruptions import driver_status, is_interruption
 from stalloc.runtime.runtime_settings import Phase, Settings
 from stalloc.runtime.sources import PoolSource
 from stalloc.runtime.statistics import Report, report
@@ -151,7 +152,9 @@ class Runtime:
             controller = self.controllers[plan.device]
             try:
                 controller.serving.use(plan)
-            except PlanError as error:
+            except Exception as error:
+                if not isinstance(error, PlanError) and not driver_status(error):  # this run may not use that device
+                    raise
                 controller.watch_anew()
                 controller.status.note = f"the plan of the last run was not used: {error}"
 
@@ -297,4 +300,11 @@ def start(settings: Settings, plans: list[Plan] | None = None, planner: "Planner
 
 def current() -> Runtime | None:
     """The runtime of this process, None before it was started."""
+    return _runtime
+
+
+def needed() -> Runtime | None:
+    """The same, started now if it was to start at the program's first use of CUDA."""
+    if _runtime is None:
+        first_use.begin()
     return _runtime

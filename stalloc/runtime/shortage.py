@@ -32,7 +32,10 @@ class Shortage:
         state, memory = self._state, self._memory
         kind = state.heap.pool_kind(pool)
         if memory.source.paged and kind < constants.PRIVATE_KINDS:
-            return self._add_pages(pool, size_bytes)
+            if self._grow(pool, size_bytes):
+                return True
+            if not memory.source.refusal:
+                return self._refuse(state.heap.full_table(), size_bytes)
         wanted, least = segment_bytes(kind, size_bytes), round_up(size_bytes)
         if state.record.memory_is_short and kind == constants.GENERAL_KIND:
             wanted = tight_segment_bytes(size_bytes)
@@ -60,20 +63,16 @@ class Shortage:
             self._explain(size_bytes)
         return False
 
-    def _add_pages(self, pool: int, size_bytes: int) -> bool:
+    def _grow(self, pool: int, size_bytes: int) -> bool:
         """The same by pages."""
-        state, memory = self._state, self._memory
-        if memory.paging.grow(pool, size_bytes):
-            return True
-        if self._collects(size_bytes) and memory.paging.grow(pool, size_bytes):
-            return True
-        return self._refuse(state.heap.full_table(), size_bytes)
+        paging = self._memory.paging
+        return paging.grow(pool, size_bytes) or (self._collects(size_bytes) and paging.grow(pool, size_bytes))
 
     def is_enough_in_pieces(self, size_bytes: int) -> bool:
         """Whether a request would be served if all that is free were in one piece, and may be made so."""
         record = self._state.record
         unused_bytes = record.reserved_bytes - record.total.allocated_bytes - record.deferred_bytes
-        return record.private_kind == 0 and self._memory.source.free_bytes() + unused_bytes >= size_bytes
+        return not self._memory.is_capturing and self._memory.source.free_bytes() + unused_bytes >= size_bytes
 
     def _collects(self, size_bytes: int) -> bool:
         """Collect arrays in reference cycles, as CuPy's own pool does it; False if that cannot help."""

@@ -52,7 +52,7 @@ class Sleep:
 def check_can_sleep(controller: Controller) -> None:
     """Raise SetupError, before anything is done, where memory cannot be given back."""
     memory = controller.memory
-    if not memory.source.paged:
+    if not memory.source.paged or memory.source.refusal:
         raise SetupError(
             f"the memory of device {controller.device.index} comes in blocks, which have addresses only while they are "
             "held: a job can sleep where the driver maps pages (--arena pages)."

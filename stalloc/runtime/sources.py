@@ -5,13 +5,15 @@ any more; that of a range, when it is closed. Nothing here knows what the memory
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from stalloc.core.entry import page_entries
 from stalloc.device import Device
 from stalloc.device.capture import relaxed_capture
+from stalloc.device.current_device import AtDevice
 from stalloc.device.mapped_pages import Pages
+from stalloc.figures import human_bytes
 from stalloc.notices import say
 
 
@@ -20,7 +22,14 @@ class Source(Protocol):
 
     @property
     def paged(self) -> bool:
-        """Whether memory comes by pages."""
+        """Whether memory comes by pages; whoever asks has a request for this device."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was asked of it so far: until then the device is not touched."""
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Have a function be called at the device before the first request, or now."""
 
     def reserve(self, size_bytes: int) -> Any:
         """Addresses of whole pages, without memory, as a PageRange; None if there are none."""
@@ -31,6 +40,13 @@ class Source(Protocol):
 
     def take(self, size_bytes: int) -> Any:
         """Memory, None if there is no more."""
+
+    @property
+    def refusal(self) -> str:
+        """What the driver said when it refused pages, after which memory comes in blocks; empty: nothing."""
+
+    def doubt_pages(self, size_bytes: int) -> None:
+        """So many bytes were not mapped: if the device has them, it is the driver that refuses."""
 
     def free_bytes(self) -> int:
         """What can still be taken, within the limit."""
@@ -63,16 +79,32 @@ class PoolSource:
         self._device = device
         self._wants_pages = by_pages
         self._pages: Pages | None = None
+        self._blocks: Any = None  # the pool that has memory once pages are refused
         self._pool: Any = None  # made at the first request: until then the device is not touched
         self._limit_bytes = 0
         self.ranges: list[Any] = []  #: all that were reserved and are not closed
         self._inherited: list[Any] = []
+        self._before_use: Callable[[], None] | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was asked of it so far: until then the device is not touched."""
+        return self._pool is not None or bool(self._inherited)
+
+    def before_use(self, function: Callable[[], None]) -> None:
+        """Have a function be called at the device before the first request, or now."""
+        self._before_use = function
+        if self._pool is not None:
+            with self.at_device(capturing=False):
+                function()
 
     @property
     def pool(self) -> Any:
         """The `cupy.cuda.MemoryPool` that has the memory: as blocks, or as pages whose pointers are handles."""
         if self._pool is None:
             with self.at_device(capturing=False):
+                if self._before_use is not None:
+                    self._before_use()
                 pages = self._device.new_pages(page_entries) if self._wants_pages else ""
                 if isinstance(pages, str):
                     self._pool = self._device.new_pool()
@@ -91,7 +123,7 @@ class PoolSource:
 
     @property
     def paged(self) -> bool:
-        """Whether memory comes by pages."""
+        """Whether memory comes by pages; whoever asks has a request for this device."""
         return self.pool is not None and self._pages is not None
 
     def reserve(self, size_bytes: int) -> Any:
@@ -107,18 +139,50 @@ class PoolSource:
         """Memory, None if there is no more."""
         import cupy
 
-        if self.paged:
+        if self.paged and not self.refusal:
             memory = self.reserve(size_bytes)
-            return memory if memory is not None and memory.map(memory.ptr, size_bytes) else None
+            if memory is not None and memory.map(memory.ptr, size_bytes):
+                return memory
+            self.doubt_pages(size_bytes)
+        if self.paged and not self.refusal:
+            return None
         with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
-            return self.pool.malloc(size_bytes)
+            return (self._block_pool() if self.paged else self.pool).malloc(size_bytes)
         return None
+
+    @property
+    def refusal(self) -> str:
+        """What the driver said when it refused pages, after which memory comes in blocks; empty: nothing."""
+        return self._pages.refusal if self._pages is not None else ""
+
+    def doubt_pages(self, size_bytes: int) -> None:
+        """So many bytes were not mapped: if the device has them, it is the driver that refuses."""
+        if self._pages is None:
+            return
+        failure, self._pages.failure = self._pages.failure, ""
+        if failure and not self.refusal and (free := self.free_bytes()) >= size_bytes:
+            self._pages.refusal = f"{failure} where {human_bytes(free)} are free"
+
+    def _block_pool(self) -> Any:
+        """The pool of blocks beside pages that the driver has ceased to give."""
+        if self._blocks is None:
+            index = self._device.index
+            say(f"memory of device {index} comes in blocks from here on, without a plan: {self.refusal}.")
+            self._blocks = self._device.new_pool()
+        if self._pages is not None:
+            self._pages.free_unmapped()
+        if self._limit_bytes:
+            self._blocks.set_limit(size=max(1, self._limit_bytes - self.pool.total_bytes()))
+        return self._blocks
 
     def free_bytes(self) -> int:
         """What can still be taken, within the limit."""
         spare = self.pool.free_bytes() + self._pages.unmapped_bytes if self.paged and self._pages is not None else 0
+        taken = self.pool.total_bytes()
+        if self._blocks is not None:
+            spare, taken = spare + self._blocks.free_bytes(), taken + self._blocks.total_bytes()
         free, limit = self._device.memory_info()[0] + spare, self.limit_bytes
-        return min(free, limit - self.pool.total_bytes() + spare) if limit else free
+        return min(free, limit - taken + spare) if limit else free
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""
@@ -141,9 +205,7 @@ class PoolSource:
 
     def at_device(self, *, capturing: bool) -> contextlib.AbstractContextManager[Any]:
         """With this device as the current one and, while a graph is captured, with calls that it would forbid."""
-        import cupy
-
-        at_device = cupy.cuda.Device(self._device.index)
+        at_device = AtDevice(self._device.index)
         return _relaxed(at_device) if capturing else at_device
 
     def collect(self) -> None:
@@ -154,12 +216,14 @@ class PoolSource:
                     self._pages.free_unmapped()
                 else:
                     self._pool.free_all_blocks()
+                if self._blocks is not None:
+                    self._blocks.free_all_blocks()
 
     def forked(self) -> None:
         """This process is a fork: a thread that is gone may have held the locks of the pool that the parent used."""
-        self._inherited += [self._pool, self._pages, self.ranges]
+        self._inherited += [self._pool, self._pages, self._blocks, self.ranges]
         self.ranges = []
-        self._pool = self._pages = None
+        self._pool = self._pages = self._blocks = None
 
 
 @contextlib.contextmanager

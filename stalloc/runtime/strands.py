@@ -37,7 +37,7 @@ class Strands:
     def __init__(self, status: Status, memory: DeviceMemory, recording: Recording, steps: Steps) -> None:
         self._status, self._state, self._recording, self._steps = status, memory.state, recording, steps
         settings = status.settings
-        self._may_be = settings.plan and not settings.keep_recording and memory.source.paged
+        self._wanted, self._source = settings.plan and not settings.keep_recording, memory.source
         self._places: list[StepPlaces] = []  # of each strand, on the tapes in force
         self._made: dict[bytes, Layout] = {}
         self._last_threads: list[int] = []  # of the last marks
@@ -47,6 +47,10 @@ class Strands:
         self._search_at = 0  # marks in the record at the next search
         self.search: StrandSearch | None = None
         self.are_apart = False  #: threads are told apart from here on
+
+    @property
+    def _may_be(self) -> bool:
+        return self._wanted and self._source.paged
 
     @property
     def are_served(self) -> bool:

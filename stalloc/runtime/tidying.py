@@ -71,6 +71,7 @@ class Tidying:
             return 1  # a pass takes its pages from where the arena was
         self._boundaries -= 1
         if self._boundaries == _FIRST_PASSES - 1:
+            paging.end_gathering()
             return 1  # the plan's first pass does
         if self._boundaries > 0:
             paging.release()

@@ -4,12 +4,12 @@ Contract: optimizers whose state lies on disk may share them, since each step wa
 """
 
 import queue
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from stalloc.errors import BadInputError
 from stalloc.figures import human_bytes
+from stalloc.techniques.device_threads import threads_at
 from stalloc.techniques.host_store import HostStore
 from stalloc.techniques.parts import DISK_THREADS, PAGE_BYTES, disk_buffers_bytes, disk_chunk_bytes
 
@@ -31,4 +31,4 @@ class DiskThreads:
         self.buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for number in range(DISK_THREADS):
             self.buffers.put(block[begin + number * self.chunk_bytes :][: self.chunk_bytes])
-        self.pool = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="stalloc-disk")
+        self.pool = threads_at(device, DISK_THREADS, "stalloc-disk")

@@ -113,9 +113,9 @@ class ExpertCache:
         else:
             self.misses += 1
             if before is not None:  # its memory would be given away without asking this stream
-                self._send_away(layer)
+                self._send_away(*before)
             while self._here and self.here_bytes + layer.size_bytes > self.room_bytes:
-                self._send_away(self._here.pop(min(reversed(self._here), key=self._uses.__getitem__))[0])
+                self._send_away(*self._here.pop(min(reversed(self._here), key=self._uses.__getitem__)))
             layer.load()
             layer.wait()
             self.here_bytes += layer.size_bytes
@@ -127,8 +127,11 @@ class ExpertCache:
         if (self.hits + self.misses) % (_HALVED_AFTER * len(self._layers)) == 0:
             self._uses = {one: count / 2 for one, count in self._uses.items()}
 
-    def _send_away(self, layer: "StreamedLayer") -> None:
-        layer.adopt()
-        layer.store()()
+    def _send_away(self, layer: "StreamedLayer", stream: Any) -> None:
+        import torch
+
+        with torch.cuda.stream(stream):  # that it arrived on, and was used on: the copy comes after both
+            layer.adopt()
+            layer.store()()
         layer.settle()
         self.here_bytes -= layer.size_bytes

@@ -7,11 +7,12 @@ The thread holds nothing of the device any more by then.
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from stalloc.techniques.device_threads import threads_at
 from stalloc.techniques.link_turns import LinkTurns
 from stalloc.techniques.transfers import Pair, Transfers, current_phase
 
@@ -30,7 +31,7 @@ class TransfersInTurn:
         self._transfers, self._turns = Transfers(device), turns
         self._device = device
         ways = ("to-host", "to-device") if device.type == "cuda" else ()
-        self._threads = [ThreadPoolExecutor(1, f"stalloc-{way}", _begin_thread) for way in ways]
+        self._threads = [threads_at(device, 1, f"stalloc-{way}", _begin_thread) for way in ways]
 
     def to_device(self, pairs: Sequence[Pair]) -> Any:
         """As of `Transfers`."""

@@ -3,11 +3,14 @@
 declare i32 @cuMemCreate(ptr, i64, ptr, i64)
 declare i32 @cuMemRelease(i64)
 
-; a page of `size` bytes with the driver's `properties`: its handle, null if there is no more memory
+; a page of `size` bytes with the driver's `properties`: its handle, null if there is none; the word after the
+; properties gets the driver's status
 define i64 @create(ptr %properties, i64 %size, i32 %device) {
   %handle = alloca i64
   store i64 0, ptr %handle
   %status = call i32 @cuMemCreate(ptr %handle, i64 %size, ptr %properties, i64 0)
+  %status.at = getelementptr i8, ptr %properties, i64 32
+  store i32 %status, ptr %status.at
   %failed = icmp ne i32 %status, 0
   %made = load i64, ptr %handle
   %answer = select i1 %failed, i64 0, i64 %made

@@ -1,0 +1,204 @@
+"""What the driver says, asked directly: no library stands between, so a status is the driver's own."""
+
+import ctypes
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from part import check, note, step, use_device
+
+MIB = 1 << 20
+ATTRIBUTES = {
+    "compute mode (0: shared, 3: one process)": 20, "memory by pages": 102, "exported as file descriptors": 103,
+    "RDMA with it": 110, "memory pools": 115, "capability major": 75, "capability minor": 76,
+}  # fmt: skip
+
+
+class Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", Location), ("win32", ctypes.c_void_p),
+        ("compression", ctypes.c_ubyte), ("direct_access", ctypes.c_ubyte), ("rest", ctypes.c_ubyte * 6),
+    )  # fmt: skip
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+
+
+class Driver:
+    """libcuda.so.1, of which each call is timed and its status kept."""
+
+    def __init__(self) -> None:
+        use_device()
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self.failures: list[str] = []
+        self.times_us: dict[str, list[float]] = {}
+
+    def name(self, status: int) -> str:
+        """A status, and what the driver calls it."""
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorName(status, ctypes.byref(text))
+        return f"{status} ({text.value.decode() if text.value else 'a status without a name'})"
+
+    def call(self, function: str, *arguments: Any, about: str = "") -> bool:
+        """Call a function; whether it succeeded. It is noted that it begins, in case it does not end."""
+        note(begins=f"{function} {about}".strip())
+        started = time.perf_counter_ns()
+        status = getattr(self._library, function)(*arguments)
+        self.times_us.setdefault(function, []).append((time.perf_counter_ns() - started) / 1e3)
+        if status:
+            number = len(self.times_us[function])
+            sentence = f"{function} says {self.name(status)}{f': {about}' if about else ''}, call {number}"
+            self.failures.append(sentence)
+            note(failed=sentence)
+        return status == 0
+
+    def integer(self, function: str, *arguments: Any, about: str = "") -> int:
+        """A function that writes an int first."""
+        value = ctypes.c_int(-1)
+        return value.value if self.call(function, ctypes.byref(value), *arguments, about=about) else -1
+
+    def check(self) -> None:
+        """Fail with the first call that failed."""
+        check(not self.failures, self.failures[0] if self.failures else "")
+
+
+def driver() -> None:
+    """Versions, devices, attributes, peers, and whether a context can be made on each device."""
+    note(python=platform.python_version(), kernel=platform.release(), cpus=os.cpu_count())
+    for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
+        try:
+            print(subprocess.run(command, capture_output=True, text=True, timeout=15, check=False).stdout)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            note(told=f"{' '.join(command)}: {error}")
+    try:
+        with open("/proc/self/mem", "rb"):
+            pass
+    except OSError as error:
+        note(told=f"/proc/self/mem: {error.strerror}")
+    own = Driver()
+    if own.call("cuInit", 0):
+        version, count = own.integer("cuDriverGetVersion"), own.integer("cuDeviceGetCount")
+        note(driver_cuda=version, devices=count)
+        for index in range(count):
+            device, name = own.integer("cuDeviceGet", index), ctypes.create_string_buffer(100)
+            own.call("cuDeviceGetName", name, 100, device)
+            total = ctypes.c_size_t()
+            own.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+            facts = {text: own.integer("cuDeviceGetAttribute", number, device) for text, number in ATTRIBUTES.items()}
+            peers = [peer for peer in range(count) if peer != index and _reaches(own, device, peer)]
+            note(device=index, name=name.value.decode(), total_bytes=total.value, peers=peers, **facts)
+        for index in range(count):
+            context = ctypes.c_void_p()
+            if own.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), index, about=f"device {index}"):
+                own.call("cuDevicePrimaryCtxRelease_v2", index, about=f"device {index}")
+    own.check()
+
+
+def _reaches(own: Driver, device: int, peer: int) -> bool:
+    return own.integer("cuDeviceCanAccessPeer", device, peer, about=f"{device} to {peer}") == 1
+
+
+def pages() -> None:
+    """Memory by pages, call by call, at 2, 16 and 64 MiB: alone, for peers, for network cards, for other processes."""
+    own = Driver()
+    context = ctypes.c_void_p()
+    if own.call("cuInit", 0) and own.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0, about="device 0"):
+        own.call("cuCtxSetCurrent", context)
+        peers = [one for one in range(1, own.integer("cuDeviceGetCount")) if _reaches(own, one, 0)]
+        rdma = own.integer("cuDeviceGetAttribute", 110, 0) == 1
+        exported = own.integer("cuDeviceGetAttribute", 103, 0) == 1
+        ways: dict[str, dict[str, Any]] = {
+            "alone": {},
+            "for network cards": {"rdma": 1},
+            "for other processes": {"export": 1},
+        }
+        if peers:
+            ways["for peers"] = {"peers": peers}
+        for way, is_offered in (("for network cards", rdma), ("for other processes", exported)):
+            if not is_offered:
+                note(told=f"memory by pages {way} is not offered by the driver")
+                del ways[way]
+        for way, what in ways.items():
+            for mib in (2, 16, 64):
+                _one_size(own, mib * MIB, f"{mib} MiB {way}", **what)
+    own.check()
+
+
+def _one_size(own: Driver, size: int, about: str, rdma: int = 0, export: int = 0, peers: Sequence[int] = ()) -> None:
+    """Reserve, create, map, allow, write, read, unmap, release, free: five times, with the median time of each."""
+    own.times_us.clear()
+    properties = Properties(type=1, handle_types=export, location=Location(1, 0), direct_access=rdma)
+    access = (Access * (1 + len(peers)))(*(Access(Location(1, index), 3) for index in (0, *peers)))
+    for _ in range(5):
+        address, handle = ctypes.c_uint64(), ctypes.c_uint64()
+        length, none = ctypes.c_size_t(size), ctypes.c_uint64(0)
+        if not own.call("cuMemAddressReserve", ctypes.byref(address), length, none, none, none, about=about):
+            break
+        if own.call("cuMemCreate", ctypes.byref(handle), length, ctypes.byref(properties), none, about=about):
+            if own.call("cuMemMap", address, length, none, handle, none, about=about):
+                if own.call("cuMemSetAccess", address, length, access, ctypes.c_size_t(len(access)), about=about):
+                    _keeps_bytes(own, address.value, size, about)
+                own.call("cuMemUnmap", address, length, about=about)
+            own.call("cuMemRelease", handle, about=about)
+        own.call("cuMemAddressFree", address, length, about=about)
+    note(size=about, median_us={name: round(statistics.median(times), 1) for name, times in own.times_us.items()})
+
+
+def _keeps_bytes(own: Driver, address: int, size: int, about: str) -> None:
+    written = ctypes.create_string_buffer(os.urandom(4096), 4096)
+    read = ctypes.create_string_buffer(4096)
+    at = ctypes.c_uint64(address + size - 4096)
+    if own.call("cuMemcpyHtoD_v2", at, written, ctypes.c_size_t(4096), about=about):
+        own.call("cuMemcpyDtoH_v2", read, at, ctypes.c_size_t(4096), about=about)
+        if read.raw != written.raw:
+            own.failures.append(f"{about}: what is written to mapped memory is not what is read there")
+
+
+def runtime() -> None:
+    """The runtime's calls, through CuPy: device, memory, copies, streams, events, waits."""
+    use_device()
+    with step("import cupy"):
+        import cupy
+    calls = cupy.cuda.runtime
+    with step("getDeviceCount"):
+        note(devices=calls.getDeviceCount(), runtime=calls.runtimeGetVersion(), cupy=cupy.__version__)
+    found: dict[str, Any] = {}
+
+    def take(name: str, *arguments: Any) -> Any:
+        with step(name):
+            try:
+                return getattr(calls, name)(*arguments)
+            except calls.CUDARuntimeError as error:
+                check(False, f"cuda{name[0].upper()}{name[1:]} says {error.status} ({error})")
+
+    take("setDevice", 0)
+    note(free_and_total=take("memGetInfo"))
+    address, host = take("malloc", MIB), take("hostAlloc", MIB, 0)
+    found["stream"] = take("streamCreateWithFlags", 1)
+    take("memsetAsync", address, 1, MIB, found["stream"])
+    take("memcpyAsync", host, address, MIB, 2, found["stream"])
+    take("streamSynchronize", found["stream"])
+    event = take("eventCreate")
+    take("eventRecord", event, found["stream"])
+    take("eventSynchronize", event)
+    take("deviceSynchronize")
+    read = ctypes.string_at(host, MIB)
+    check(read == b"\x01" * MIB, "memset and a copy to the host give other bytes than were set")
+    take("free", address)
+    take("freeHost", host)
+
+
+PARTS = (driver, pages, runtime)

@@ -1,0 +1,31 @@
+"""What starts stalloc in a process that is to be served from its first use of CUDA on, as `stalloc run` wants it.
+
+Contract: it is done once, by whoever comes first: the program, where it uses CUDA, or a call of stalloc's that needs
+the runtime. Until then no driver is asked for anything, so the environment is the program's to set.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a start of Python under STALLOC=1 loads this
+    from collections.abc import Callable
+
+_start: "Callable[[], object] | None" = None
+
+
+def await_use(start: "Callable[[], object]") -> None:
+    """Have `start` be called when stalloc is needed."""
+    global _start
+    _start = start
+
+
+def is_awaited() -> bool:
+    """Whether stalloc is to be started and was not needed so far."""
+    return _start is not None
+
+
+def begin() -> bool:
+    """It is needed now: start it, if it is awaited; whether it was."""
+    global _start
+    start, _start = _start, None
+    if start is not None:
+        start()
+    return start is not None

@@ -1,0 +1,114 @@
+"""The checker of the order of work finds one missing synchronisation, names both lines, and else says nothing."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm_programs import run_file, run_stalloc
+
+pytestmark = pytest.mark.usefixtures("cuda_torch", "cupy_installed")
+
+PROGRAMS = Path(__file__).parent / "programs"
+#: of each program, what its finding has to say is missing
+MISSING = {
+    "record_stream_left_out": "call record_stream for stream",
+    "wait_left_out_before_use": "no event or wait orders the default stream after stream",
+    "event_of_the_wrong_stream": "no event or wait orders stream",
+    "event_recorded_too_early": "record the event that it waits for after",
+    "read_on_the_host_too_early": "the host has not waited for that",
+    "pinned_buffer_used_again": "the host has not waited for that",
+    "another_stream_of_cupy": "no event or wait orders stream",
+    "input_of_a_graph_overwritten": "no event or wait orders the default stream after stream",
+    "prefetched_without_waiting": "no event or wait orders the default stream after stream",
+    "updated_in_place_on_another_stream": "no event or wait orders stream",
+    "blocks_copied_by_a_kernel": "record the event that it waits for after",
+}
+
+
+def told(program: str, *arguments: str, order: str = "strict") -> Any:
+    """What a program prints that is checked, or (order "") is not."""
+    variables = {**os.environ, "STALLOC_VIRTUAL_ORDER": order}
+    done = run_file(PROGRAMS / program, *arguments, variables=variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_command_line_tells_both_places_once_and_ends_with_1(tmp_path: Path) -> None:
+    program = tmp_path / "racing.py"
+    program.write_text(
+        "import torch\nside = torch.cuda.Stream()\nones = torch.ones(1 << 20, device='cuda')\n"
+        "with torch.cuda.stream(side):\n    for _ in range(3):\n        ones.add_(1)\ntorch.cuda.synchronize()\n"
+    )
+    words = "run", "--device", "virtual", "--check-order", "--json", "-", program.name
+    done = run_stalloc(*words, folder=tmp_path, variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 1
+    [found] = json.loads(done.stdout)["order"]
+    assert "racing.py:6 writes 4.00 MiB" in found["text"]
+    assert "racing.py:3 may still write it on the default stream" in found["text"]
+    assert done.stderr.count("racing.py:6 writes") == 1
+    refused = run_stalloc("run", "--check-order", program.name, folder=tmp_path)
+    assert refused.returncode == 125
+    assert "add --device virtual" in refused.stderr
+
+
+@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+@pytest.mark.parametrize("name", MISSING)
+def test_one_missing_synchronisation_is_found(name: str, allocator: str) -> None:
+    result = told("races.py", name, allocator)
+    assert result["waiting"] == []
+    [text] = result["not_waiting"]
+    here, there = (f"races.py:{result[which]}" for which in ("here", "there"))
+    assert re.search(rf"{here}\b.*while .*{there}\b", text), text
+    assert MISSING[name] in text
+
+
+@pytest.mark.parametrize("allocator", ["native", "stalloc"])
+def test_nothing_is_found_where_order_is_kept_otherwise_than_by_events(allocator: str) -> None:
+    assert told("in_order.py", allocator) == []
+
+
+def test_a_cached_expert_is_sent_away_after_the_stream_that_used_it() -> None:
+    assert told("experts_on_two_streams.py") == []
+
+
+def test_what_a_graph_of_cupy_writes_to_is_its_own_and_no_page_moves_for_it() -> None:
+    found, overlaps = told("captured_by_cupy.py", "stream")
+    assert found == []
+    assert not overlaps
+
+
+def test_no_page_moves_while_somebody_captures_without_telling() -> None:
+    assert told("captured_by_cupy.py", "raw")[0] == []
+
+
+def test_no_splice_ends_while_a_graph_is_captured() -> None:
+    num_splices, is_refused, found = told("captured_beside_a_splice.py")
+    assert num_splices > 0
+    assert is_refused
+    assert found == []
+
+
+def test_blocks_that_are_recorded_for_a_stream_pile_up_where_work_is_late() -> None:
+    assert told("blocks_of_layers.py", "late", order="") == [4, 2]
+    assert told("blocks_of_layers.py", "at once", order="") == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("examples/train_gpt.py", "--size", "tiny", "--steps", "8"),
+        ("examples/train_gpt.py", "--size", "tiny", "--steps", "8", "--checkpoint"),
+        ("examples/cupy_and_torch.py",),
+        ("examples/cupy_filters.py", "--steps", "6"),
+        ("examples/offloaded.py",),
+    ],
+)
+def test_nothing_is_found_in_the_examples(words: tuple[str, ...]) -> None:
+    command = "run", "--device", "virtual", "--check-order", "--json", "-", *words
+    done = run_stalloc(*command, folder=PROGRAMS.parents[1], variables={**os.environ, "STALLOC_CACHE": "off"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["order"] == []
