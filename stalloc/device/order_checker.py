@@ -8,6 +8,7 @@ added to the file that STALLOC_VIRTUAL_ORDER_LOG names.
 
 import atexit
 import ctypes
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -24,8 +25,9 @@ _AT_A_TIME = 64
 _LIBRARIES = ("torch", "functorch", "cupy", "cupyx", "cupy_backends", "triton")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEVICE = os.path.join(_OWN, "device") + os.sep
+_PACKAGES = [importlib.util.find_spec(name) for name in ("stalloc", "stalloc.kernels")]  # a checkout has them apart
+_OWN = tuple(os.path.dirname(one.origin) + os.sep for one in _PACKAGES if one is not None and one.origin)
+_DEVICE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class _Finding(ctypes.Structure):
@@ -92,7 +94,7 @@ class Places:
 
 
 def _is_programs(file: str) -> bool:
-    if file.startswith(("<frozen", "<__array_function__", _OWN)):
+    if file.startswith(("<frozen", "<__array_function__", *_OWN)):
         return False
     for folder in _INSTALLED:
         if file.startswith(folder):
