@@ -47,6 +47,7 @@ _SIGNS = (
     "native mem", "memory profiling", "posix_memalign", "system memory", "isn't enough", "memory budget", "sigkill",
     "exitcode", "exit code", "tactic device", "outof", "attempting", "smaller than", "cannot malloc", "out of gpu",
 )  # fmt: skip
+_ALL_FIGURES = (*FIGURES, "process")
 _MOST_COMPARED = 100  #: of more than these each is shown as it is
 _MOST_WRAPPED = 1 << 18  #: what people copy from a terminal
 _ITEM_BYTES = {"half": 2, "bfloat16": 2, "double": 8, "int64": 8, "complex64": 8, "bool": 1, "int8": 1, "uint8": 1}
@@ -95,7 +96,7 @@ def _told_once(times: dict[ErrorText, int]) -> dict[ErrorText, int]:
 
 def _as_written(error: ErrorText) -> list[str | None]:
     """The figures of an error, to the two decimals that most of them are written with."""
-    sizes = [getattr(error, f"{name}_bytes") for name in (*FIGURES, "process")]
+    sizes = [getattr(error, f"{name}_bytes") for name in _ALL_FIGURES]
     return [None if size is None else human_bytes(size) for size in sizes]
 
 
@@ -148,8 +149,7 @@ def _errors(text: str) -> Iterable[_Found]:
 
 
 def _num_figures(found: list[_Found]) -> int:
-    names = (*FIGURES, "process")
-    return sum(getattr(one.error, f"{name}_bytes") is not None for one in found for name in names)
+    return sum(getattr(one.error, f"{name}_bytes") is not None for one in found for name in _ALL_FIGURES)
 
 
 def _with_figures(text: str) -> tuple[list[_Found], list[_Found]]:

@@ -37,6 +37,9 @@ def worded(
 
 
 NVIDIA_SMI = "`nvidia-smi` names the processes that hold the device."
+CHIP_OF_KERNEL = (
+    "This is memory on the chip that one kernel asks for, not memory of the device: smaller blocks in that kernel."
+)
 CUPY = "CuPy's limit is that of cupy.get_default_memory_pool().set_limit() or CUPY_GPU_MEMORY_LIMIT."
 RMM = "RMM's pool: give it a larger maximum_pool_size, hold less, or let cuDF spill (CUDF_SPILL=on)."
 JAX = (

@@ -6,6 +6,7 @@ Contract: the first wording that fits a place in a text is the one that counts.
 from stalloc.analysis.error_text import HOST, KV_CACHE, ON_CHIP, SHARED
 from stalloc.analysis.error_wording import (
     CHIP,
+    CHIP_OF_KERNEL,
     CUPY,
     DRIVER,
     FLASHINFER,
@@ -109,7 +110,7 @@ WITH_FIGURES = (
     worded(
         "JAX",
         r"Scoped allocation with size <wanted> and limit <limit> exceeded scoped vmem limit",
-        "This is memory on the chip that one kernel asks for, not memory of the device: smaller blocks in that kernel.",
+        CHIP_OF_KERNEL,
         ON_CHIP,
         "limit",
     ),

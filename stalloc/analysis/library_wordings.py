@@ -9,6 +9,7 @@ from stalloc.analysis.error_text import HOST, KV_CACHE, ON_CHIP, SHARED
 from stalloc.analysis.error_wording import (
     BNB,
     CHIP,
+    CHIP_OF_KERNEL,
     CUPY,
     DRIVER,
     HOST_MEMORY,
@@ -52,10 +53,10 @@ OF_LIBRARIES = (
     worded(
         "CUDA",
         r"(?:cudaMallocHost|cudaHostAlloc|cudaHostRegister|cuMemHostAlloc|cuMemAllocHost|hipHostMalloc|"
-        r"hipHostRegister)\b(?=[\s\S]{0,120}(?:fail|error|out of memory|OUT_OF_MEMORY))|(?:allocat|out "
-        r"of|lack)[^\n]{0,40}pinned (?:host )?memory|in pin memory thread[\s\S]{0,1500}?out of memory|in "
-        r"_?pin_memory\w*\b"
-        r"[\s\S]{0,400}?out of memory|out of memory[^\n]*\n(?:[^\n]*\n){0,6}?[^\n]*in _?pin_memory\w*\b",
+        r"hipHostRegister)\b(?=[\s\S]{0,120}(?:fail|error|out of memory|OUT_OF_MEMORY))|"
+        r"(?:allocat|out of|lack)[^\n]{0,40}pinned (?:host )?memory|in pin memory thread[\s\S]{0,1500}?out of memory|"
+        r"in _?pin_memory\w*\b[\s\S]{0,400}?out of memory|"
+        r"out of memory[^\n]*\n(?:[^\n]*\n){0,6}?[^\n]*in _?pin_memory\w*\b",
         PINNED,
         HOST,
     ),
@@ -74,7 +75,7 @@ OF_LIBRARIES = (
     worded(
         "JAX",
         r"RESOURCE_EXHAUSTED[^\n]{0,200}memory space (?:vmem|smem|sflag)",
-        "This is memory on the chip that one kernel asks for, not memory of the device: smaller blocks in that kernel.",
+        CHIP_OF_KERNEL,
         ON_CHIP,
         "limit",
     ),
@@ -125,19 +126,17 @@ OF_LIBRARIES = (
     worded("bitsandbytes", r"Error out of memory at line \d+ in file", BNB),
     worded(
         "the host",
-        r"(?:shared memory object|/torch_|received 0 items of ancdata)[^\n]{0,120}Too many open files|received 0 "
-        r"items of "
-        r"ancdata",
+        r"(?:shared memory object|/torch_|received 0 items of ancdata)[^\n]{0,120}Too many open files|"
+        r"received 0 items of ancdata",
         OPEN_FILES,
         HOST,
     ),
     worded(
         "the host",
         r"DataLoader worker[^\n]{0,200}(?:Bus error|shared memory)|insufficient shared memory|out of shared memory|"
-        r"shared "
-        r"memory limit|(?:[Ee]rror|[Ff]ail|[Uu]nable|[Cc]annot|WARN)[^\n]{0,120}(?:/dev/shm|shared memory object)|"
-        r"/dev/shm"
-        r"[^\n]{0,80}(?:[Nn]o space|too small|[Ff]ull\b)|No space left on device[^\n]{0,80}shm",
+        r"shared memory limit|(?:[Ee]rror|[Ff]ail|[Uu]nable|[Cc]annot|WARN)[^\n]{0,120}"
+        r"(?:/dev/shm|shared memory object)|/dev/shm[^\n]{0,80}(?:[Nn]o space|too small|[Ff]ull\b)|"
+        r"No space left on device[^\n]{0,80}shm",
         SHM,
         SHARED,
     ),
@@ -145,8 +144,7 @@ OF_LIBRARIES = (
         "the host",
         r"[Oo]ut of memory: Kill(?:ed)? process|oom_kill|OOMKilled|Memory cgroup out of memory|DataLoader "
         r"worker[^\n]{0,80}signal: Killed|node running low on memory|killed due to memory pressure|exceeded \d+% "
-        r"memory budget|Cannot allocate "
-        r"memory|"
+        r"memory budget|Cannot allocate memory|"
         r"Exceeded (?:step|job) memory limit|posix_memalign\(&data, \w+, nbytes\) == 0|"
         r"java\.lang\.OutOfMemoryError: Java heap",
         HOST_MEMORY,
@@ -207,8 +205,7 @@ OF_DRIVERS = (
     worded(
         "CUDA",
         r"(?:CUDA_|NVRTC_)ERROR_OUT_OF_MEMORY|cudaError(?:MemoryAllocation|OutOfMemory)|CU(?:BLAS|DNN|SOLVER|SPARSE|"
-        r"RAND|"
-        r"TENSOR)_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUFFT_ALLOC_FAILED|"
+        r"RAND|TENSOR)_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)|CUFFT_ALLOC_FAILED|"
         r"CUDA_OUT_OF_MEMORY|CUBLAS_STATUS_NOT_INITIALIZED|cudaMalloc\w* failed|CUresult error[^\n]{0,20}result=2\b|"
         r"(?:CUDA|[Cc]uda|\bcu[A-Z]\w+|\bGPU\b|\bGpu\b|\.cu\b)[^\n]{0,200}[Oo]ut of (?:device )?memory|"
         r"[Oo]ut of (?:GPU|device|CUDA|video) memory|\b[Dd]evice out of memory",

@@ -82,15 +82,17 @@ def run(args: argparse.Namespace) -> int:
     release = _release(args, traces[0])
     variable = variable_to_set(release)
     result: dict[str, Any] = {"file": args.file, "variable": variable, "recorded_settings": recorded}
-    result |= {"recorded_reserved_peak_bytes": max(peaks, default=None), "too_short": bool(too_short)}
+    recorded_bytes = max(peaks, default=None)
+    result |= {"recorded_reserved_peak_bytes": recorded_bytes, "too_short": bool(too_short)}
     if too_short:
         write_json(args, result | {"best_settings": None, "export": None, "ranking": []})
         if wants_text(args):
             _print_too_short(args, too_short[0], recorded)
         return 0
     best, usual = ranking[0], next(one for one in ranking if one.settings == recorded)
-    # a program that returns its cache itself reserves less than a replay, which does not know when
-    usual_bytes = min([usual.reserved_peak_bytes, *([max(peaks)] if peaks else [])])
+    usual_bytes = usual.reserved_peak_bytes
+    if recorded_bytes is not None:  # a program that returns its cache itself reserves less than a replay
+        usual_bytes = min(usual_bytes, recorded_bytes)
     is_better = best.fits and (not usual.fits or best.reserved_peak_bytes < _WORTH_IT * usual_bytes)
     line = f"export {variable}={command_text(best.settings)}" if is_better and best.settings else None
     if is_better and not best.settings:
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         args, result | {"best_settings": best.settings, "export": line, "ranking": [asdict(one) for one in ranking]}
     )
     if wants_text(args):
-        _print(args, ranking, usual, line, max(peaks, default=None), any(map(_returns_cache, traces)))
+        _print(args, ranking, usual, line, recorded_bytes, any(map(_returns_cache, traces)))
     return 0
 
 

@@ -227,9 +227,7 @@ def _order(args: argparse.Namespace, code: int) -> dict[str, Any]:
     from stalloc.device import virtual
 
     checker = virtual.order_checker()
-    found = checker.found() if checker is not None else []
-    if checker is not None:
-        checker.tell()
+    found = checker.tell() if checker is not None else []
     if wants_text(args):
         print("order of work: " + (f"{len(found)} places, see above" if found else "nothing was found"))
     return {"order": [dataclasses.asdict(one) for one in found], "exit_code": code or int(bool(found))}

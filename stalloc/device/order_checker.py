@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
+from stalloc.figures import human_bytes
 from stalloc.notices import say
 
 VARIABLE = "STALLOC_VIRTUAL_ORDER"
@@ -138,8 +139,8 @@ class OrderChecker:
             if len(found) >= num:
                 return found
 
-    def tell(self) -> int:
-        """Say what was found, once in a process; how many sentences that were."""
+    def tell(self) -> list[Finding]:
+        """Say what was found, once in a process, and return it."""
         found = self.found()
         texts = [f"{one.text}{f' ({one.num_seen} times)' if one.num_seen > 1 else ''}." for one in found]
         log = os.environ.get(LOG)
@@ -150,7 +151,7 @@ class OrderChecker:
             for text in texts:
                 say(text)
         self._is_told = True
-        return len(found)
+        return found
 
     def end(self) -> None:
         """Tell, and ask Python nothing any more."""
@@ -164,18 +165,11 @@ def _stream(handle: int | None, device: int) -> str:
     return f"stream {handle:#x}"
 
 
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes} bytes"
-
-
 def _sentence(one: _Finding, places: Places) -> str:
     call = one.call.decode()
     here, there = places.text(one.place), places.text(one.other_place)
     stream, other = _stream(one.stream, one.device), _stream(one.other_stream, one.other_device)
-    what = f"{_size(one.size_bytes)} at {one.address:#x}"
+    what = f"{human_bytes(one.size_bytes)} at {one.address:#x}"
     verb, pending = "writes" if one.writes else "reads", "write" if one.other_writes else "read"
     if one.kind in (_RACE, _HANDED_ON):
         start = f"{here} {verb} {what} on {stream} while {there} may still {pending} it on {other}: "

@@ -33,7 +33,6 @@ def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
     """`to` and its kin: a copy to the host is a read, a copy on the GPU has the same elements."""
 
     same, kinds, plain, most = _original_to(values), values.kinds, values.plain, MAX_NUMBERS
-    unseen = values.torch._C._DisableTorchDispatch
 
     @functools.wraps(function)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +47,7 @@ def mover(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
         elif self.is_cuda:
             host = values.read(self) if self.dtype in kinds else values.read_data(self)
             if host is not None:
-                with values.torch.no_grad(), unseen():  # the copy by the driver wrote it, for whoever watches
+                with values.torch.no_grad(), values.unseen():  # the copy by the driver wrote it, for whoever watches
                     result.copy_(host)
         return result
 
@@ -60,8 +59,6 @@ def _original_to(values: Values) -> Callable[..., Any]:
 
 
 def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
-    unseen = values.torch._C._DisableTorchDispatch
-
     @functools.wraps(function)
     def copy(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, source, *args, **kwargs)
@@ -73,7 +70,7 @@ def copier(values: Values, function: Callable[..., Any]) -> Callable[..., Any]:
         elif not self.is_cuda and values.is_followed(source):
             host = values.read(source)
             if host is not None:
-                with unseen():
+                with values.unseen():
                     function(self, host)
         return result
 

@@ -55,16 +55,8 @@ __all__ = [
 
 _STATISTICS = (
     *("mallocs", "frees", "launches", "copies", "copies_skipped", "memsets", "out_of_memory"),
-    *(
-        "event_records",
-        "event_waits",
-        "maps",
-        "unmaps",
-        "page_creates",
-        "page_releases",
-        "access_calls",
-        "device_waits",
-    ),
+    *("event_records", "event_waits", "maps", "unmaps"),
+    *("page_creates", "page_releases", "access_calls", "device_waits"),
 )
 
 _library: ctypes.CDLL | None = None

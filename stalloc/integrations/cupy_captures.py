@@ -27,7 +27,7 @@ def heed_captures(runtime: Runtime) -> None:
     def begin_capture(stream: Any, *args: Any, **kwargs: Any) -> Any:
         controller = runtime.controllers[get_device_id()]
         captures = controller.captures
-        if not captures.are_on:
+        if not controller.memory.is_capturing:
             controller.memory.release_unused()
         captures.begin(_POOL)
         try:

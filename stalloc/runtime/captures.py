@@ -19,11 +19,6 @@ class Captures:
         self._spare_kinds: list[int] = []  # of pools whose graphs are gone
         self._counted: dict[int, bool] = {}  # by thread: whether the call that is under way has counted its graph
 
-    @property
-    def are_on(self) -> bool:
-        """Whether a graph is being captured."""
-        return self._state.record.private_kind != 0
-
     def begin(self, graph_pool: tuple[int, int]) -> None:
         """A graph is being captured into a pool of torch's: serve everything from a private pool until `end`."""
         me = threading.get_ident()

@@ -144,8 +144,8 @@ class PoolSource:
             if memory is not None and memory.map(memory.ptr, size_bytes):
                 return memory
             self.doubt_pages(size_bytes)
-        if self.paged and not self.refusal:
-            return None
+            if not self.refusal:
+                return None
         with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError):
             return (self._block_pool() if self.paged else self.pool).malloc(size_bytes)
         return None

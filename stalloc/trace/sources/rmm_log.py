@@ -34,7 +34,7 @@ _EPOCH = re.compile(r"(\d{1,11})\.(\d{6})")  # in its documentation
 _DEVICE = re.compile(r"\.dev(\d{1,3})(?:\.|$)")
 _NULL = "(nil)"
 _MAX_LINE_BYTES = 4096
-_MAX_DEVICE = 4095
+_MAX_DEVICE, _MAX_STREAM = 4095, (1 << 63) - 1
 
 
 class _Events:
@@ -139,18 +139,19 @@ def _add_old(events: dict[int, _Events], cells: list[str]) -> None:
     one.add(kind, address, size, stream, time_us)
 
 
-def _address(text: str) -> int:
-    address = 0 if text == _NULL else int(text, 16)
-    if not 0 <= address <= MAX_ADDRESS:
+def _pointer(text: str, most: int) -> int:
+    number = 0 if text == _NULL else int(text, 16)
+    if not 0 <= number <= most:
         raise ValueError(text)
-    return address
+    return number
+
+
+def _address(text: str) -> int:
+    return _pointer(text, MAX_ADDRESS)
 
 
 def _stream(text: str) -> int:
-    stream = 0 if text == _NULL else int(text, 16)
-    if not 0 <= stream < 1 << 63:
-        raise ValueError(text)
-    return stream
+    return _pointer(text, _MAX_STREAM)
 
 
 def _bytes(text: str) -> int:
