@@ -138,26 +138,8 @@ def test_the_old_arena_goes_back_when_what_was_handed_on_is_gone() -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_a_plan_for_one_more_kind_that_fits_takes_the_arena_over(streams: int) -> None:
-    """Although gradients live there, and streams have regions."""
-    program = Program(streams=streams, arena="pool")
-    for width in in_rounds(1, 2, 8):
-        program.step(lambda width=width: program.train(40_000 + 1000 * width))
-    plans, reserved, arena = (
-        program.controller.status.num_plans,
-        program.state.record.reserved_bytes,
-        program.state.record.arena,
-    )
-    for width in in_rounds(2, 3, 8):
-        served = program.step(lambda width=width: program.train(39_000 + 1000 * width))
-        assert program.state.record.arena == arena
-    assert served == (37, 0)
-    assert program.controller.status.num_plans > plans
-    assert program.state.record.reserved_bytes < 1.2 * reserved
-
-
-@pytest.mark.parametrize("streams", [1, 3])
-def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: int) -> None:
+def test_an_arena_that_is_a_block_goes_back_with_what_lives_there(streams: int) -> None:
+    """A plan of less gets a block of its own; what the last one keeps stays where it is until it is freed."""
     program = Program(streams=streams, arena="pool")
     controller, state = program.controller, program.state
     drift(program, [60_000], lambda: controller.status.phase is Phase.PLANNED)
@@ -165,12 +147,10 @@ def test_an_arena_that_was_taken_over_shrinks_once_nothing_lives_there(streams: 
     kept = program.allocate(100 * MIB)
     assert arena <= kept < arena + large
     drift(program, [20_000, 23_000], lambda: controller.status.num_plans > 1)
-    program.step(lambda: program.evaluate(20_000))
-    assert state.record.arena_bytes == large  # around what lives there
+    assert state.record.arena_bytes < 0.5 * large
     program.free(kept)
     for width in [23_000, 20_000] * 3:
         program.step(lambda width=width: program.evaluate(width))
-    assert state.record.arena_bytes < 0.5 * large
     assert state.record.reserved_bytes < state.record.arena_bytes + 40 * MIB
     taken = controller.device.num_allocs
     for width in [23_000, 20_000] * 10:

@@ -5,35 +5,31 @@ segment is of one stream, so cells that several streams use have to be parted fi
 """
 
 from stalloc.compiled import inner, njit
-from stalloc.core.arena import begin_serving, clear, end_at
-from stalloc.core.cells import cells_empty, find_cell, has_page, region_end
+from stalloc.core.arena import clear
+from stalloc.core.cells import cells_empty, has_page, region_end
 from stalloc.core.constants import (
     BLOCK_FREE,
     BLOCK_UNMAPPED,
     GENERAL_KIND,
     GRANULE,
-    LEASED_KIND,
     MAX_STREAMS,
     MODE_REPLAY,
     NO_STREAM,
     STREAM_BITS,
     UNMAPPED,
 )
-from stalloc.core.counters import count_joined, count_parted
-from stalloc.core.free_lists import remove_free
+from stalloc.core.counters import count_parted
 from stalloc.core.hash_table import add_live
 from stalloc.core.intrinsics import locked, unlock
 from stalloc.core.learnt_lifespans import note_staying
-from stalloc.core.leases import begin_lease, end_lease, revoke_all
+from stalloc.core.leases import end_lease, revoke_all
 from stalloc.core.pages import put_on, take_off
 from stalloc.core.pools import find_pool
-from stalloc.core.records import block_at, cell_at, entry_at, pool_at, segment_at, slot_at
+from stalloc.core.records import block_at, cell_at, entry_at, segment_at, slot_at
 from stalloc.core.segments import (
     allocate_block_row,
     allocate_segment_row,
-    find_segment,
     release_block_row,
-    release_segment_row,
     set_up_block,
 )
 from stalloc.core.shared_pages import part_at_pages
@@ -63,34 +59,6 @@ def dissolve_arena(device, addresses):
         clear(state)
     unlock(state)
     return regions
-
-
-@njit()
-def serve_segments(device, addresses, size):
-    """Serve the tape from retired segments as the arena; False if what lives there does not fit between the cells.
-
-    For Python.
-    """
-    state = locked(device)
-    arena = addresses[0]
-    state.arena = arena
-    end_at(state, size)
-    runs = 0
-    for i in range(len(addresses)):
-        row = find_segment(state, addresses[i])
-        more = _num_runs(state, segment_at(state, row), arena) if row != 0 else -1
-        runs = runs + more if runs >= 0 and more >= 0 else -1
-    done = runs >= 0 and state.segments_capacity - state.segments_used > runs
-    if done:
-        begin_serving(state, arena, size, True)
-        state.arena_mapped_bytes = size
-        for i in range(len(addresses)):
-            _take_over(state, find_segment(state, addresses[i]), arena)
-        count_joined(state, len(addresses))
-    else:
-        state.arena = 0
-    unlock(state)
-    return done
 
 
 @inner()
@@ -222,78 +190,3 @@ def _dissolve_region(state, first, end, group):
     made.num_live = live
     made.is_paged = state.arena_pages != 0
     made.group = group if made.is_paged == 0 else 0
-
-
-@inner()
-def _run_end(state, row):
-    """The last of the blocks from this one on that live side by side."""
-    while True:
-        following = block_at(state, row).next
-        if following == 0 or block_at(state, following).state == BLOCK_FREE:
-            return row
-        row = following
-
-
-@inner()
-def _num_runs(state, segment, arena):
-    """How many leases keep what lives in a retired segment, of the cells that are in place now.
-
-    -1 if that cannot be: its blocks do not end where cells do, or its cells are another stream's.
-    """
-    stream = pool_at(state, segment.pool).stream
-    if find_pool(state, stream, LEASED_KIND, True) < 0:
-        return -1
-    low = find_cell(state, segment.address - arena)
-    high = find_cell(state, segment.address + segment.size_bytes - arena)
-    if low < 0 or high < 0:
-        return -1
-    for i in range(low, high):
-        if cell_at(state, i).stream != stream:
-            return -1
-    runs, row = 0, segment.first
-    while row != 0:
-        if block_at(state, row).state != BLOCK_FREE:
-            begin = block_at(state, row).address - arena
-            row = _run_end(state, row)
-            end = block_at(state, row).address + block_at(state, row).size_bytes - arena
-            if find_cell(state, begin) < 0 or find_cell(state, end) < 0:
-                return -1
-            runs += 1
-        row = block_at(state, row).next
-    return runs
-
-
-@inner()
-def _keep_run(state, pool, first, last, arena):
-    """Keep the blocks from one to another, which live, in a lease."""
-    begin = block_at(state, first).address
-    end = block_at(state, last).address + block_at(state, last).size_bytes
-    lease = allocate_segment_row(state, pool, begin, end - begin, first)
-    block_at(state, first).previous = 0
-    block_at(state, last).next = 0
-    live, row = 0, first
-    while row != 0:
-        block_at(state, row).segment = lease
-        live += 1
-        row = block_at(state, row).next
-    segment_at(state, lease).num_live = live
-    begin_lease(state, lease, find_cell(state, begin - arena), find_cell(state, end - arena), 0)
-
-
-@inner()
-def _take_over(state, segment, arena):
-    """Turn a retired segment into the arena: what lives there is kept in leases, the rest belongs to the plan."""
-    stream = pool_at(state, segment_at(state, segment).pool).stream
-    pool = find_pool(state, stream, LEASED_KIND, True)
-    row = segment_at(state, segment).first
-    while row != 0:
-        if block_at(state, row).state == BLOCK_FREE:
-            following = block_at(state, row).next
-            remove_free(state, row)
-            release_block_row(state, row)
-        else:
-            last = _run_end(state, row)
-            following = block_at(state, last).next
-            _keep_run(state, pool, row, last, arena)
-        row = following
-    release_segment_row(state, segment)

@@ -40,19 +40,6 @@ def flip_cells(bits, low, high):
 
 
 @inner()
-def find_cell(state, offset):
-    """The cell that begins at an offset, num_cells for the end of the last; -1 if none does."""
-    low, high = 0, state.num_cells
-    while low < high:
-        middle = (low + high) >> 1
-        if cell_at(state, middle).offset < offset:
-            low = middle + 1
-        else:
-            high = middle
-    return low if cell_at(state, low).offset == offset else -1
-
-
-@inner()
 def has_page(state, page):
     """Whether a page of the arena has memory."""
     return state.arena_pages == 0 or (word_at(state.arena_pages, page >> 6).value >> (page & 63)) & 1 == 1

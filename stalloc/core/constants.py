@@ -41,9 +41,9 @@ FIRST_TRY, ASKED, HEAP_ONLY, GOT_PAGES, POLLED = 0, 1, 2, 3, 4
 
 # Pool.kind. Leased: cells of the arena. Retired: what lives there stays, nothing is served from there. Persistent: for
 # what is meant to last.
-SMALL_KIND, GENERAL_KIND, LEASED_KIND, RETIRED_KIND, PERSISTENT_KIND = range(5)
+SMALL_KIND, GENERAL_KIND, LEASED_KIND, PERSISTENT_KIND = range(4)
 PRIVATE_KINDS = 1 << 50  # from here on: a pool that belongs to CUDA graphs
-POOL_USED, POOL_PINNED, POOL_RETIRED = 1, 2, 3  # Pool.status; pinned: its memory belongs to graphs, live or not
+POOL_USED, POOL_PINNED = 1, 2  # Pool.status; pinned: its memory belongs to graphs, live or not
 
 # Block.state and Slot.state. Shared: other streams use it; deferred: freed, but they may not be done; in handover:
 # being freed, for another stream. Of a shared or deferred block the bits above STATE_BITS are its first StreamUse

@@ -1,11 +1,9 @@
 """The arena of one device as Python sees it: a tape is installed, served from memory, given up."""
 
-from dataclasses import replace
-
 import numpy as np
 from numba import types
 
-from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, segments, step_begins, strand_cursors
+from stalloc.core import arena, arena_pages, arena_segments, counters, handovers, step_begins, strand_cursors
 from stalloc.core.arena_tape import ArenaTape, check
 from stalloc.core.constants import (
     GRANULE,
@@ -18,9 +16,8 @@ from stalloc.core.constants import (
     STREAM_BITS,
 )
 from stalloc.core.device_heap import DeviceHeap
-from stalloc.core.device_tables import MAX_KEPT, DeviceTables
+from stalloc.core.device_tables import DeviceTables
 from stalloc.core.record_types import Words
-from stalloc.core.regions import Region, moved_into
 from stalloc.core.tape_tables import TapeTables, make_tables
 
 _MOST_AHEAD = 16  # pages that get memory before they are asked for
@@ -43,19 +40,15 @@ class DeviceArena:
         self._last_tape: tuple[TapeTables | None, Words] = (None, self._previous_users)
         self._made: tuple[ArenaTape | None, TapeTables | None] = (None, None)  # of what was installed last, untouched
 
-    def install(
-        self, tape: ArenaTape, cursor: int = 0, kept: Words | None = None, regions: list[Region] | None = None
-    ) -> None:
+    def install(self, tape: ArenaTape, cursor: int = 0) -> None:
         """Put a tape in place and follow it from entry `cursor`, without serving it yet.
 
-        `kept` (b,) are offsets between which blocks live already where the arena will be. `regions` say whose the bytes
-        of the arena to come are already, those that the tape does not use too.
         No arena may be in place: its blocks are known by the tape that they were served from. Raises PlanError for a
         tape that its arena does not hold, and leaves what was in place as it was.
         """
         check(tape, cursor)
         assert self._tables.record.arena_bytes == 0
-        tables = make_tables(tape, kept, regions) if kept is not None or regions is not None else self._tables_of(tape)
+        tables = self._tables_of(tape)
         self._needs = tape.arena_bytes
         self._keep(tables, np.zeros(0, np.int64))
         self._tables.write(
@@ -100,7 +93,7 @@ class DeviceArena:
         """Those of a tape, made once: while it is followed its arena moves, and it is installed again."""
         made_of, made = self._made
         if made is None or made_of is not tape:
-            made = make_tables(tape, None, None)
+            made = make_tables(tape)
             self._made = tape, made
         return made.copy()
 
@@ -216,44 +209,6 @@ class DeviceArena:
     def is_idle(self) -> bool:
         """Whether nothing lives in the arena."""
         return bool(arena.arena_is_idle(self._tables.address))
-
-    def regions(self) -> list[Region]:
-        """What `dissolve` would make of the arena in place; none if streams share a part of it."""
-        if not self._tables.record.arena_bytes or self.tape is None:
-            return []
-        count = self._tables.record.num_cells
-        offset, stream = self.tape.cells["offset"][: count + 1], self.tape.cells["stream"][:count]
-        if (stream == NO_STREAM).any():
-            return []
-        first = np.flatnonzero(np.append(True, stream[1:] != stream[:-1]))
-        ends = np.append(first[1:], len(stream))
-        return [
-            Region(int(offset[low]), int(offset[high] - offset[low]), int(stream[low]))
-            for low, high in zip(first.tolist(), ends.tolist(), strict=True)
-        ]
-
-    def take_over_segments(self, addresses: list[int], tape: ArenaTape) -> bool:
-        """Make segments the arena of a tape, around what lives there.
-
-        False if that cannot be: then they are segments still. They have to be those that `dissolve` made of an
-        arena, or one that came alone. What the tape has of a stream moves to where that stream's segment is.
-        """
-        regions = self._heap.segment_regions(addresses)
-        moved = moved_into(regions, tape.size, tape.stream, tape.offset) if regions else None
-        if moved is None:
-            return False
-        offsets, column = np.zeros(MAX_KEPT, np.int64), np.array(addresses, np.int64)
-        count = segments.retire_segments(self._tables.address, column, offsets)
-        if count >= 0:
-            size_bytes = regions[-1].begin + regions[-1].size_bytes
-            kept = np.append(offsets[:count], size_bytes)
-            self.install(replace(tape, offset=moved, arena_bytes=size_bytes), 0, kept, regions)
-            if arena_segments.serve_segments(self._tables.address, column, size_bytes):
-                return True
-            self.drop_tape()
-        for address in addresses:
-            self._heap.reuse_segment(address)
-        return False
 
     def forget(self) -> int:
         """Let go of an arena that is not served and in which nothing lives: its bytes, 0 if it has to stay."""

@@ -3,9 +3,8 @@
 import numpy as np
 
 from stalloc.core import growth, pages, pools, segments, splices
-from stalloc.core.device_tables import MAX_KEPT, MAX_RANGES, DeviceTables
+from stalloc.core.device_tables import MAX_RANGES, DeviceTables
 from stalloc.core.record_types import Words
-from stalloc.core.regions import Region
 
 _MOST_SCATTERED = 1024
 
@@ -19,10 +18,6 @@ class DeviceHeap:
     def pool_kind(self, pool: int) -> int:
         """The kind of a pool: SMALL_KIND and so on."""
         return int(self._tables.pools["kind"][pool])
-
-    def general_pool(self, stream: int) -> int:
-        """The pool of a stream (index) whose segments are split; -1 if the table is full."""
-        return int(pools.general_pool(self._tables.address, stream))
 
     def unpin_pools(self, kind: int) -> None:
         """The graphs that a private kind of pool served are gone: its free segments may go back."""
@@ -108,28 +103,6 @@ class DeviceHeap:
         rows: np.ndarray = self._tables.segments[1 : self._tables.record.segments_used].copy()
         rows = rows[(rows["address"] != 0) & (rows["cell_high"] == 0)]
         return rows[np.argsort(rows["address"])]
-
-    def segment_regions(self, addresses: list[int]) -> list[Region]:
-        """What `DeviceArena.dissolve` made of an arena, or one segment; none if a part of it is gone."""
-        rows = self._segment_rows()
-        rows = rows[np.isin(rows["address"], addresses)]
-        if not addresses or rows["address"].tolist() != addresses:
-            return []
-        columns = addresses, rows["size_bytes"].tolist(), self._tables.pools["stream"][rows["pool"]].tolist()
-        return [Region(address - addresses[0], size, stream) for address, size, stream in zip(*columns, strict=True)]
-
-    def retire(self, addresses: list[int]) -> bool:
-        """Serve nothing more from segments that `DeviceArena.dissolve` made; False if that cannot be."""
-        offsets = np.zeros(MAX_KEPT, np.int64)
-        retired = segments.retire_segments(self._tables.address, np.array(addresses, np.int64), offsets) >= 0
-        if not retired:
-            for address in addresses:
-                self.reuse_segment(address)
-        return bool(retired)
-
-    def reuse_segment(self, address: int) -> None:
-        """Serve from a segment again, if it is retired."""
-        segments.reuse_segment(self._tables.address, address)
 
     def largest_free_bytes(self) -> int:
         """The largest free block of the heap."""

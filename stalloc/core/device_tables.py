@@ -37,7 +37,6 @@ _EVENTS = 1 << 22
 _STREAM_USES = 1 << 20
 
 MAX_RANGES = 4096  # of pages that lose their memory at a time
-MAX_KEPT = 1 << 16  # blocks that may live in what an arena takes over
 
 
 @njit(**BORROWING)

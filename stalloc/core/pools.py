@@ -10,11 +10,10 @@ from stalloc.compiled import BORROWING, inner, njit
 from stalloc.core.constants import (
     BLOCK_LIVE,
     GENERAL_KIND,
+    LEASED_KIND,
     POOL_PINNED,
-    POOL_RETIRED,
     POOL_USED,
     PRIVATE_KINDS,
-    RETIRED_KIND,
     SMALL_LIMIT,
 )
 from stalloc.core.free_lists import allocate_bins, largest_block
@@ -35,24 +34,15 @@ def find_pool(state, stream, kind, create):
             if not create or used >= mask or (kind > GENERAL_KIND and used >= mask - (mask >> 3)):
                 return -1
             state.pools_used = used + 1
-            pool.status = POOL_PINNED if kind >= PRIVATE_KINDS else POOL_RETIRED if kind == RETIRED_KIND else POOL_USED
+            pool.status = POOL_PINNED if kind >= PRIVATE_KINDS else POOL_USED
             pool.stream = stream
             pool.kind = kind
-            if kind <= RETIRED_KIND or kind >= PRIVATE_KINDS:
+            if kind <= LEASED_KIND or kind >= PRIVATE_KINDS:
                 allocate_bins(state, row)
             return row
         if pool.stream == stream and pool.kind == kind:
             return row
         row = (row + 1) & mask
-
-
-@njit()
-def general_pool(device, stream):
-    """The pool of a stream (index) whose segments are split; -1 if the table is full. For Python."""
-    state = locked(device)
-    pool = find_pool(state, stream, GENERAL_KIND, True)
-    unlock(state)
-    return pool
 
 
 @njit()

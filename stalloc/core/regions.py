@@ -1,10 +1,9 @@
-"""The regions of streams in an arena, and whether those of a plan fit into those that are there.
+"""The regions of streams in an arena: each on pages of its own.
 
-Contract: what a plan has of a stream is moved only to where that stream's region is already, so that no byte passes
-from one stream to another, and requests that shared no byte share none afterwards.
+Contract: requests that shared no byte share none afterwards.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,31 +13,6 @@ from stalloc.core.constants import ALIGNMENT, GRANULE, LITTLE
 from stalloc.core.record_types import Words
 
 _FEW_SHIFT = 6  # little requests lie apart where they, and a page, are no more than 1 / 2 ** shift of the others
-
-
-@dataclass(frozen=True)
-class Region:
-    """A part of an arena that belongs to one stream."""
-
-    begin: int  # bytes from where the arena begins
-    size_bytes: int
-    stream: int  # index; with its strand above STREAM_BITS, where a plan has several
-
-
-def moved_into(regions: list[Region], size: Words, stream: Words, offset: Words) -> Words | None:
-    """(k,) the offsets of a tape in an arena of these regions, -1 where it has none; None if it does not fit."""
-    moved = np.full(len(offset), -1, np.int64)
-    planned = offset >= 0
-    for index in distinct(stream[planned]).tolist():
-        rows = planned & (stream == index)
-        low = int(offset[rows].min())
-        high = int((offset[rows] + rounded(size[rows])).max())
-        own = [region for region in regions if region.stream == index]
-        largest = max(own, key=lambda region: region.size_bytes, default=None)
-        if largest is None or largest.size_bytes < high - low:
-            return None
-        moved[rows] = offset[rows] + (largest.begin - low)
-    return moved
 
 
 def on_pages(tape: ArenaTape, *, apart: bool = True) -> ArenaTape:

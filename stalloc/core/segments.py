@@ -10,16 +10,12 @@ from stalloc.core.constants import (
     ACTION_SEGMENT_ALLOC,
     ACTION_SEGMENT_FREE,
     BLOCK_FREE,
-    GENERAL_KIND,
     POOL_PINNED,
-    POOL_RETIRED,
-    RETIRED_KIND,
 )
 from stalloc.core.counters import count_segment
 from stalloc.core.event_log import record
 from stalloc.core.free_lists import insert_free, remove_free
 from stalloc.core.intrinsics import locked, unlock
-from stalloc.core.pools import find_pool
 from stalloc.core.records import block_at, pool_at, segment_at
 
 
@@ -123,47 +119,6 @@ def add_segment(state, pool, address, size):
 
 
 @inner()
-def find_segment(state, address):
-    """The segment that begins at an address, 0 if there is none; leases are no segments."""
-    for row in range(1, state.segments_used):
-        segment = segment_at(state, row)
-        if segment.address == address and segment.cell_high == 0:
-            return row
-    return 0
-
-
-@inner()
-def group_size(state, group):
-    """How many segments came from the device as this one piece."""
-    count = 0
-    for row in range(1, state.segments_used):
-        segment = segment_at(state, row)
-        count += segment.address != 0 and segment.group == group
-    return count
-
-
-@inner()
-def change_kind(state, row, kind):
-    """Let the blocks of a segment belong to another kind of pool of their stream; False if there is no such pool."""
-    segment = segment_at(state, row)
-    pool = find_pool(state, pool_at(state, segment.pool).stream, kind, True)
-    if pool < 0:
-        return False
-    block = segment.first
-    while block != 0:
-        if block_at(state, block).state == BLOCK_FREE:
-            remove_free(state, block)
-        block = block_at(state, block).next
-    segment.pool = pool
-    block = segment.first
-    while block != 0:
-        if block_at(state, block).state == BLOCK_FREE:
-            insert_free(state, block)
-        block = block_at(state, block).next
-    return True
-
-
-@inner()
 def _group_in_use(state, group):
     for row in range(1, state.segments_used):
         segment = segment_at(state, row)
@@ -180,7 +135,7 @@ def _is_removable(state, segment, used_before):
     if segment.group != 0 and _group_in_use(state, segment.group):
         return False
     status = pool_at(state, segment.pool).status
-    return segment.last_used < used_before and status != POOL_PINNED and status != POOL_RETIRED
+    return segment.last_used < used_before and status != POOL_PINNED
 
 
 @njit()
@@ -222,44 +177,3 @@ def remove_free_segments(device, addresses, sizes, idle_passes):
         count += 1
     unlock(state)
     return count
-
-
-@njit()
-def retire_segments(device, addresses, offsets):
-    """Serve nothing more from segments, which came from the device as one and are given in order. For Python.
-
-    Writes where their blocks begin (bytes from the first segment), returns how many. -1 if there are no such segments,
-    they are not the whole of what came, or they hold more blocks than `offsets` has room for; some may be retired then.
-    """
-    state = locked(device)
-    count = 0
-    for i in range(len(addresses)):
-        row = find_segment(state, addresses[i])
-        segment = segment_at(state, row)
-        group, end = segment.group, addresses[i] + segment.size_bytes
-        whole = group_size(state, group) == len(addresses) if group != 0 else len(addresses) == 1
-        if row == 0 or not whole or (i + 1 < len(addresses) and end != addresses[i + 1]):
-            count = -1
-        else:
-            block = segment.first
-            while block != 0:
-                if count < len(offsets):
-                    offsets[count] = block_at(state, block).address - addresses[0]
-                count += 1
-                block = block_at(state, block).next
-            if count > len(offsets) or not change_kind(state, row, RETIRED_KIND):
-                count = -1
-        if count < 0:
-            break
-    unlock(state)
-    return count
-
-
-@njit()
-def reuse_segment(device, address):
-    """Serve from a segment again, if it is retired. For Python."""
-    state = locked(device)
-    row = find_segment(state, address)
-    if row != 0 and pool_at(state, segment_at(state, row).pool).kind == RETIRED_KIND:
-        change_kind(state, row, GENERAL_KIND)
-    unlock(state)

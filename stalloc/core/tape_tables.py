@@ -22,7 +22,7 @@ from stalloc.core.constants import (
 )
 from stalloc.core.record_types import Record, Words
 from stalloc.core.records import Asker, Cell, Key, Ring, Slot, Strand, TapeEntry, Word, table
-from stalloc.core.regions import Region, rounded
+from stalloc.core.regions import rounded
 from stalloc.core.slots import fill_slots
 from stalloc.core.tape_cursor import fill_keys
 
@@ -81,13 +81,13 @@ class TapeTables:
         return int(np.bitwise_or.reduce(1 << (distinct(self.cells["stream"]) & 63)))
 
 
-def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | None) -> TapeTables:
-    """The tables of a tape; the arguments are those of `DeviceArena.install`."""
+def make_tables(tape: ArenaTape) -> TapeTables:
+    """The tables of a tape."""
     stream, offset = tape.stream, tape.offset
     size = rounded(tape.size)
     planned = offset >= 0
     low, high = offset[planned], (offset + size)[planned]
-    bounds = distinct(np.concatenate([[0], low, high, kept if kept is not None else low[:0]])).astype(np.int64)
+    bounds = distinct(np.concatenate([[0], low, high])).astype(np.int64)
     entries = table(TapeEntry, len(size))
     entries["key"] = size << STREAM_BITS | stream
     entries["offset"] = np.where(planned, offset, -1)
@@ -98,7 +98,7 @@ def make_tables(tape: ArenaTape, kept: Words | None, regions: list[Region] | Non
     cells = table(Cell, len(bounds) + 1)
     cells["offset"][:-1] = bounds
     cells["needed_at"] = -1
-    cells["stream"] = _cell_streams(spans, tape.owner[planned], bounds, regions)
+    cells["stream"] = _cell_streams(spans, tape.owner[planned], bounds)
     use_starts, uses = _cell_uses(spans, np.flatnonzero(planned), len(cells))
     rings = table(Ring, len(tape.rings))
     rings["begin"], rings["end"] = tape.rings.T
@@ -156,10 +156,10 @@ def _keys(key: Words) -> tuple[np.ndarray, Words]:
     return keys, places
 
 
-def _cell_streams(spans: Words, stream: Words, bounds: Words, regions: list[Region] | None) -> Words:
+def _cell_streams(spans: Words, stream: Words, bounds: Words) -> Words:
     """(b + 1,) the stream of each cell, NO_STREAM if several use it.
 
-    One that none uses belongs to its region, or goes with the one before it. `spans` (k, 2) are the cells of each
+    One that none uses goes with the one before it. `spans` (k, 2) are the cells of each
     entry, `stream` (k,) its stream, `bounds` (b,) the offsets where cells begin.
     """
     count = len(bounds) + 1
@@ -175,15 +175,10 @@ def _cell_streams(spans: Words, stream: Words, bounds: Words, regions: list[Regi
         users += covered
     shared = users > 1
     used = np.flatnonzero(users > 0)
-    if not len(used) and regions is None:
+    if not len(used):
         return np.zeros(count, np.int64)
-    if regions is not None:
-        place = np.searchsorted([region.begin for region in regions], bounds, side="right") - 1
-        of_region = np.array([region.stream for region in regions], np.int64)[np.append(place, len(regions) - 1)]
-        owner = np.where(users > 0, owner, of_region)
-    else:
-        before = np.searchsorted(used, np.arange(count), side="right") - 1
-        owner = owner[used[np.maximum(before, 0)]]
+    before = np.searchsorted(used, np.arange(count), side="right") - 1
+    owner = owner[used[np.maximum(before, 0)]]
     owner[shared] = NO_STREAM
     return owner
 

@@ -239,14 +239,10 @@ class Controller:
 
     def _at_boundary(self) -> None:
         if self.status.phase is Phase.PLANNED:
-            waits = self.steps.waiting is not None
-            if (not waits and self.serving.moves_in_pass()) or (self.serving.probation.is_over and self._judge_plan()):
+            if self.serving.moves_in_pass() or (self.serving.probation.is_over and self._judge_plan()):
                 return
-            if waits:
-                self._heed(self.serving.serve_waiting_kinds())
-            elif not self.serving.at_boundary():
-                self._drop_plan("somebody else took the memory of the arena")
-            if waits or not self.next_plan.leaves_to_share(self.serving.to_share):
+            self.serving.at_boundary()
+            if not self.next_plan.leaves_to_share(self.serving.to_share):
                 return
         if (job := self.next_plan.take_made()) is None:
             return
@@ -279,8 +275,6 @@ class Controller:
         follows_ring = self.steps.tapes is None
         self._forget_plans()
         self.arenas.drop_tape()
-        if self.state.record.conflicts > self.state.record.misses:
-            self.arenas.old_arena = []  # something lives on there for long: the next plan gets another arena
         if follows_ring:
             self.watching.was_misled(is_part=is_part)
         if not goes_on:

@@ -25,16 +25,13 @@ _PER_THREAD, _HANDLE_BITS = 2, 0xF  # cudaStreamPerThread; handles are addresses
 
 
 class ArenaHolder(Protocol):
-    """Who has memory of the device beside the segments, and segments that go back together only."""
+    """Who has memory of the device beside the segments."""
 
     arena: Any  #: the memory of the arena in place; None: there is none
     tape: "ArenaTape | None"  #: what is served by pages
 
     def before_release(self) -> None:
         """Segments without live blocks are about to go back."""
-
-    def remove_free_segments(self, idle_passes: int) -> dict[int, int]:
-        """Take every segment without live blocks out of the core's tables: base -> bytes."""
 
     def match(self) -> None:
         """Make the memory that is held agree with the core's tables after an interrupted call."""
@@ -151,7 +148,7 @@ class DeviceMemory:
                 raise
 
     def _release_segments(self, idle_passes: int) -> None:
-        for base, size_bytes in self.arenas.remove_free_segments(idle_passes).items():
+        for base, size_bytes in self.state.heap.remove_free_segments(idle_passes).items():
             if self.poison is not None:
                 self.poison.returned(base, size_bytes)
             self.let_go(self.segments.pop(base))

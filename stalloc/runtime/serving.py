@@ -131,7 +131,7 @@ class Serving:
         is usual; where it is nearly all, the plan gains nothing.
         """
         assert self._status.observed is not None
-        needed = self._state.record.reserved_bytes + tape.arena_bytes - self._arenas.takes_over_bytes(tape)
+        needed = self._state.record.reserved_bytes + tape.arena_bytes
         held = self._status.observed.reserved_peak_bytes
         if needed <= _DEARER * held + _DEARER_BYTES:
             return None
@@ -139,29 +139,11 @@ class Serving:
         return Refusal(f"the plan would reserve {needed} bytes, but no more than {held} were reserved without it")
 
     def serve_ready_kinds(self) -> Refusal | None:
-        """At a mark: put plans of kinds of steps in force that were made meanwhile, or have them wait for a step."""
+        """At a mark: put plans of kinds of steps in force that were made meanwhile."""
         ready = self._steps.take_ready()
         if ready is None:
             return None
-        if self._status.phase is not Phase.PLANNED or not self._arenas.holds_twice(ready.served):
-            return self._serve_kinds(ready)
-        # before the first request of a step less may live in the arena, if nothing is lent from it any more
-        self._steps.wait_for_arena(ready)
-        self._arenas.stop_lending()
-        self._state.record.ask_at_boundary = 1
-        return None
-
-    def serve_waiting_kinds(self) -> Refusal | None:
-        """The first request of a step comes, for which plans of kinds of steps wait: put them in force, or wait on."""
-        search = self._steps.waiting
-        assert search is not None
-        if not self._steps.waited_enough() and self._arenas.holds_twice(search.served):
-            self._state.record.ask_at_boundary = 1  # should no mark come
-            return None
-        self._steps.waiting = None
-        refusal = self._serve_kinds(search)
-        self._steps.places.find()
-        return refusal
+        return self._serve_kinds(ready)
 
     def end_step(self) -> Refusal | None:
         """A step ended: what it was, where the tape goes on, and whether there are kinds of steps to be planned."""
@@ -175,7 +157,7 @@ class Serving:
             if is_unknown and _WASTE * state.record.step_allocated_peak < state.record.reserved_bytes:
                 self._release_unused()  # no pass over the plan ends, after which unused segments go back
             steps.places.find()
-            if (steps.tapes is not None or steps.waiting is not None) and state.record.ask_at_boundary:
+            if steps.tapes is not None and state.record.ask_at_boundary:
                 state.record.ask_at_boundary = constants.AT_ANY_REQUEST  # whichever kind of step comes
         elif self._status.phase is Phase.PLANNING:
             steps.places.find()
@@ -286,10 +268,8 @@ class Serving:
         """The ring in force, if pages go from stream to stream in each pass: hand-overs wait for one event."""
         return self._separate if self._tidying.moves_pages else None
 
-    def at_boundary(self) -> bool:
-        """The ring of the plan in force begins anew; False if somebody else took the memory of the arena."""
-        if not self._arenas.shrink():
-            return False
+    def at_boundary(self) -> None:
+        """The ring of the plan in force begins anew."""
         plan, was_observed = self._status.plan, self._status.observed is not None
         # what the switch left behind has died meanwhile; a plan from a file may be one that a budget needs
         patience = 8 * len(plan.tape_size) + 1024 if plan is not None else 0
@@ -297,4 +277,3 @@ class Serving:
         passes, at = self._tidying.at_boundary(), self._state.record.steps_ever
         asks = passes == 1 or self.probation.is_on
         self._state.write(ask_at_boundary=int(asks), ask_at_step=at + passes if passes > 1 else 0)
-        return True

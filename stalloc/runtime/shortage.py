@@ -1,7 +1,7 @@
 """What happens when a request finds no memory: a segment from the device, or the reason why there is none.
 
-Contract: memory is refused only after everything that holds no live block was given back, what an old arena and the
-one in force have free was offered again, and cycles of garbage were collected.
+Contract: memory is refused only after everything that holds no live block was given back, and cycles of garbage were
+collected.
 """
 
 import gc
@@ -45,8 +45,6 @@ class Shortage:
             return True
         if self._collects(size_bytes) and memory.take_segment(pool, least):
             return True
-        if self._arenas.use_retired() or self._arenas.lend_again():
-            return True  # the core asks again if that did not help
         full = state.heap.full_table()
         if full:
             memory.release_unused()  # segments without blocks take rows too
@@ -126,8 +124,7 @@ class Shortage:
         if self._lacks_arena or not may_move:
             self._lacks_arena = False
             return False
-        old_bytes = sum(region.size_bytes for region in self._arenas.old_regions())
-        if self._memory.has_room(arena_bytes) or max(old_bytes, self._state.record.arena_bytes) >= arena_bytes:
+        if self._memory.has_room(arena_bytes):
             return False
         self._memory.lacking_bytes, self._lacks_arena = max(self._memory.lacking_bytes, arena_bytes), True
         return True

@@ -86,7 +86,7 @@ class SteadyMarks:
         None while a search is under way, or while what is recorded is not all planned.
         """
         steps, is_recorded = self._steps, self._state.record.recording
-        if steps.search is not None or steps.waiting is not None or steps.cycles.is_found:
+        if steps.search is not None or steps.cycles.is_found:
             return []
         if not is_recorded:
             self._kinds = []

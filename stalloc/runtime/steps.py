@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _UNKNOWN_SHARE = 20  # a step is another one if more than one request in so many was not served from the plan
 _MIN_STEPS = 5  # marked steps without a cycle after which kinds are looked for
 _STEPS_BEFORE = 4  # before the first of a kind that is to be planned, which show what is handed on to it
-_MAX_WAITS = 2  # steps for which a plan waits for the arena before it to be empty
 
 
 class Steps:
@@ -45,8 +44,6 @@ class Steps:
         self.places = StepPlaces(state)  #: on the tapes in force
         self.tapes: Tapes | None = None  #: in force
         self.search: KindSearch | None = None
-        self.waiting: KindSearch | None = None  #: its plan is to be put in force at the first request of a step
-        self._waits = 0  # steps that went by meanwhile
         self._made: dict[bytes, Layout] = {}
         self.misses = StepMisses(state)
         self.recorded = RecordedSteps(state, recording)
@@ -60,7 +57,7 @@ class Steps:
 
     def forget(self) -> None:
         """The plan is given up, and the record begins anew."""
-        self.tapes, self.search, self.waiting, self.keep_plan = None, None, None, False
+        self.tapes, self.search, self.keep_plan = None, None, False
         self.watch.end()
         self.cycles.forget()
         self.places.forget()
@@ -107,15 +104,6 @@ class Steps:
             self._refused |= search.looked_for - search.put_off - self.planned
             return None
         return search
-
-    def wait_for_arena(self, search: KindSearch) -> None:
-        """Its plans are to be put in force at the first request of a step, when less may live in the arena."""
-        self.waiting, self._waits = search, 0
-
-    def waited_enough(self) -> bool:
-        """Another step went by while plans wait; whether to take an arena of their own for them now."""
-        self._waits += 1
-        return self._waits > _MAX_WAITS
 
     def at_planned_mark(self, num_plans: int, *, records: bool) -> bool:
         """A step ended while a plan is in force, the `num_plans`th; whether it needed much that no plan knows of.
@@ -187,7 +175,7 @@ class Steps:
     def _fresh(self) -> set[bytes]:
         """The kinds that recur and are not planned yet, if the record shows how long their requests live."""
         recorded = self.recorded
-        if self.search is not None or self.waiting is not None or not recorded.count:
+        if self.search is not None or not recorded.count:
             return set()
         if self.tapes is None and 2 * recorded.num_recurring < recorded.count:
             return set()  # a program whose steps are mostly all different

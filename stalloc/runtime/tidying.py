@@ -3,13 +3,10 @@
 Contract: nothing is given back in the middle of a pass, and nothing that passes still use.
 """
 
-import numpy as np
-
 from stalloc.core import constants
 from stalloc.runtime.arenas import Arenas
 from stalloc.runtime.effort import Effort
 from stalloc.runtime.paged_arena import move
-from stalloc.runtime.segment_sizes import round_up
 
 _IDLE_PASSES = 2  # a segment that served nothing for so many passes over a plan goes back
 _MAX_QUIET_PASSES = 64  # without a deviation that needed memory, before what the last one needed goes
@@ -21,7 +18,6 @@ _FIRST_PASSES = 3  # over a plan, after the first of which whatever is free goes
 _MOVING_PASSES = 4  # in a row in which pages moved, after which more will
 _SCATTERED_BYTES, _SCATTERED_SHIFT = 8 << 20, 7  # and 1 / 2 ** shift of the peak, that a move may leave to nobody
 _PAGES_EACH = 2  # the same for each request that is displaced
-_SHRINK_PASSES = 64  # over a plan, at whose begins it gets a smaller arena if nothing lives in the one in place
 
 
 class Tidying:
@@ -38,7 +34,7 @@ class Tidying:
         self._most_patience = _MAX_QUIET_PASSES
         self._released_at = -_AT_ONCE  # passes ever when pages went last
         self._moves_seen = self._moving_passes = 0  # of pages, at the last boundary; passes in a row with any
-        self.settled = False  #: what steps need is held in one segment, or not to be
+        self.settled = False  #: no plan is expected soon
 
     def begin_plan(self) -> None:
         """A plan is put in force."""
@@ -59,7 +55,7 @@ class Tidying:
         num_segments, kept = len(arenas.memory.segments), self._segments_kept
         if self._boundaries == 0:
             self._segments_kept = num_segments
-        return self._boundaries > -_SHRINK_PASSES * arenas.too_large or num_segments > kept or arenas.retired
+        return self._boundaries > 0 or num_segments > kept
 
     def _unmap_unused(self) -> int:
         """The same by pages: what deviations needed goes after passes without any, ever more if they come again."""
@@ -140,10 +136,7 @@ class Tidying:
         return True
 
     def settle(self) -> None:
-        """No step repeats so far: hold what steps need in one segment, where it splits and merges best.
-
-        A plan that is found later takes it over.
-        """
+        """No step repeats so far: pages move no more for the last few percent, which would cost it at every step."""
         state, arenas = self._state, self._arenas
         if self.settled or state.record.memory_is_short:
             return
@@ -151,13 +144,4 @@ class Tidying:
         if arenas.memory.source.paged:
             arenas.memory.paging.allowance.loosen()
             return
-        events = state.recorded()
-        tags = events["action"]
-        allocs = (tags & 0xFF) == constants.ACTION_ALLOC
-        by_stream = np.bincount(tags[allocs] >> 8, weights=events["requested_bytes"][allocs], minlength=1)
         state.write(allocating_persistent=0)
-        arenas.memory.release_unused()
-        pool = state.heap.general_pool(int(by_stream.argmax()))
-        size_bytes = round_up(max(0, state.allocated_peak_bytes - state.record.total.allocated_bytes))
-        if size_bytes and pool >= 0:
-            arenas.add_old(pool, size_bytes)
