@@ -21,7 +21,6 @@ def deviate(seed: int) -> tuple[int, int]:
     ring = Ring(rng, int(rng.integers(20, 60)), streams=streams, num_sizes=int(rng.integers(3, 40)))
     machine = Machine(owners=Owners())
     machine.install(ring)
-    bases: list[int] = []
     assert all(machine.allocate(1, stream) for stream in range(streams))
     program = Program(machine, ring, rng)
     for _ in range(int(rng.integers(2, 6))):
@@ -33,9 +32,9 @@ def deviate(seed: int) -> tuple[int, int]:
             machine.give_back_segments()
         if rng.random() < 0.15:
             if machine.state.record.arena_bytes:
-                bases = machine.dissolve()
-            elif bases and set(bases) <= set(machine.segments.addresses()):
-                machine.take_over(ring, bases)
+                machine.dissolve()
+            else:
+                machine.install(ring)
     served = machine.state.record.hits, machine.state.record.misses + machine.state.record.conflicts
     program.end()
     machine.check_counts()

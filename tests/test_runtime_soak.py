@@ -28,7 +28,7 @@ def test_programs_that_left_their_plan_are_served_from_it_again(seed: int) -> No
     figures = soak_programs(300, seed)
     assert figures["problems"] == []
     assert figures["counts"]["missed"] > 3000, "they leave their plans"
-    assert figures["counts"]["taken over"] > 20
+    assert figures["counts"]["planned again"] > 20
     print(figures["exceptions"])
     # a step of two sizes in random order without marks can be mistaken for itself for long
     assert len(figures["exceptions"]) <= 3

@@ -225,14 +225,6 @@ class Machine:
                 self.segments.add(part, following - part)
         return bases
 
-    def take_over(self, program: "Ring", bases: list[int]) -> bool:
-        """Serve a ring from the segments that were an arena before; False if that cannot be."""
-        if not self.state.arena.take_over_segments(bases, program.tape()):
-            return False
-        size = sum(self.segments.remove(base) for base in bases)
-        self.segments.add(bases[0], size)
-        return True
-
     def check_counts(self) -> None:
         """The counters agree with the oracle."""
         state = self.state

@@ -1,7 +1,7 @@
 """The whole runtime under threads that never stop, on a virtual GPU whose memory is the host's.
 
 Contract: requests go through the entry points that CuPy calls, segments through CuPy's pool, events through CuPy;
-plans are put in force, learnt, taken over and given up while threads run. Afterwards everything is freed, and what is
+plans are put in force, learnt and given up while threads run. Afterwards everything is freed, and what is
 left anywhere is a problem that `Soak.run` reports.
 """
 

@@ -2,7 +2,7 @@
 
 Contract: whether blocks overlap is judged by a sorted table of live intervals that shares no code with the allocator.
 A program follows its ring, or one of several kinds of steps; is disturbed for a few passes; its arena may be given up
-in the middle and taken over; then the known sequence returns. From the pass after that on every request has to be
+in the middle and come again; then the known sequence returns. From the pass after that on every request has to be
 served from the plan. A program is a function of its seed alone.
 """
 
@@ -179,15 +179,6 @@ class Device:
             self.parts[part] = arena
         return bool(parts)
 
-    def take_over(self, base: int, tape: tuple[Any, ...], begins: list[int], peak_bytes: int) -> bool:
-        """Serve a tape from a segment that was an arena; False if that cannot be."""
-        if self.parts.get(base) != base or self.pieces[base] < peak_bytes:
-            return False
-        if not self.state.arena.take_over_segments([base], _arena_tape(tape, begins, peak_bytes)):
-            return False
-        del self.parts[base]
-        return True
-
 
 @dataclass
 class Outcome:
@@ -300,14 +291,12 @@ def one_program(device: Device, seed: int) -> Outcome:
     work = address, due, following, live, starts, ends
     requests = program.size, program.stream, program.at, program.death
     device.serve(program.tape, program.begins, program.peak_bytes)
-    arena, planned = state.record.arena, True
+    planned = True
     for index, one in enumerate(program.passes):
         if not planned:
-            if not device.take_over(arena, program.tape, program.begins, program.peak_bytes):
-                device.serve(program.tape, program.begins, program.peak_bytes)
-                arena = state.record.arena
+            device.serve(program.tape, program.begins, program.peak_bytes)
             planned = True
-            outcome.deviations.append("taken over")
+            outcome.deviations.append("planned again")
         if program.marked:
             expected = one.kind if program.alike or rng.random() < 0.5 else int(rng.integers(len(program.rings)))
             begin = program.begins[expected]
