@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from programs.step_program import MIB, Program, in_rounds
+from programs.step_program import MIB, Program
 
 from stalloc.runtime.runtime_settings import Phase
 
